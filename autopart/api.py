@@ -26,6 +26,8 @@ from autopart.options import (
 from autopart.plans.plan import Plan
 from autopart.proof.verify_loop import LoopVerification, prove
 from autopart.recipe import can_be_folded, make_plan, prepare
+from autopart.runtime.loop.idioms import partitioned_in
+from autopart.runtime.loop.layers import Branch
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.state.weights import Weights
 from autopart.tracing.trace import bind_call
@@ -164,6 +166,13 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",
                          hint="give the model itself; pm.plan has the plan of this one")  # fmt: skip
+    if isinstance(model, Branch):
+        raise InputError("this is a layer of a partitioned model", why="it has this rank's shards, and no operators",
+                         hint="give the model's own layer")  # fmt: skip
+    inside = partitioned_in(model)
+    if inside is not None:
+        raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
+                         hint="parallelize the outer model, made of the plain one")  # fmt: skip
     wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
                 "OptimizedModule": "_orig_mod"}  # fmt: skip
     if kind in wrappers and hasattr(model, wrappers[kind]):
@@ -188,7 +197,6 @@ def _module(
         timeout=options.timeout, check_replicas=options.check_replicas, local_batch=options.local_batch,
         weights=weights, scales_loss=compiler.scales_loss,
     )  # fmt: skip
-    module.train(model.training)
     compiler.reseed(module.initial_seed)
     return module
 

@@ -55,7 +55,6 @@ class TrainingRun:
         model, example = self.source.model, self.source.example
         assert example is not None
         parallel = parallelize(model, self.mesh, example_kwargs=example, plan=self.plan, **self.options)
-        parallel.train(model.training)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=self.learning_rate)
         first = rank() == 0
         plain = None

@@ -63,6 +63,7 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
     """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
     function.__signature__ = inspect.signature(function)
     function.__code__ = code.__code__
     return original
@@ -94,38 +95,42 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
     ]
 
 
-def before_ddp(check: Callable[[torch.nn.Module], None]) -> None:
-    """From now on DistributedDataParallel passes the module it is made of to `check`, before it sends any parameter."""
-    kind: Any = torch.nn.parallel.DistributedDataParallel
-    original = kind.__init__
-    if hasattr(original, "__wrapped__"):
+def before_wrappers(check: Callable[[Any, str], None]) -> None:
+    """From now on modules that DistributedDataParallel, DataParallel, FSDP and `fully_shard` wrap go to `check` first.
+
+    Args:
+        check: Is passed the module, or a list of modules, and what wraps it. Nothing is sent before.
+    """
+    if _FullyShard.own is not None:
         return
+    fsdp = torch.distributed.fsdp
+    for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, fsdp.FullyShardedDataParallel):
+        _check_first(kind, check)
+    function = inspect.unwrap(fsdp.fully_shard)
+    _FullyShard.check = staticmethod(check)
+    _FullyShard.own = staticmethod(_exchanged(function, _FullyShard.code, {}))
+
+
+def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
+    original = kind.__init__
 
     @functools.wraps(original)
     def made(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        check(module)
+        check(module, kind.__name__)
         original(self, module, *args, **kwargs)
 
     kind.__init__ = made
 
 
-class _UpdateBN:
-    """Holds torch's own `update_bn` once `before_update_bn` has run, and what is checked before it."""
+class _FullyShard:
+    """Holds torch's own `fully_shard` once `before_wrappers` has run, and what is checked before it."""
 
     own: Callable[..., Any] | None = None
-    check: Callable[[torch.nn.Module], None]
+    check: Callable[[Any, str], None]
 
     def code(*args: Any, **kwargs: Any) -> Any:
-        from autopart.compat_training import _UpdateBN
+        from autopart.compat_training import _FullyShard
 
-        _UpdateBN.check(kwargs["model"] if "model" in kwargs else args[1])
-        assert _UpdateBN.own is not None
-        return _UpdateBN.own(*args, **kwargs)
-
-
-def before_update_bn(check: Callable[[torch.nn.Module], None]) -> None:
-    """From now on `torch.optim.swa_utils.update_bn` passes its model to `check` first, also where it was imported."""
-    if _UpdateBN.own is None:
-        function = inspect.unwrap(torch.optim.swa_utils.update_bn)
-        _UpdateBN.check = staticmethod(check)
-        _UpdateBN.own = staticmethod(_exchanged(function, _UpdateBN.code, {}))
+        _FullyShard.check(kwargs["module"] if "module" in kwargs else args[0], "fully_shard()")
+        assert _FullyShard.own is not None
+        return _FullyShard.own(*args, **kwargs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +33,7 @@ from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepar
 from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.guards import Guards, check_unstable, shown, warn_of_change
+from autopart.tracing.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
 from autopart.tracing.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.python_reads import record_reads
@@ -96,6 +96,7 @@ class Compiler:
         self._has_number_inputs = False
         self.changed_values = ""
         self._random = torch.Generator()
+        self._model_settings = settings_of(model)
         if plan is not None:
             check_plan_mesh(plan, mesh)
             check_plan_options(options, plan)
@@ -160,10 +161,11 @@ class Compiler:
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace and plan for an example call."""
-        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, None)[0]
+        settings = settings_of(self.model)
+        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, settings, None)[0]
 
     def program(
-        self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool,
+        self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
         """The program for a call and its tensors; traces the call where it is a new one."""
@@ -172,7 +174,8 @@ class Compiler:
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
-        traced, call = self._find(arguments, training, loss_fn, purpose == "step_outputs")
+        with with_values(self.model, settings):
+            traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
         self.changed_values = traced.changed_values
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
@@ -199,8 +202,9 @@ class Compiler:
         return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
 
     def _find(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool = False
-    ) -> tuple[_Traced, Call]:
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool = False,
+    ) -> tuple[_Traced, Call]:  # fmt: skip
         """The trace of a call, made now where it is a new one, and the call's tensors."""
         call = flatten_call(arguments)
         check_values(call)
@@ -211,33 +215,34 @@ class Compiler:
         with_outputs = with_outputs and loss_fn is not None
 
         def key_of(numbers: bool) -> Hashable:
-            return call_key(arguments, call, training, loss_fn, numbers), with_outputs
+            return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
 
         def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
-            def trace() -> _Traced:
-                first = next((traced.first_guards for traced in self._traced.of(key)), None)
-                changed_values = "" if first is None else self._changed_values(first)
-                with traced_apart(), number_slots(slots):
-                    given = without_inference(arguments) if inference else arguments
-                    traced = self._trace(given, training, loss_fn, with_outputs, slots)
-                return replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
-
-            return self._traced.get(key, trace, lambda traced: traced.guards.hold())
+            if traced := self._traced.find(key, _holds):
+                return traced
+            first = next((traced.first_guards for traced in self._traced.of(key)), None)
+            changed_values = "" if first is None else self._changed_values(first)
+            with traced_apart(), number_slots(slots):
+                given = without_inference(arguments) if inference else arguments
+                traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
+            traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+            return self._traced.add(key, traced)
 
         key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
-        if (kind is None or not self._numbers.get(kind, NumberInputs)) and self._is_traced(key):
-            return traced_as(key, arguments, {}), call
+        inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
+        if not inputs and (known := self._traced.find(key, _holds)):
+            return known, call
         numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
-        inputs = self._numbers.get(kind, NumberInputs)
+        inputs = inputs or self._numbers.get(kind, NumberInputs)
         earlier = self._traced.of((kind, inputs.key(numbers)) if inputs else key)
-        is_new = not any(traced.guards.hold() for traced in earlier)
-        added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {}) if is_new else set()
-        while inputs and self.precision is None:
+        added = set[str]()
+        if not any(map(_holds, earlier)):
+            added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
+        while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
             with_numbers = {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
-            slots = {**slots_of(loss_fn), **inputs.slots}
             try:
-                traced = traced_as((kind, inputs.key(numbers)), with_numbers, slots)
+                traced = traced_as((kind, inputs.key(numbers)), with_numbers, {**slots_of(loss_fn), **inputs.slots})
                 return traced, flatten_call(with_numbers)
             except TraceError:
                 if not added:
@@ -245,9 +250,6 @@ class Compiler:
                 inputs.refuse(added)  # the model's code decides by a number, or passes it to an operator as a number
                 added = set()
         return traced_as(key, arguments, {}), call
-
-    def _is_traced(self, key: Hashable) -> bool:
-        return any(traced.guards.hold() for traced in self._traced.of(key))
 
     def _changed_values(self, first: Guards) -> str:
         """Return the Python values that differ from those of a trace before. Warn of the first change."""
@@ -258,17 +260,19 @@ class Compiler:
         return "".join(f", with {change.path} = {shown(change.now)}" for change in changes)
 
     def _trace(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool,
-        slots: Mapping[str, NumberSlot],
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool, slots: Mapping[str, NumberSlot],
     ) -> _Traced:  # fmt: skip
         start_s = time.perf_counter()
-        with _mode(self.model, training):
+        with in_modes(self.model, training, settings):
             around = WithLossAndOutputs if with_outputs else WithLoss
             model = self.model if loss_fn is None else around(self.model, loss_fn)
             flat = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
+        if settings != self._model_settings:  # the plan was made for other operators
+            traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
         self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
@@ -342,17 +346,8 @@ class Compiler:
         return traced.programs[purpose]
 
 
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode, and as it was afterwards."""
-    before = {module: module.training for module in model.modules()}
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
+def _holds(traced: _Traced) -> bool:
+    return traced.guards.hold()
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

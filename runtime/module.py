@@ -32,7 +32,7 @@ from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
 from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Idioms, holder, watch_wrappers
+from autopart.runtime.loop.idioms import Idioms, watch_wrappers
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
@@ -50,6 +50,7 @@ from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.on_module import SyncsData
 from autopart.runtime.two_versions import Flushes, Pair
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
+from autopart.tracing.layer_settings import NO_SETTINGS, Settings
 from autopart.tracing.own_rows import num_rows
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import flatten_call
@@ -71,6 +72,7 @@ class ProgramSource(Protocol):
         *,
         purpose: Purpose,
         training: bool,
+        settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None,
         target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:
@@ -158,6 +160,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
         self._begin_steps(check_replicas)
+        self._begin_layers(source)
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -184,7 +187,9 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
         with self._others_told("forward", args, kwargs):
-            program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
+            program, inputs = self._compiler.program(
+                args, kwargs, purpose="forward", training=self.training, settings=self._modes.settings
+            )
         executable, comparison = self._executable(program, inputs, "forward")
         outputs = executable.forward(inputs, comparison)
         if "pp" in self._process.groups and torch.is_grad_enabled():
@@ -234,8 +239,9 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._check_delayed(options, self._unsummed.is_open)
             with self._others_told("step", args, kwargs):
                 program, inputs = self._compiler.program(
-                    args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
-                )
+                    args, kwargs, purpose=purpose, training=self.training, settings=self._modes.settings,
+                    loss_fn=loss_fn, target=target,
+                )  # fmt: skip
             criterion = named_criterion(loss_fn, self._source.model)
             executable, comparison = self._executable(program, inputs, "step", options.text, criterion)
             loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
@@ -370,8 +376,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | Pair, Comparison]:  # fmt: skip
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
-        mode = "train" if self.training else "eval"
-        text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
+        text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unsummed.is_open else ""
         problem = None
@@ -445,8 +450,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             settle(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
         if not self._local_parameters:  # so that every rank can make an optimizer
-            nothing = nn.Parameter(torch.empty(0, device=self._process.device))
-            self.register_parameter(NO_PARAMETERS, nothing)
+            nothing = self._parameters[NO_PARAMETERS] = nn.Parameter(torch.empty(0, device=self._process.device))
             settle_empty(nothing, self._process)
         persistent = set(model.state_dict(keep_vars=True))
         if self._weights is not None:
@@ -456,10 +460,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             if name not in self._local_buffers and not buffer.is_meta:
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
-                local = self._copies[id(buffer)]
-                self._local_buffers[name] = local
-                parent, last = holder(self, name)
-                parent.register_buffer(last, local, persistent=name in persistent)
+                self._register_buffer(name, self._copies[id(buffer)], name in persistent)
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
@@ -490,15 +491,3 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._register(self._source.model, self._traced("copy").stored_names)
         if NO_PARAMETERS in self._parameters:
             settle_empty(self.get_parameter(NO_PARAMETERS), self._process)
-
-    def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
-        """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
-        slots: list[tuple[str, dict[str, Any], str, Any]] = []
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            parameter = self._local_parameters.get(stored_names.get(name, ""))
-            parent, last = holder(self, name) if parameter is not None else (self, "")
-            if parameter is not None and last not in parent._parameters:
-                parent.register_parameter(last, parameter)
-            if parameter is not None:
-                slots.append((name, parent._parameters, last, parent._parameters[last]))
-        self._slots = slots

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """A dictionary that keeps the `size` entries used last. A key may have several, of which `fits` chooses one.
+    """A dictionary that keeps the `size` entries used last. A key may have several entries, of which `find` chooses one.
 
     >>> recent = Recent(2)
     >>> for key in "abac": recent.get(key, key.upper)
@@ -56,17 +56,29 @@ class Recent(Generic[Made]):
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
 
-    def get(self, key: Hashable, make: Callable[[], Made], fits: Callable[[Made], bool] | None = None) -> Made:
-        """Return the entry of a key that fits; make it if there is none."""
+    def find(self, key: Hashable, fits: Callable[[Made], bool]) -> Made | None:
+        """Return the entry of a key that fits, if there is one."""
         entries = self._entries.get(key, [])
-        place = 0 if fits is None else next((i for i, entry in enumerate(entries) if fits(entry)), len(entries))
-        if place >= len(entries):
-            entry = make()
-            while len(self) >= self.size:
-                self._drop_oldest()
-            self._entries.setdefault(key, []).insert(0, entry)
-        elif place:
-            entries.insert(0, entries.pop(place))
+        for place, entry in enumerate(entries):
+            if fits(entry):
+                if place:
+                    entries.insert(0, entries.pop(place))
+                self._entries.move_to_end(key)
+                return entry
+        return None
+
+    def add(self, key: Hashable, entry: Made) -> Made:
+        """Keep a new entry, the first of its key."""
+        while len(self) >= self.size:
+            self._drop_oldest()
+        self._entries.setdefault(key, []).insert(0, entry)
+        self._entries.move_to_end(key)
+        return entry
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return the entry of a key, made now if there is none."""
+        if key not in self._entries:
+            return self.add(key, make())
         self._entries.move_to_end(key)
         return self._entries[key][0]
 

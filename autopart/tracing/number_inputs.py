@@ -56,7 +56,11 @@ class NumberInputs:
     def key(self, numbers: Mapping[str, Any]) -> Hashable:
         """Return what a program depends on of numbers: which are its inputs, and the values of the others."""
         others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
-        return frozenset(self.options), frozenset(self.slots), others
+        return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
+
+    def can_be_tensors(self) -> bool:
+        """Return True if there are inputs, and all are numbers now: user code may put anything in a place."""
+        return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
         """Make inputs of the numbers that differ from `last`, and of those in `slots`; return their names."""
@@ -116,24 +120,30 @@ def slots_of(function: Any) -> dict[str, NumberSlot]:
 
 def entry_slot(container: Any, key: Any) -> NumberSlot:
     """Return the place of an entry of a dict or list."""
-    return NumberSlot((id(container), key), lambda: container[key], lambda value: container.__setitem__(key, value))
+    get = _or_none(lambda: container[key])
+    return NumberSlot((id(container), key), get, lambda value: container.__setitem__(key, value))
 
 
 def attribute_slot(holder: Any, name: str) -> NumberSlot:
     """Return the place of an attribute."""
-    return NumberSlot((id(holder), name), lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+    get = _or_none(lambda: getattr(holder, name))
+    return NumberSlot((id(holder), name), get, lambda value: setattr(holder, name, value))
 
 
 def cell_slot(cell: types.CellType) -> NumberSlot:
     """Return the place of a closure variable."""
+    get = _or_none(lambda: cell.cell_contents)
+    return NumberSlot((id(cell), ""), get, lambda value: setattr(cell, "cell_contents", value))
 
-    def get() -> Any:
+
+def _or_none(get: Callable[[], Any]) -> Callable[[], Any]:
+    def value() -> Any:
         try:
-            return cell.cell_contents
-        except ValueError:  # the variable is not set yet
+            return get()
+        except (LookupError, AttributeError, ValueError):  # ValueError: a closure variable that is not set yet
             return None
 
-    return NumberSlot((id(cell), ""), get, lambda value: setattr(cell, "cell_contents", value))
+    return value
 
 
 def _default_slot(function: types.FunctionType, place: int) -> NumberSlot:

@@ -20,6 +20,7 @@ from autopart.errors import InputError
 from autopart.runtime.comm.processes import Process, reduce_over_all
 from autopart.runtime.loop.norms import inside
 from autopart.runtime.state.homes import parameters_of, process_among
+from autopart.runtime.state.sharing import check_not_originals
 from autopart.runtime.state.unsummed import check_summed
 
 
@@ -74,6 +75,8 @@ def _unscale(
     process = process_among(parameters_of(optimizer))
     if process is not None:
         check_summed(process, "unscaling")
+    else:
+        check_not_originals(parameters_of(optimizer), "unscaling")
     by_device = original(scaler, optimizer, *args)
     if process is None or not process.groups:
         return by_device

@@ -178,11 +178,11 @@ def test_an_error_of_autopart_is_raised_once_with_rank_and_line():
 
     def trains(model, batches):
         model.step(batches[0][0], loss_fn=F.cross_entropy, target=batches[0][1])
-        model.apply(print)
+        model.share_memory()
 
-    with pytest.raises(UsageError, match="would find no layer") as caught:
+    with pytest.raises(UsageError, match="has no share_memory") as caught:
         verified(trains)
-    assert re.fullmatch(r"on rank \d, at line \d+ of .*, in trains: model.apply\(print\)", caught.value.__notes__[0])
+    assert re.fullmatch(r"on rank \d, at line \d+ of .*, in trains: model.share_memory\(\)", caught.value.__notes__[0])
 
 
 def test_what_one_rank_alone_raises_is_named_and_nothing_waits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopart
 from autopart.errors import AutopartError, UsageError
@@ -32,9 +32,10 @@ class Critic(nn.Module):
             nn.LayerNorm(16),
             nn.Linear(16, 1),
         )
+        self.register_buffer("offset", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.up(x))
+        h = torch.tanh(self.up(x)) + self.offset
         q, k, v = self.qkv(self.norm(h)).view(*h.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
         return self.down(h + (weights @ v).transpose(1, 2).flatten(2))
@@ -98,13 +99,12 @@ def norm_of_the_originals(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def eval_of_a_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
-    pm.train()
-    pm.norm.eval()
-
-
 def other_weights(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     functional_call(pm, {name: p * 2 for name, p in pm.named_parameters()}, (x,))
+
+
+def other_buffers(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    functional_call(pm, {"offset": torch.ones(1).double()}, (x,))
 
 
 class Around(nn.Module):
@@ -117,8 +117,96 @@ def ddp_around(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     nn.parallel.DistributedDataParallel(Around(pm))
 
 
+def fsdp_around(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    FullyShardedDataParallel(Around(pm), device_id=torch.device("cpu"))
+
+
+def fully_sharded_around(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard([Around(pm), nn.Linear(2, 2)])
+
+
+def fully_sharded_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(pm.qkv)
+
+
 def twice(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     autopart.parallelize(pm, "dp2", example_kwargs={"x": x})
+
+
+def one_around_it(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.parallelize(Around(Around(pm)), "dp2", example_kwargs={"x": x})
+
+
+def a_layer_of_it(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.parallelize(pm.qkv, "dp2", example_kwargs={"input": x})
+
+
+def scaled_step_of_an_older_optimizer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(pm(x).sum()).backward()
+    scaler.step(optimizer)
+
+
+def another_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.extra = nn.Linear(2, 2)
+
+
+def another_layer_below(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up.extra = nn.Linear(2, 2)
+
+
+def another_layer_by_name(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up.add_module("extra", nn.Linear(2, 2))
+
+
+def another_buffer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.register_buffer("extra", torch.ones(1))
+
+
+def a_buffer_replaced(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.offset = torch.ones(1).double()
+
+
+def another_parameter(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up.register_parameter("extra", nn.Parameter(torch.ones(1)))
+
+
+def a_parameter_deleted(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    del pm.up.weight
+
+
+def a_list_for_a_number(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.norm.eps = [1e-5]
+
+
+def a_layer_appended(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.parallelize(nn.Sequential(model), str(pm.mesh), example_args=(x,)).append(nn.ReLU())
+
+
+def a_layer_set_by_number(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up[0] = nn.Linear(2, 2)
+
+
+def a_layer_deleted(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    del pm.norm
+
+
+def another_class(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.norm.__class__ = nn.Identity
+
+
+def a_layer_pickled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pickle.dumps(pm.up)
+
+
+def a_method_of_a_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up.reset_parameters()
 
 
 def wrapped_in_ddp(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
@@ -135,29 +223,56 @@ def compiled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     autopart.plan(torch.compile(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
 
 
-def average_of_statistics(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
-    update_bn([x], AveragedModel(pm))
-
+ORIGINALS = """on the model's own parameters would change nothing: Critic is partitioned
+  why    the partitioned model has parameters of its own, and only they have gradients
+  try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())"""
+CHANGED = """of a partitioned model would change nothing
+  why    the program was traced with what the model had
+  try    change the model before; values: pm.load_state_dict(...)"""
+WRAPPED = """around a partitioned model
+  why    it would take this rank's shards for full parameters
+  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself; zero=3 is FSDP"""
 
 REFUSED: dict[Callable[..., None], str] = {
-    step_of_an_older_optimizer: """SGD.step() on the model's own parameters would change nothing: Critic is partitioned
-  why    the partitioned model has parameters of its own, and only they have gradients
-  try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())""",
-    norm_of_the_originals: """clip_grad_norm_ on the model's own parameters would change nothing: Critic is partitioned
-  why    the partitioned model has parameters of its own, and only they have gradients
-  try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())""",
-    eval_of_a_layer: """eval() of a layer of a partitioned model would change nothing
-  why    the model is traced as a whole, in one mode or with the modes that its layers had
-  try    set it on the model before parallelize(): model.layer.eval(); or pm.eval() for all""",
+    step_of_an_older_optimizer: f"SGD.step() {ORIGINALS}",
+    norm_of_the_originals: f"clip_grad_norm_ {ORIGINALS}",
     other_weights: """this call is made with another tensor for 'up.weight'
-  why    functional_call or an assignment replaced the parameter, and the program reads its own
+  why    functional_call or an assignment replaced it, and the program reads its own
   try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
-    ddp_around: """DistributedDataParallel around a partitioned model
-  why    it would give every rank the first one's shards
-  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself""",
-    average_of_statistics: """update_bn() of a partitioned model would change nothing
-  why    it looks for BatchNorm layers, and a partitioned model has parameters and buffers alone
-  try    model.load_state_dict(average.module.full_state_dict()); update_bn(loader, model)""",
+    another_layer: f"setting 'extra' {CHANGED}",
+    another_layer_below: f"setting 'extra' {CHANGED}",
+    another_layer_by_name: f"add_module() {CHANGED}",
+    another_buffer: f"register_buffer() {CHANGED}",
+    a_buffer_replaced: f"setting 'offset' {CHANGED}",
+    another_parameter: f"register_parameter() {CHANGED}",
+    a_list_for_a_number: f"setting 'eps' {CHANGED}",
+    a_layer_set_by_number: f"setting [0] {CHANGED}",
+    a_layer_deleted: f"deleting 'norm' {CHANGED}",
+    another_class: f"another class for a layer {CHANGED}",
+    a_parameter_deleted: f"deleting 'weight' {CHANGED}",
+    ddp_around: f"DistributedDataParallel {WRAPPED}",
+    fsdp_around: f"FullyShardedDataParallel {WRAPPED}",
+    fully_sharded_around: f"fully_shard() {WRAPPED}",
+    fully_sharded_layer: f"fully_shard() {WRAPPED}",
+    one_around_it: """'pm.pm' of the model is partitioned already
+  why    a program cannot contain another
+  try    parallelize the outer model, made of the plain one""",
+    a_layer_of_it: """this is a layer of a partitioned model
+  why    it has this rank's shards, and no operators
+  try    give the model's own layer""",
+    scaled_step_of_an_older_optimizer: f"unscaling {ORIGINALS}",
+    other_buffers: """this call is made with another tensor for 'offset'
+  why    functional_call or an assignment replaced it, and the program reads its own
+  try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
+    a_layer_appended: """a partitioned Sequential has no append()
+  why    the program was traced with the layers that the model had
+  try    change the model before parallelize()""",
+    a_layer_pickled: """a layer of a partitioned model cannot be pickled
+  why    it holds the tensors of this rank
+  try    torch.save(pm.full_state_dict(), path)""",
+    a_method_of_a_layer: """a partitioned model has no reset_parameters()
+  why    Linear.reset_parameters runs the model's own code, on whole weights
+  try    model.load_state_dict(pm.full_state_dict()); model.up.reset_parameters(...)""",
     twice: """the model is partitioned already
   why    it is what parallelize() returned, not a model
   try    give the model itself; pm.plan has the plan of this one""",
@@ -196,14 +311,13 @@ def test_uses_that_would_change_nothing_are_refused(mesh):
 
 
 def modes_and_weights(mesh: str) -> None:
-    """Layers that were in eval mode stay so; weights that are loaded back bring no warning."""
+    """Layers that were in eval mode stay so until `train()`; weights that are loaded back bring no warning."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
     model[1].eval()
     plain, x = copy.deepcopy(model), torch.randn(8, 8).double()
     pm = autopart.parallelize(model, mesh, example_kwargs={"input": x})
-    for change in (pm.train, pm.eval, pm.train):
-        change()
+    assert pm.training and not pm[1].training
     torch.testing.assert_close(pm.step(x, loss_fn=F.mse_loss, target=x[:, :4]), F.mse_loss(plain(x), x[:, :4]).detach())
     torch.optim.SGD(pm.parameters(), 0.1).step()
     with warnings.catch_warnings():

@@ -483,6 +483,17 @@ def test_a_container_of_the_user_stays_the_models():
         assert torch.allclose(pm(x), model(x), atol=1e-10)
 
 
+def test_a_number_that_becomes_something_else():
+    model = net(lambda m, h: h if m.tau is None else h * m.tau)
+    x, _ = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (1.0, 2.0, 3.0, None, 4, 5, True, 6.0, torch.tensor(2.5).double(), 0.5):
+            model.tau = value
+            assert torch.allclose(pm(x), model(x), atol=1e-10)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_closure_over_containers_and_objects_follows(wrapped):
     settings, scales, space = {"low": 1.0}, [1.0], types.SimpleNamespace(b=1.0)

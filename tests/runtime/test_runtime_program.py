@@ -192,7 +192,7 @@ class HandCompiler:
         self.model, self.mesh, self.microbatches, self.traced = model, mesh, microbatches, traced
         self.programs = {}
 
-    def program(self, args, kwargs, *, purpose, training, loss_fn=None, target=None):
+    def program(self, args, kwargs, *, purpose, training, settings=(), loss_fn=None, target=None):
         if purpose not in self.programs:
             self.programs[purpose] = make_program(self.model, self.mesh, self.microbatches, purpose)
         return self.programs[purpose], tuple(args) + tuple(kwargs.values())
