@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """A dictionary that keeps the `size` entries used last. A key may have several entries, of which `find` chooses one.
+    """A dictionary that keeps the `size` entries used last. `find` chooses one of several entries of a key.
 
     >>> recent = Recent(2)
     >>> for key in "abac": recent.get(key, key.upper)

@@ -142,7 +142,7 @@ class Idioms(StandIn):
 
 
 def watch_wrappers() -> None:
-    """From now on a wrapper that would replace a partitioned model's shards, or copy it to other devices, is refused."""
+    """Refuse, from now on, wrappers that would replace a partitioned model's shards or copy it to other devices."""
     before_wrappers(refuse_wrapper)
 
 

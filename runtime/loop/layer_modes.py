@@ -1,4 +1,4 @@
-"""Modes and plain attributes that the layers of a partitioned model have: read for every call, and compared by ranks."""
+"""Modes and plain attributes of the layers of a partitioned model: read for each call and compared by ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that stand for a model and its layers: the original's class, modes and attributes, and this rank's tensors."""
+"""Modules that represent a model and its layers: class, modes and attributes of the original, local tensors."""
 
 from __future__ import annotations
 
@@ -317,9 +317,9 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     static = inspect.getattr_static(layer, name, None)
     own = name in vars(layer)
     is_value = own or not (callable(static) or hasattr(static, "__get__"))
-    if (static is not None or own) and is_value and not isinstance(static, (Tensor, nn.Module)):
-        if not callable(static) and (not name.startswith("_") or is_plain(static)):
-            return static
+    is_value = is_value and (static is not None or own) and not isinstance(static, (Tensor, nn.Module))
+    if is_value and not callable(static) and (not name.startswith("_") or is_plain(static)):
+        return static
     if name.startswith("_"):
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
     if callable(static) and isinstance(layer, _CONTAINERS):
