@@ -103,7 +103,8 @@ def before_wrappers(check: Callable[[Any, str], None]) -> None:
     """
     if _FullyShard.own is not None:
         return
-    fsdp = torch.distributed.fsdp
+    from torch.distributed import fsdp  # a fifth of a second
+
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, fsdp.FullyShardedDataParallel):
         _check_first(kind, check)
     function = inspect.unwrap(fsdp.fully_shard)

@@ -62,8 +62,11 @@ class Idioms(StandIn):
         self._add_slot(name, parent._buffers, last)
 
     def _add_slot(self, name: str, registered: dict[str, Any], key: str) -> None:
-        for column, entry in zip(self._slots, (name, registered, key, registered[key]), strict=True):
-            column.append(entry)
+        names, of_modules, keys, tensors = self._slots
+        names.append(name)
+        of_modules.append(registered)
+        keys.append(key)
+        tensors.append(registered[key])
 
     def _check_registered(self) -> None:
         """Raises UsageError if a parameter or buffer was replaced, as `torch.func.functional_call` does for a call."""
