@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -21,6 +22,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_transform() -> str:
+    """The innermost transform of `torch.func` that runs now, such as "grad" or "vmap", or forward-mode AD; else ""."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    if level is not None:
+        return str(level.key().name).lower()
+    return "forward-mode AD" if forward_ad._current_level >= 0 else ""
 
 
 class _Norms:
