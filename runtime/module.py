@@ -294,7 +294,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         Example:
             torch.distributed.checkpoint.save({"model": pm.state_dict()}, checkpoint_id="step100")
         """
-        self._traced("state_dict()")
+        self._replicas.note_state_dict(self._traced("state_dict()"), self._local_parameters)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state_dict = super().state_dict(*args, **kwargs)
         with_places(self, state_dict, prefix, self._extra_state)
