@@ -26,7 +26,7 @@ def in_backward() -> bool:
 
 def current_transform() -> str:
     """The innermost transform of `torch.func` that runs now, such as "grad" or "vmap", or forward-mode AD; else ""."""
-    level = torch._C._functorch.peek_interpreter_stack()
+    level: Any = torch._C._functorch.peek_interpreter_stack()
     if level is not None:
         return str(level.key().name).lower()
     return "forward-mode AD" if forward_ad._current_level >= 0 else ""
