@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -21,6 +23,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_transform() -> str:
+    """The innermost transform of `torch.func` that runs now, such as "grad" or "vmap", or forward-mode AD; else ""."""
+    level: Any = torch._C._functorch.peek_interpreter_stack()
+    if level is not None:
+        return str(level.key().name).lower()
+    return "forward-mode AD" if forward_ad._current_level >= 0 else ""
 
 
 class _Norms:
@@ -101,19 +111,20 @@ def before_wrappers(check: Callable[[Any, str], None]) -> None:
     Args:
         check: Is passed the module, or a list of modules, and what wraps it. Nothing is sent before.
     """
-    if _FullyShard.own is not None:
-        return
-    from torch.distributed import fsdp  # a fifth of a second
-
-    for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, fsdp.FullyShardedDataParallel):
+    for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
-    function = inspect.unwrap(fsdp.fully_shard)
-    _FullyShard.check = staticmethod(check)
-    _FullyShard.own = staticmethod(_exchanged(function, _FullyShard.code, {}))
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # its import takes long: only if the user imported it
+    if fsdp is not None and _FullyShard.own is None:
+        _check_first(fsdp.FullyShardedDataParallel, check)
+        function = inspect.unwrap(fsdp.fully_shard)
+        _FullyShard.check = staticmethod(check)
+        _FullyShard.own = staticmethod(_exchanged(function, _FullyShard.code, {}))
 
 
 def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
     original = kind.__init__
+    if hasattr(original, "__wrapped__"):
+        return
 
     @functools.wraps(original)
     def made(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

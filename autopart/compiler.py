@@ -27,11 +27,11 @@ from autopart.passes.facts.labels import with_label_count
 from autopart.passes.write.lower import lower
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.plan_figures import Draft, plan_of
-from autopart.plans.agreed import agreed
+from autopart.plans.agreed import EXAMPLE, agreed
 from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.ambient import traced_apart, without_inference
-from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.tracing.calls import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
 from autopart.tracing.guards import Guards, check_unstable, shown, warn_of_change
 from autopart.tracing.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
 from autopart.tracing.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
@@ -157,7 +157,9 @@ class Compiler:
 
     def agreed(self) -> dict[str, str]:
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
-        return agreed(self.options, self._plan)
+        call = self._example.trace.call if self._example is not None else None
+        example = {} if call is None else {EXAMPLE: format_call(call.names, call.tensors).replace(", ", "\n")}
+        return {**example, **agreed(self.options, self._plan)}
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace and plan for an example call."""

@@ -28,7 +28,7 @@ from autopart.runtime.comm.processes import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
-from autopart.runtime.loop import norms, optimizers, scaler
+from autopart.runtime.loop import hooks, norms, optimizers, scaler
 from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
 from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
@@ -304,7 +304,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         Example:
             torch.distributed.checkpoint.save({"model": pm.state_dict()}, checkpoint_id="step100")
         """
-        self._traced("state_dict()")
+        self._replicas.note_state_dict(self._traced("state_dict()"), self._local_parameters)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state_dict = super().state_dict(*args, **kwargs)
         with_places(self, state_dict, prefix, self._extra_state)
@@ -383,15 +383,16 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
             if purpose == "step" and not any(t.requires_grad for t in inputs):
-                problem = problem or nothing_to_train(self._source.model, program, self._local_parameters)
+                problem = problem or nothing_to_train(self._source.model, program)
             problem = problem or self._unsummed.problem(program) or self._data_sync.problem(purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or self._is_cold)
-        named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
-        called = Given(purpose, self._calls[purpose], text, {**named, **criterion}, program.row_inputs, rows, problem)
+        given = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
+        rows, given = min((given[name].size(0) for name in program.row_inputs or ()), default=0), {**given, **criterion}
+        trains = purpose != "step" or hooks.trains(self._local_parameters, inputs)
+        called = Given(purpose, self._calls[purpose], text, given, program.row_inputs, rows, problem, trains)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()

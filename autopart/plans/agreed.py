@@ -12,6 +12,9 @@ from autopart.plans.plan import Plan
 TIMEOUT_S = 120.0
 """How long a rank waits for the others in a call, in seconds, before it says who waits for whom."""
 
+EXAMPLE = "the example's inputs"
+"""The subject that the others follow from: plans and programs are made for these shapes."""
+
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
     "dp_sync", "balance", "sequence_dims", "compile", "precision", "reduce_dtype",

@@ -306,13 +306,14 @@ def _step(
         actual_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
         floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
         compared.tensors("gradient", actual_grads, grads, floor)
-        compared.note_rounding(grads)
+        compared.note_rounding(actual_grads, grads)
     if late is not None:
         late.exchange([*one.parameters.values(), *(p for local in ranks.shards.values() for p in local.values())])
     one.update()
     ranks.update()
     compared.optimizer = one.optimizer
     compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
+    compared.start_equal(ranks.shards, one.parameters)
     for key in _state_keys(one):
         whole = {name: _entry(one.optimizer, p, key) for name, p in one.parameters.items()}
         parts = {
@@ -320,6 +321,7 @@ def _step(
             for rank, local in ranks.shards.items()
         }
         compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
+        compared.start_equal(parts, whole)
     for rank, new in ranks.new_buffers.items():
         for name, value in new.items():
             compared.buffer(name, rank, value, one.buffer(name))

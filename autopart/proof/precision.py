@@ -70,7 +70,12 @@ class OneDevice:
     def __init__(
         self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, precision: Precision, training: bool
     ):  # fmt: skip
-        base = copy_of(source, {}).train(training)
+        if isinstance(loss_fn, nn.Module):  # the two may share tensors, and a run may write to its buffers
+            copied = copy_of(WithLoss(source, loss_fn), {})
+            base, loss_fn = copied.get_submodule("model"), copied.get_submodule("loss_fn")
+        else:
+            base = copy_of(source, {})
+        base = base.train(training)
         self.model = base if loss_fn is None else WithLoss(base, loss_fn).train(training)
         self.arguments, self.precision = dict(arguments), precision
         self.traced = prepare(self.model, self.arguments, precision=precision)

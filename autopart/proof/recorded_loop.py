@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopart.compat import tree_flatten
 from autopart.errors import UsageError
 from autopart.proof.forked_ranks import PACKAGE, TORCH, is_library
+from autopart.proof.steps import add_rounding
 from autopart.proof.subject import FLOOR, GRAD_FLOOR, largest, relative
 from autopart.runtime.module import ParallelModule
 
@@ -174,10 +175,19 @@ def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | No
 
 
 class Comparison:
-    """Compare a rank's events with those of one process, one by one, as they come."""
+    """Compare a rank's events with those of one process, one by one, as they come.
 
-    def __init__(self, rank: int, expected: Callable[[int], Event | None], tolerance: float, skips_losses: bool):
+    `load`: called with weights of which some entries are those of one process, because their gradients were rounding
+    alone: an optimizer that divides by a gradient's size makes a step of any sign of it.
+    """
+
+    def __init__(
+        self, rank: int, expected: Callable[[int], Event | None], tolerance: float, skips_losses: bool,
+        load: Callable[[dict[str, Tensor]], Any],
+    ):  # fmt: skip
         self.rank, self.expected, self.tolerance, self.skips_losses = rank, expected, tolerance, skips_losses
+        self.load = load
+        self.rounding: dict[str, Tensor] = {}
         self.found = Compared()
         self.where, self.step = "", 1
 
@@ -191,7 +201,21 @@ class Comparison:
         elif self.skips_losses and actual.kind in ("loss", "returned"):
             return
         elif wanted.values is not None and actual.values is not None:
-            self._values(index, actual, actual.values, wanted.values)
+            values = self._without_rounding(actual.values, wanted.values) if actual.kind == "weight" else actual.values
+            self._values(index, actual, values, wanted.values)
+            if actual.kind == "gradient":
+                add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
+
+    def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights with one process's entries where gradients are rounding, and load these into the model."""
+        equal = {
+            name: torch.where(where, expected[name].to(actual[name]), actual[name])
+            for name, where in self.rounding.items()
+            if name in actual and name in expected and where.shape == actual[name].shape == expected[name].shape
+        }
+        if equal:
+            self.load(equal)
+        return {**actual, **equal}
 
     def _values(self, index: int, event: Event, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         floor = {"gradient": GRAD_FLOOR, "weight": FLOOR}.get(event.kind)
@@ -209,6 +233,10 @@ class Comparison:
             why = "float32 rounds to 1e-7; compare with tolerance=1e-5" if "float32" in detail else ""
             self.found.first_event = index
             self.found.first = LoopMismatch(event.step, kind, name, self.rank, error, detail, event.where, why)
+
+
+def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: grad.to_dense() for name, grad in grads.items() if grad is not None}
 
 
 def _apart(here: Any, there: Any, scale: float | None) -> tuple[float, str]:

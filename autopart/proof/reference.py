@@ -40,9 +40,9 @@ from autopart.progress import phase
 from autopart.proof.finite import NotFinite, explain, not_finite
 from autopart.proof.subject import Results, Subject, buffers_restored, held_tensor, one_seed, relative
 from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, prepare
-from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
 from autopart.tracing.python_draws import DRAWN_BY_TORCH, drawn_by_torch
+from autopart.tracing.python_state import PythonState
 from autopart.tracing.skeleton import copy_of
 from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import WithLoss, call
@@ -167,7 +167,8 @@ class Reference:
     def _of_model(self, subject: Subject) -> Results:
         """What the copy itself computes, its gradients too."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
-        with buffers_restored(self.base, {*subject.traced.written, *subject.traced.weight_updates}), Caches(self.model):
+        written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
+        with buffers_restored(self.base, written_parameters), PythonState(self.model):
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
             with one_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
                 flat = tree_flatten(call(self.model, self.arguments))[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopart.ir.pieces import part_of
+from autopart.ir.pieces import Cut, part_of
 from autopart.ir.program import Program
 from autopart.proof.finite import held
 from autopart.proof.subject import largest, relative
@@ -99,16 +99,23 @@ class Compared:
                 words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
                 self._note("scale", "", rank, float("inf"), f"{words[0]}, and on one device it is {words[1]}")
 
-    def note_rounding(self, grads: Mapping[str, Tensor | None]) -> None:
+    def note_rounding(
+        self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
+    ) -> None:
         """From now on, entries whose gradient is nothing but rounding are not compared in weights and states: an
         optimizer that divides by a gradient's size makes a step of any sign of it."""
-        limit = ROUNDING * max([0.0, *(largest(grad) for grad in grads.values() if grad is not None)])
-        for name, grad in grads.items():
-            if grad is None:
-                continue
-            alone = (grad.abs() <= limit) & (grad != 0)
-            if bool(alone.any()):
-                self.rounding[name] = alone | self.rounding.get(name, alone)
+        add_rounding(self.rounding, expected, expected)
+        limit = _limit(expected)
+        for rank, local in actual.items():
+            for name, part in local.items():
+                whole = self._cut(name, expected[name], rank)
+                if part is None or whole is None or part.shape != whole.shape:
+                    continue
+                alone = _are_rounding(part, whole, limit)
+                if bool(alone.any()):  # one device may have a zero there
+                    for cut, index in reversed(self._cuts(name, rank)):
+                        alone = cut.place(alone, index)
+                    self.rounding[name] = alone | self.rounding.get(name, alone)
 
     def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor) -> None:
         """The new value of a buffer on a rank that makes it."""
@@ -133,10 +140,25 @@ class Compared:
                     part, whole = part.masked_fill(passed, 0.0), whole.masked_fill(passed, 0.0)
                 self._part(kind, name + suffix, rank, part, whole, scale)
 
+    def start_equal(
+        self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
+    ) -> None:
+        """Copy one device's values to the entries that are not compared.
+
+        Later values that depend on such an entry (a running mean, on the bias before it) are compared strictly then.
+        """
+        for rank, local in actual.items():
+            for name, part in local.items():
+                where, whole = self._cut(name, self.rounding.get(name), rank), self._cut(name, expected[name], rank)
+                if where is not None and part is not None and whole is not None and part.shape == whole.shape:
+                    part.data.copy_(torch.where(where, whole.detach(), part.detach()))
+
     def _cut(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
+        return None if whole is None else part_of(whole, self._cuts(name, rank))
+
+    def _cuts(self, name: str, rank: int) -> list[tuple[Cut, int]]:
         mesh = self.program.mesh
-        cuts = cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank))
-        return None if whole is None else part_of(whole, cuts)
+        return list(cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank)))
 
     def _part(self, kind: str, name: str, rank: int, part: Tensor | None, whole: Tensor | None, scale: float) -> None:
         if part is None and whole is None:
@@ -170,6 +192,30 @@ class Compared:
         if is_elementwise(self.optimizer, torch.device("cpu")) is False:
             return f"the gradients are equal; {name} does something else on a part than on the whole"
         return f"the gradients are equal; {name} took another step here"
+
+
+def add_rounding(
+    rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
+    """Mark in {name: mask} the entries of which both gradients are rounding alone, in addition to those marked before.
+
+    Entries of which both are zero are not marked: an optimizer changes them by the same amount.
+    """
+    limit = _limit(expected)
+    for name, grad in expected.items():
+        other = actual.get(name)
+        if grad is not None and other is not None and grad.shape == other.shape:
+            alone = _are_rounding(other, grad, limit)
+            if bool(alone.any()):
+                rounding[name] = alone | rounding.get(name, alone)
+
+
+def _limit(grads: Mapping[str, Tensor | None]) -> float:
+    return ROUNDING * max([0.0, *(largest(grad) for grad in grads.values() if grad is not None)])
+
+
+def _are_rounding(one: Tensor, other: Tensor, limit: float) -> Tensor:
+    return (one.abs() <= limit) & (other.abs() <= limit) & ((one != 0) | (other != 0))
 
 
 def _worst_entry(part: Tensor, whole: Tensor) -> str:

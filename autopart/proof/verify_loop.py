@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ REFUSED = {
     "precision": "the proof is in float64",
     "schedule": "its gradients are those of the batch before, which one process has not",
 }
+
+ROUNDED = "entries of weights of which the gradient is rounding alone are not compared: {}"
+MOST_NAMED = 3
 
 Function = Callable[[Any, Any], Any]
 
@@ -149,7 +153,8 @@ class _Run:
 
     def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> Compared:
         """Run with the partitioned model, and compare with what the plain run left."""
-        self.comparison = Comparison(rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch)
+        load = partial(model.load_state_dict, strict=False)
+        self.comparison = Comparison(rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load)
         self.recorder.sink = self.comparison.event
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("default")
@@ -160,6 +165,10 @@ class _Run:
                     raise
                 text = f"later rank {rank} raised {type(error).__name__}: {str(error).splitlines()[0]}"
                 self.comparison.found.warned.append(text)
+        if self.comparison.rounding:
+            names = ", ".join(list(self.comparison.rounding)[:MOST_NAMED])
+            more = len(self.comparison.rounding) - MOST_NAMED
+            self.comparison.found.warned.append(ROUNDED.format(names + f" and {more} more" * (more > 0)))
         if not rank:
             self.comparison.found.warned += dict.fromkeys(str(one.message).splitlines()[0] for one in warned)
         return self.comparison.found

@@ -103,10 +103,7 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
     """
     if not buffers.caches:
         return
-    buffers.are_filled = True
-    same = _computed(again()) == _computed(program)
-    buffers.are_filled = False
-    if not same:
+    if computed(again_filled(buffers, again)) != computed(program):
         names = ", ".join(f"'{name}'" for _, name in list(buffers.caches)[:3])
         raise TraceError(
             f"{type(model).__name__} computes something else in every call",
@@ -116,8 +113,17 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
         )
 
 
-def _computed(program: Any) -> Counter[tuple]:
-    """The calls that depend on inputs or parameters, each with the shapes that it gives."""
+def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
+    """Trace once more with filled caches."""
+    buffers.are_filled = True
+    try:
+        return again()
+    finally:
+        buffers.are_filled = False
+
+
+def computed(program: Any) -> Counter[tuple]:
+    """The calls that depend on inputs or parameters, each with its other arguments and the shapes that it gives."""
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
     depending: dict[fx.Node, bool] = {}
@@ -125,6 +131,11 @@ def _computed(program: Any) -> Counter[tuple]:
         is_input = node.op == "placeholder" and node.name not in fixed
         depending[node] = is_input or any(depending[source] for source in node.all_input_nodes)
     return Counter(
-        (str(node.target), str(getattr(node.meta.get("val"), "shape", None)))
+        (str(node.target), _others(node), str(getattr(node.meta.get("val"), "shape", None)))
         for node, depends in depending.items() if depends and node.op == "call_function"
     )  # fmt: skip
+
+
+def _others(node: fx.Node) -> str:
+    """The arguments of a call that are no values of the graph."""
+    return str(fx.map_arg((node.args, node.kwargs), lambda _: "value"))

@@ -39,6 +39,7 @@ from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, tenso
 from autopart.tracing.places import as_places, indexed
 from autopart.tracing.skipped_writes import SkippedWrites
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
+from autopart.tracing.with_loss import check_criterion
 from autopart.tracing.written_out import WRITTEN_OUT
 
 _ASKING = frozenset(
@@ -110,6 +111,7 @@ class EagerSemantics(TorchFunctionMode):
         args = indexed(func, args)
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
+        check_criterion(func, tensors)
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer

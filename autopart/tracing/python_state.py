@@ -227,9 +227,9 @@ def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> li
     return list(cast) if are_the_same else []
 
 
-def _is_same(program: Any, again: Callable[[], Any], may_fail: bool) -> bool:
+def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], Any], may_fail: bool) -> bool:
     try:
-        return _text(again()) == _text(program)
+        return bool(computed(again()) == computed(program))
     except Exception:  # forward does something that cannot be traced with what it left
         if not may_fail:
             raise
@@ -244,13 +244,15 @@ def _zeros(leaf: Any) -> Any:
 
 
 def check_attributes(
-    model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any]
-) -> tuple[str, ...]:
+    model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any],
+    computed: Callable[[Any], Any] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
 
     A tensor is read where the trace has its first value as a constant, or where Python was told its values. Of numbers,
     and of tensors where there was none before, that is tried: `again` traces once more with what forward left there,
-    and must give the same graph. Returns notes for the user.
+    and must give the same graph. `computed`: what of the graph must be the same, by default all of it. Returns notes
+    for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     for attribute in _only_cast(state, program, again):
@@ -276,7 +278,7 @@ def check_attributes(
     if numbers or first_tensors or left:
         state.start = {**numbers, **first_tensors}
         state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
-        if not _is_same(program, again, may_fail=bool(first_tensors or left)):
+        if not _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left)):
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(

@@ -29,7 +29,7 @@ from autopart.ir.fold import Folds, original
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.ir.precision import Precision
 from autopart.ir.weight_updates import WeightUpdates
-from autopart.tracing.assigned_buffers import check_caches
+from autopart.tracing.assigned_buffers import again_filled, check_caches, computed
 from autopart.tracing.chances import note_chances, with_chances
 from autopart.tracing.counted import with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
@@ -261,8 +261,11 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
-        known = entry.semantics.known
-        notes = check_attributes(users_model(model), entry.state, program, known, lambda: _exported(entry, example))
+        notes = check_attributes(
+            users_model(model), entry.state, program, entry.semantics.known,
+            lambda: again_filled(entry.assigned, lambda: _exported(entry, example)),
+            computed if entry.assigned.caches else None,
+        )  # fmt: skip
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
         with _quiet(entry.semantics.skipped), keeping_draws():
             program = functional(program)

@@ -65,6 +65,9 @@ _KINDS = (
 )  # fmt: skip
 
 
+_OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory|not enough memory"
+
+
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
     """What to tell the user. `origin`: what the last value is made of that Python asked for."""
     wrapped, model = model, users_model(model)
@@ -74,6 +77,11 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     if isinstance(error, Lost):
         return TraceError(error.what, refusal=error.refusal, why=error.why, where=where, hint=error.hint)
     text = str(error).strip()
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(_OUT_OF_MEMORY, text):
+        reason = text.splitlines()[0][:300] if text else "MemoryError"
+        return TraceError(f"there is not enough memory to trace {name}", why=reason, where=where,
+                          hint="an example of fewer rows or a shorter sequence; or free memory: a model on meta has no "
+                          "weights while it is traced")  # fmt: skip
     if "DataDependent" in type(error).__name__ or "data-dependent" in text:
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
         return TraceError(f"{name} cannot be traced", refusal=Refusal.DECISION, why=why, where=where,

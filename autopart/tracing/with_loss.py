@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from autopart.compat import has_values
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.number_inputs import NUMBERS
+
+_DETACHING = ("detach", "detach_", "__get__")
+"""Functions whose results need no gradient (`Tensor.data` and other attributes are read by `__get__`)."""
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
@@ -38,14 +44,11 @@ class WithLoss(nn.Module):
         super().__init__()
         for name, tensor in criterion_tensors(loss_fn, model).items():
             if tensor.requires_grad:
-                raise TraceError(
-                    "loss_fn has parameters of its own: make it a part of the model",
-                    why=f"'{name}' of {type(loss_fn).__name__} is to be trained, and pm.parameters() are the model's",
-                    hint="a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)",
-                )
+                raise _trained(f"'{name}' of {type(loss_fn).__name__} is to be trained")
         self.model, self.loss_fn = model, loss_fn
         self.training = model.training  # layers keep the modes they have
         self.loss_name = loss_name(model)
+        self._of_model = frozenset(map(_memory, model.parameters()))
 
     def train(self, mode: bool = True) -> WithLoss:
         self.training = mode
@@ -53,7 +56,14 @@ class WithLoss(nn.Module):
         return self
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
-        return self.loss_fn(call_model(self.model, call), target)
+        return self._loss(call_model(self.model, call), target)
+
+    def _loss(self, outputs: Any, target: Any) -> Any:
+        token = _OF_MODEL.set(self._of_model)
+        try:
+            return self.loss_fn(outputs, target)
+        finally:
+            _OF_MODEL.reset(token)
 
 
 class WithLossAndOutputs(WithLoss):
@@ -61,7 +71,34 @@ class WithLossAndOutputs(WithLoss):
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         outputs = call_model(self.model, call)
-        return self.loss_fn(outputs, target), outputs
+        return self._loss(outputs, target), outputs
+
+
+_OF_MODEL: ContextVar[frozenset[Hashable] | None] = ContextVar("the model's parameters, in a loss_fn", default=None)
+
+
+def check_criterion(func: Any, tensors: Iterable[Tensor]) -> None:
+    """Raise TraceError if a loss function reads a trained tensor that the model does not have: in a closure, an object
+    or a global, where `criterion_tensors` does not find it. `tensors`: of an operator in a trace."""
+    of_model = _OF_MODEL.get()
+    if of_model is None or not torch.is_grad_enabled() or getattr(func, "__name__", "") in _DETACHING:
+        return
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.is_leaf and has_values(tensor) and _memory(tensor) not in of_model:
+            raise _trained(f"it reads a tensor of shape {list(tensor.shape)} that needs a gradient")
+
+
+def _trained(what: str) -> TraceError:
+    return TraceError(
+        "loss_fn has parameters of its own: make it a part of the model",
+        why=f"{what}, and pm.parameters() are the model's",
+        hint="a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)",
+    )
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    """Where in memory a tensor is; the tensor itself if it has no values."""
+    return tensor.data_ptr() if has_values(tensor) and tensor.numel() else id(tensor)
 
 
 call_model = call  # `forward` has an input of the name that `call` has

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from autopart.errors import RuntimeSetupError
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.program import Program
+from autopart.plans.agreed import EXAMPLE
 from autopart.runtime.agree.checksums import checksums
 from autopart.runtime.comm.watch import finish
 from autopart.tracing.skeleton import has_memory
 
-WEIGHTS = "weights"
+WEIGHTS, TRACED = "weights", "the traced program"
 SHOWN = (
     60  # a longer text, or one of several lines, is compared by its digest, and shown by its first line that differs
 )
@@ -49,7 +50,7 @@ def begin_alike(
         return
     subjects = dict(subjects)
     if program is not None:
-        subjects["the traced program"] = program_text(program)
+        subjects[TRACED] = program_text(program)
     if weights:
         subjects[WEIGHTS] = weights_digest(model)
     if not check_alike(subjects, group):
@@ -94,13 +95,18 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
     differ = [name for name in names if len({theirs.get(name) for theirs in everyones}) > 1]
     unlike = [name for name in differ if name != WEIGHTS]
     if unlike:
+        hint = "run the same script, model, mesh, plan and version on every rank"
+        if EXAMPLE in unlike:  # the plan and the program follow from it
+            unlike, hint = [EXAMPLE], "an example of the same shapes and dtypes on every rank"
+        elif unlike[1:]:
+            unlike = [name for name in unlike if name != TRACED]
         texts = gather_objects({name: subjects.get(name, "") for name in unlike}, group)
         lines = [_told(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
         more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
             f"the ranks do not begin alike: they differ in {unlike[0]}",
             why="\n         ".join(lines) + more,
-            hint="run the same script, model, mesh, plan and version on every rank",
+            hint=hint,
         )
     return WEIGHTS not in differ
 

@@ -8,15 +8,19 @@ on every rank, a rank that skips an update. Their checksums are compared now and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.compat_shards import local_values
 from autopart.errors import ReplicaError
 from autopart.ir.program import Program
 from autopart.runtime.agree.agreement import first_ranks_values, gather_objects, ranks_text
@@ -30,6 +34,10 @@ EVERY = 100
 ROUNDING = 8
 """Copies may differ by so many units in the last place of the largest element, times the square root of the number of
 steps since they were compared: what sums in another order (atomics on a GPU) explain."""
+
+_NUMBERS = itertools.count()
+_NOTED: WeakSet[Replicas] = WeakSet()
+"""Those of modules that gave a state dict since the last checkpoint."""
 
 Part = tuple[tuple[int, ...], tuple[str, ...]]
 """Which copies a parameter has: the `pp` coordinates that hold it, and the axes that cut it."""
@@ -46,6 +54,16 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
     if check_replicas is None or check_replicas is True:
         return step in EARLY or step % EVERY == 0
     return check_replicas > 0 and step % check_replicas == 0
+
+
+def check_before_saving(state_dict: Mapping[str, Any]) -> None:
+    """Compare the copies of parameters that a distributed checkpoint saves; a collective call of all ranks.
+
+    A checkpoint that a thread writes is not checked: the training loop may use the process groups at the same time.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for replicas in sorted(_NOTED, key=lambda replicas: replicas._number):
+            replicas.check_state_dict(state_dict.keys())
 
 
 def copies(part: Part, process: Process) -> list[list[int]]:
@@ -68,6 +86,8 @@ class Replicas:
         self._program: Program | None = None
         self._names: dict[Part, list[str]] = {}
         self._groups: dict[Part, list[list[int]]] = {}
+        self._number = next(_NUMBERS)
+        self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
 
     def is_next_due(self) -> bool:
         """Whether the next step begins with a comparison."""
@@ -83,6 +103,20 @@ class Replicas:
         """Compare before a collective method saves the parameters, unless comparisons are switched off."""
         if self.check_replicas is not False and self.check_replicas != 0:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
+
+    def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Remember that a state dict has these parameters: a distributed checkpoint may follow."""
+        self._in_state_dict = program, parameters
+        _NOTED.add(self)
+
+    def check_state_dict(self, keys: Collection[str]) -> None:
+        """Compare if a checkpoint of these keys has the parameters of the last state dict."""
+        assert self._in_state_dict is not None
+        (program, parameters), self._in_state_dict = self._in_state_dict, None
+        _NOTED.discard(self)
+        if not parameters or any(f".{key}".endswith(f".{name}") for name in parameters for key in keys):
+            with local_values():
+                self.check_before("torch.distributed.checkpoint.save", program, parameters)
 
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
         """Compare {name: this rank's parameter}. A collective call of all ranks. `moment`: the call that follows, by

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopart.errors import AutopartError, InputError
+from autopart.errors import AutopartError, InputError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
@@ -51,6 +51,8 @@ class Given:
     """How many rows it is given then."""
     problem: AutopartError | None = None
     """What this rank would raise for a reason of its own, such as its parameters; all ranks raise the first such."""
+    trains: bool = True
+    """False for a step of which no parameter on this rank needs a gradient: one rank must have such a parameter."""
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
@@ -95,6 +97,14 @@ VALUES = CALL + 2 + PROJECTIONS
 """Of `Given.numbers`, where those of the call end, and those of what all ranks are given."""
 
 
+def all_frozen() -> UsageError:
+    """Return the error of a step on parameters that were all frozen since they were partitioned."""
+    return UsageError(
+        "step() has nothing to train", why="every parameter of pm is frozen now",
+        hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
+    )  # fmt: skip
+
+
 def same_rows(mesh: Mesh) -> list[list[int]]:
     """The ranks in groups that compute the same rows of a batch."""
     groups: dict[int, list[int]] = {}
@@ -109,18 +119,24 @@ class Comparison:
 
     def __init__(self, called: Given, process: Process):
         self.given, self.process = called, process
-        self._wait = None if process.host_group is None else begin_gather([process.rank, *called.numbers()], process)
+        if process.host_group is None and not called.trains:
+            raise all_frozen()
+        numbers = [process.rank, float(called.trains), *called.numbers()]
+        self._wait = None if process.host_group is None else begin_gather(numbers, process)
 
     def finish_comparison(self) -> None:
-        """Raises InputError, the same on every rank, where the ranks are not called alike. Later calls do nothing."""
+        """Raises InputError, the same on every rank, where the ranks are not called alike, and UsageError if a step
+        trains nothing. Later calls do nothing."""
         if self._wait is None:
             return
         wait, self._wait = self._wait, None
         rows = wait().tolist()
-        _, *first = rows[0]
-        if all(numbers == first for _, *numbers in rows):
+        _, _, *first = rows[0]
+        if not any(trains for _, trains, *_ in rows):
+            raise all_frozen()
+        if all(numbers == first for _, _, *numbers in rows):
             return
-        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.process.mesh)
+        numbers_of, groups = {int(rank): numbers for rank, _, *numbers in rows}, same_rows(self.process.mesh)
         called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
         if not called_alike or not self._same_values(numbers_of, groups):
             if problem := self._first_problem():

@@ -20,6 +20,7 @@ from autopart.errors import HangError, RuntimeSetupError
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.plans.agreed import TIMEOUT_S
+from autopart.runtime.comm.one_caller import Caller
 from autopart.runtime.comm.watch import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
 
 GROUP_TIMEOUT = timedelta(minutes=10)
@@ -48,6 +49,7 @@ class Process:
     serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
     step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
     apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
+    caller: Caller | None = None  # who is inside of a call; copies of a module share it
     unsummed: set[object] = field(default_factory=set)  # whose gradients ranks have not summed (`state/unsummed.py`)
 
     @property

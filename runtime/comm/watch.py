@@ -25,6 +25,7 @@ from torch import Tensor
 from autopart.compat import clone_of, default_store, keep_for_ever, set_group_timeout
 from autopart.compat_shards import local_values
 from autopart.errors import HangError
+from autopart.runtime.comm.one_caller import one_caller
 from autopart.runtime.comm.stacks import place_in_stack, place_in_traceback
 
 FIRST = 10
@@ -227,10 +228,11 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         module: Any = args[0]
-        module._calls[name] += 1
-        watch = module._process.watch
-        with local_values(), nullcontext() if watch is None else watch.inside(f"{name} {module._calls[name]}"):
-            return method(*args, **kwargs)
+        with one_caller(module._process, name):
+            module._calls[name] += 1
+            watch = module._process.watch
+            with local_values(), nullcontext() if watch is None else watch.inside(f"{name} {module._calls[name]}"):
+                return method(*args, **kwargs)
 
     return call
 
@@ -242,7 +244,7 @@ def meeting(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         module: Any = args[0]
-        with local_values():
+        with one_caller(module._process, method.__name__), local_values():
             module._meet(method.__name__)
         return method(*args, **kwargs)
 

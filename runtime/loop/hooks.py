@@ -99,25 +99,19 @@ def problem_of(
     return None
 
 
-def nothing_to_train(
-    model: nn.Module, program: Program, parameters: Mapping[str, nn.Parameter]
-) -> UsageError | None:  # fmt: skip
-    """Return what is wrong with a step if no parameter needs a gradient: it has none to compute.
+def nothing_to_train(model: nn.Module, program: Program) -> UsageError | None:
+    """Return what is wrong with a step if the model was frozen when it was partitioned: no gradient is computed."""
+    if any(model.get_parameter(name).requires_grad for name in program.parameters):
+        return None
+    return UsageError(
+        "step() has nothing to train", why="every parameter of the model was frozen at parallelize()",
+        hint="pm(...) for the loss alone, under torch.no_grad(); or unfreeze what is to be trained before",
+    )  # fmt: skip
 
-    `parameters`: this rank's. Under a pipeline other ranks have others, so there only the model is asked.
-    """
-    if not any(model.get_parameter(name).requires_grad for name in program.parameters):
-        return UsageError(
-            "step() has nothing to train", why="every parameter of the model was frozen at parallelize()",
-            hint="pm(...) for the loss alone, under torch.no_grad(); or unfreeze what is to be trained before",
-        )  # fmt: skip
-    known = program.mesh.size("pp") == 1 and parameters  # none before the first call
-    if known and not any(parameter.requires_grad for parameter in parameters.values()):
-        return UsageError(
-            "step() has nothing to train", why="every parameter of pm is frozen now",
-            hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
-        )  # fmt: skip
-    return None
+
+def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
+    """Return True if a step computes a gradient that this rank holds. Before the first call it has no parameters."""
+    return not parameters or any(t.requires_grad for t in (*parameters.values(), *inputs) if isinstance(t, Tensor))
 
 
 class HeldHooks:

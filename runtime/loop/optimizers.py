@@ -58,7 +58,16 @@ def watch_optimizers() -> None:
     """From now on an optimizer that cannot work on parts raises OptionError at its first `step()` with such."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
-        kind = getattr(torch.optim, name)
+        step_on_shards(getattr(torch.optim, name))
+
+
+def step_on_shards(kind: Any) -> None:
+    """Have an elementwise class step on local values, inside of torch's hooks: these are the user's code, which reads
+    full tensors."""
+    if getattr(kind.step, "hooked", False):  # an optimizer of this class was made before
+        kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
+        kind.step.hooked = True
+    else:
         kind.step = _on_shards(kind.step)
 
 

@@ -21,12 +21,13 @@ def plan_checkpoints_with(
     check_loaded: Callable[[str, Sequence[int], Any], None],
     check_saved: Callable[[str, Any], None],
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
+    before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Lets torch's distributed checkpoint load tensors of a class that hold a part of a saved one.
 
     It compares a tensor's own size with that of the saved one; `check_loaded(key, saved size, tensor)` is called
     instead. `check_saved(key, value)` is called for all that is saved. `absent(state dict, saved keys)` gives the keys
-    that a checkpoint may lack.
+    that a checkpoint may lack. `before_saving(state dict)` is called first, on every rank that saves.
     """
     from torch.distributed.checkpoint import default_planner
 
@@ -50,6 +51,7 @@ def plan_checkpoints_with(
 
     @functools.wraps(plan_save)
     def save(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        before_saving(state_dict)
         for key, value in state_dict.items():
             check_saved(key, value)
         return plan_save(state_dict, *args, **kwargs)

@@ -24,6 +24,7 @@ from autopart.compat import (
 )
 from autopart.errors import CheckpointError
 from autopart.ir.pieces import Box, Span, boxes, spans_of
+from autopart.runtime.agree.replicas import check_before_saving
 from autopart.runtime.saving.absent_state import never_saved
 from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.state.homes import Home, home_of
@@ -209,7 +210,7 @@ def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
 
 def connect_checkpoints() -> None:
     """Let torch's distributed checkpoint know of shards; done once."""
-    plan_checkpoints_with(ShardTensor, check_saved_size, refuse_parts_without_place, never_saved)
+    plan_checkpoints_with(ShardTensor, check_saved_size, refuse_parts_without_place, never_saved, check_before_saving)
     refuse_pieces_in_safetensors()
 
 

@@ -441,6 +441,9 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     if use == "others' rows":
         ids = torch.arange(ROWS) + torch.distributed.get_rank()
         return autopart.parallelize(Tokens(), mesh, local_batch=True)(ids=ids)
+    if use == "example":
+        example = batch if torch.distributed.get_rank() == 0 else half
+        return autopart.parallelize(model, mesh, example_kwargs=example)
     if use == "no_sync in parts":
         return autopart.parallelize(model, mesh, example_kwargs=batch, zero=3).no_sync()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch)
@@ -504,6 +507,10 @@ RANK_CASES = {
     ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
         "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "
         "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks",
+    **dict.fromkeys([("dp2", "example"), ("tp2", "example"), ("pp2", "example")],
+        "RuntimeSetupError: the ranks do not begin alike: they differ in the example's inputs\n  why    the example's "
+        "inputs: rank 0: x f64[8,32]; rank 1: x f64[4,32]\n  try    an example of the same shapes and dtypes on every "
+        "rank"),
     ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are stored in parts (zero=)\n"
         "  why    'layers.0.weight' is cut over dp: its gradient is summed as it is cut, in every backward\n  try    "
         "microbatches=4: one step of a batch that is four times as large, in parts; or zero=0",

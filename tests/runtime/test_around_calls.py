@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -95,3 +96,77 @@ def test_texts_of_steps_that_cannot_be():
     with pytest.raises(UsageError) as error:
         pm.step(X, loss_fn=F.cross_entropy, target=Y)
     assert text_of(error) == "step() has nothing to train"
+
+
+def by_partial(output, target, criterion):
+    return criterion(output, target)
+
+
+class Objective:
+    def __init__(self, criterion):
+        self.criterion = criterion
+
+    def loss(self, output, target):
+        return self.criterion(output, target)
+
+
+HIDDEN = {
+    "closure": lambda criterion: lambda output, target: criterion(output, target),
+    "partial": lambda criterion: functools.partial(by_partial, criterion=criterion),
+    "method": lambda criterion: Objective(criterion).loss,
+    "forward": lambda criterion: criterion.forward,
+    "tensor": lambda criterion: lambda output, target: F.cross_entropy(output * criterion.centres.mean(), target),
+}
+
+
+@pytest.mark.parametrize("form", HIDDEN)
+def test_trained_parameters_that_a_function_reads_are_refused_and_frozen_ones_run(form):
+    criterion = Centres().double()
+    loss_fn = HIDDEN[form](criterion)
+    for call in (
+        lambda: partitioned().step(X, loss_fn=loss_fn, target=Y),
+        lambda: partitioned().step(X, loss_fn=loss_fn, target=Y, outputs=True),
+        lambda: autopart.verify(model(), "tp2", example_kwargs={"input": X}, loss_fn=loss_fn, target=Y),
+    ):
+        with pytest.raises(TraceError) as error:
+            call()
+        assert str(error.value) == (
+            "loss_fn has parameters of its own: make it a part of the model\n"
+            "  why    it reads a tensor of shape [4, 4] that needs a gradient, and pm.parameters() are the model's\n"
+            "  try    a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)"
+        )
+    criterion.requires_grad_(False)
+    pm = partitioned()
+    for _ in range(2):
+        assert abs(pm.step(X, loss_fn=loss_fn, target=Y) - loss_fn(model()(X), Y)) < 1e-12
+        criterion.centres.mul_(2.0)
+
+
+def test_what_a_function_reads_detached_runs():
+    criterion = Centres().double()
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target) + (output - criterion.centres.detach()[target]).square().mean()
+
+    assert abs(partitioned().step(X, loss_fn=loss_fn, target=Y) - loss_fn(model()(X), Y)) < 1e-12
+
+
+class Counting(nn.Module):
+    """A criterion in half a verification's precisions: its buffer is as before afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output * self.scale.to(output.dtype), target)
+
+
+def test_a_criterion_is_as_before_a_verification():
+    criterion = Counting()
+    made = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    found = autopart.verify(
+        made, "dp2", example_kwargs={"input": X.float()}, loss_fn=criterion, target=Y, precision="bf16"
+    )
+    assert found.ok, str(found)
+    assert criterion.scale.dtype == torch.float32 and criterion.scale.tolist() == [1.0, 2.0, 3.0, 4.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -203,3 +204,34 @@ def test_optimizers_are_right_or_refused(mesh, zero, refused):
         assert said[0]["Adaptive"] == OF_ADAPTIVE
     if zero:
         assert "or leave it whole: zero=0" in said[0]["LAMB"]
+
+
+class Halves(torch.optim.Optimizer):
+    """A class of its own: what is patched on it stays with it."""
+
+    on_shards = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        assert (optimizers.__file__ in files()) is self.on_shards
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.5)
+
+
+def files() -> set[str]:
+    return {frame.filename for frame in traceback.extract_stack()}
+
+
+def test_hooks_run_outside_of_local_values_of_an_optimizer_that_was_made_before():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, hooks = Halves([parameter]), []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append(optimizers.__file__ in files()))
+    optimizer.register_step_post_hook(lambda *_: hooks.append(optimizers.__file__ in files()))
+    optimizer.step()
+    optimizers.step_on_shards(Halves)
+    Halves.on_shards = True
+    optimizer.step()
+    Halves([parameter]).step()
+    assert hooks == [False] * 4 and parameter[0] == 0.125

@@ -1,12 +1,14 @@
 """Copies of a parameter that ranks hold alike: what lets them drift apart is found, and what is rounding is mended."""
 
 import math
+import tempfile
 import warnings
 
 import dist
 import pytest
 import torch
 import torch.distributed as td
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import autopart
@@ -142,12 +144,22 @@ def save(mesh, method):
         pm.step(ids=ids)
         if number < 5 or td.get_rank() == 0:
             optimizer.step()
+    if method == "torch.distributed.checkpoint.save":
+        pm.state_dict()  # a look at it is no save
+        dcp.save({"other": torch.ones(2)}, checkpoint_id=tempfile.mkdtemp())
+        with pytest.raises(dcp.api.CheckpointException) as refused:
+            dcp.save({"model": pm.state_dict()}, checkpoint_id=tempfile.mkdtemp())
+        errors = {str(error) for error, _ in refused.value.failures.values()}
+        assert len(refused.value.failures) == 2 and len(errors) == 1
+        return errors.pop()
     with pytest.raises(ReplicaError) as raised:
         pm.full_state_dict() if method == "full_state_dict" else pm.full_optimizer_state_dict(optimizer)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("method", ["full_state_dict", "full_optimizer_state_dict"])
+@pytest.mark.parametrize(
+    "method", ["full_state_dict", "full_optimizer_state_dict", "torch.distributed.checkpoint.save"]
+)
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_a_skipped_update_is_found_before_saving(mesh, method):
     first, second = dist.run_ranks(save, 2, mesh, method)

@@ -153,3 +153,37 @@ def test_a_first_call_that_differs_is_refused():
     model(x)
     result = autopart.verify(model, "tp2", example_args=(x,))
     assert result.ok and result.max_error < 1e-10, result
+
+
+class Lengthening(nn.Module):
+    """Registers its buffer in the first forward, and keeps its length in a plain attribute."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.q, self.longest, self.counts, self.count = nn.Linear(16, 16), 0, counts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            angles = torch.outer(torch.arange(self.longest), torch.arange(16) / 16)
+            self.register_buffer("cos", torch.cos(angles), persistent=False)
+        if self.counts:
+            self.count += 1
+            x = x * self.count
+        return (self.q(x) * self.cos[: x.shape[1]]).square().mean()
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_buffer_that_is_registered_in_forward_is_a_cache(is_filled):
+    torch.manual_seed(0)
+    model = Lengthening()
+    if is_filled:
+        model(torch.randn(8, 9, 16))
+    found = autopart.verify(model, "dp2", example_kwargs={"x": torch.randn(8, 6, 16)}, steps=2)
+    assert found.ok, str(found)
+    assert (model.longest, "cos" in model._buffers) == ((9, True) if is_filled else (0, False))
+
+
+def test_a_number_that_changes_beside_such_a_buffer_is_found():
+    with pytest.raises(TraceError, match="Lengthening computes something else in every call"):
+        autopart.plan(Lengthening(counts=True), "dp2", example_kwargs={"x": torch.randn(8, 6, 16)})

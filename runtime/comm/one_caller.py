@@ -1,0 +1,49 @@
+"""Who may call a partitioned model: one thread at a time, and no transform of `torch.func`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from autopart.compat_training import current_transform
+from autopart.errors import UsageError
+
+_TABLE = threading.Lock()
+
+
+class Caller(NamedTuple):
+    """The thread that is inside of a call, the method, and how deep it is nested."""
+
+    thread: int
+    method: str
+    depth: int
+
+
+@contextmanager
+def one_caller(process: Any, method: str) -> Iterator[None]:
+    """Enter a collective method. Raises UsageError at once inside of a transform, and if another thread is in one."""
+    transform = current_transform()
+    if transform:
+        raise UsageError(
+            f"{method}() is called inside of a transform of torch.func ({transform})",
+            why="a partitioned model sends tensors between ranks, which torch.func cannot transform",
+            hint="loss.backward() or torch.autograd.grad(..., create_graph=True) of pm(...); or torch.func in the "
+            "model's own forward()",
+        )
+    thread = threading.get_ident()
+    with _TABLE:
+        before = process.caller
+        if before is not None and before.thread != thread:
+            raise UsageError(
+                f"{method}() is called while another thread runs {before.method}()",
+                why="ranks pair their collectives by their order, which two threads do not keep",
+                hint="all calls of pm from one thread, or one after the other (a queue, or a lock around each)",
+            )
+        process.caller = before._replace(depth=before.depth + 1) if before else Caller(thread, method, 1)
+    try:
+        yield
+    finally:
+        with _TABLE:
+            process.caller = before

@@ -1,0 +1,106 @@
+"""A bias before a batch norm has a gradient of rounding alone: its steps decide nothing; later faults are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopart
+from autopart.proof import loop
+
+NOT_COMPARED = "gradient is rounding alone are not compared: conv.bias"
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.relu(self.bn(self.conv(image / 255))).mean((2, 3))), label)
+
+
+def normed() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Normed()
+    return model, {"image": torch.randint(0, 255, (8, 3, 12, 12)).double(), "label": torch.randint(4, (8,))}
+
+
+class Signs(torch.optim.Optimizer):
+    """A step of `lr` by the sign of a gradient, whatever its size."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign() * group["lr"])
+
+
+def signs(named: Any) -> Signs:
+    return Signs([p for _, p in named])
+
+
+def found(mesh: str, optimizer: Any) -> autopart.Verification:
+    model, batch = normed()
+    return autopart.verify(model, mesh, example_kwargs=batch, steps=3, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, signs])
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_a_running_mean_after_a_bias_is_exact(mesh, optimizer):
+    result = found(mesh, optimizer)
+    assert result.ok and result.max_error < 1e-11, str(result)
+    assert result.errors["step 3 buffer bn.running_mean"] < 1e-11
+    assert any(NOT_COMPARED in note for note in result.notes)
+
+
+@pytest.mark.parametrize("error", [1e-6, 3e-10])
+def test_a_wrong_running_mean_is_found(monkeypatch, error):
+    backward = loop._AllRanks.backward
+
+    def wrong(ranks: Any, subject: Any) -> Any:
+        outcome = backward(ranks, subject)
+        ranks.new_buffers[1]["bn.running_mean"][3] += error
+        return outcome
+
+    monkeypatch.setattr(loop._AllRanks, "backward", wrong)
+    first = found("dp2", signs).first_mismatch
+    assert (first.step, first.kind, first.name, first.rank) == (1, "buffer", "bn.running_mean", 1), str(first)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_a_loop_with_such_a_bias_is_exact(mesh):
+    def train(model, batches):
+        optimizer = Signs(model.parameters())
+        for batch in batches:
+            model.step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, batch = normed()
+    result = autopart.verify_loop(train, mesh, model, [batch] * 3, time_limit_s=60)
+    assert result.ok and result.max_error < 1e-11, str(result)
+    assert any(NOT_COMPARED in note for note in result.notes)
+
+
+def test_a_loop_that_changes_a_running_mean_is_found():
+    def train(model, batches):
+        optimizer = Signs(model.parameters())
+        for batch in batches:
+            model.step(**batch)
+            if isinstance(model, autopart.ParallelModule):
+                model.bn.running_mean.add_(1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, batch = normed()
+    first = autopart.verify_loop(train, "dp2", model, [batch] * 3, time_limit_s=60).first_mismatch
+    assert (first.step, first.kind, first.name) == (1, "weight", "bn.running_mean"), str(first)
