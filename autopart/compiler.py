@@ -301,7 +301,8 @@ class Compiler:
         def once() -> tuple[Trace, Guards]:
             with record_reads() as reads:
                 traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
-            return traced, Guards(reads, model, others, slots.values())
+            device = device_of_weights(self.model) if self.precision is None else None
+            return traced, Guards(reads, model, others, slots.values(), device)
 
         traced, guards = once()
         if guards.unstable:

@@ -11,6 +11,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from autopart.errors import Refusal, TraceError
@@ -25,6 +26,7 @@ from autopart.tracing.python_reads import (
     Reads,
     entries_of,
     identity_of,
+    is_absent,
     is_terminal,
     is_watched,
     value_key,
@@ -57,10 +59,15 @@ class Guards:
         model: what was traced, the user's model or a `WithLoss` around it.
         others: a loss function and options, whose attributes are read too.
         inputs: places of numbers that are inputs of the program.
+        device: where the program runs; None if it casts what it reads. It reads tensors on that device itself, so only
+            copies of other tensors are compared.
     """
 
-    def __init__(self, reads: Reads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = ()):
-        self._reads = reads
+    def __init__(
+        self, reads: Reads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = (),
+        device: torch.device | None = None,
+    ):  # fmt: skip
+        self._reads, self._device = reads, device
         self._inputs = {slot.identity for slot in inputs}
         self.unstable: list[str] = []
         """Paths of values that the user's code changes in a call and reads in the next."""
@@ -173,9 +180,11 @@ class Guards:
             if isinstance(holder, nn.Module) and (name in _MODULES_OWN or name in holder._modules):
                 continue
             mapping = where(holder, name)
-            if mapping is None:
-                continue
             own = getattr(holder, "__dict__", None)
+            if mapping is None:
+                if isinstance(own, dict) and is_absent(holder, name):
+                    self._watch(f"{path}{name}", own, holder, name, MISSING)
+                continue
             if mapping is not own and isinstance(own, dict) and not isinstance(mapping, Computed):
                 self._watch(f"{path}{name}", own, holder, name, MISSING)  # an attribute of the instance would hide it
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
@@ -217,8 +226,9 @@ class Guards:
         self._contents(path, value)
 
     def _contents(self, path: str, value: Any) -> None:
-        if type(value) in (Tensor, nn.Parameter) and id(value) not in self._of_model:
-            self._tensors.append((path, value, version(value)))
+        if type(value) in (Tensor, nn.Parameter):
+            if value.device != self._device and id(value) not in self._of_model:
+                self._tensors.append((path, value, version(value)))
         elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in self._seen:
             self._seen.add(id(value))
             for entry in entries_of(value) if len(value) <= MAX_ENTRIES else ():

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 ALL_NAMES = "*"
 """Stands for every attribute of an object: the code computes the name that it passes to `getattr`."""
 MISSING = object()
-MAX_ENTRIES = 64
+MAX_ENTRIES = 1024
 """Longer containers are data rather than settings. Only their length is compared."""
 
 _LIBRARIES = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
@@ -32,7 +32,7 @@ _LAYERS = "torch.nn.modules."
 _NOT_LAYERS = frozenset({"torch.nn.modules.module", "torch.nn.modules.container"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_DEPTH = 3
+_DEPTH, _MAX_NOTED = 3, 64
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
@@ -316,6 +316,13 @@ def where(holder: Any, name: str) -> Any:
     return Computed(holder) if has_own else None
 
 
+def is_absent(holder: Any, name: str) -> bool:
+    """Return True if an object has no attribute of this name, as `getattr(object, name, default)` may find."""
+    own = [*type(holder).__mro__, holder]
+    of_module = (holder._parameters, holder._buffers, holder._modules) if isinstance(holder, nn.Module) else ()
+    return not any(name in vars(kind) for kind in own) and not any(name in tensors for tensors in of_module)
+
+
 class Same:
     """Is equal only to itself for one object, and keeps that object alive so that its id stays its own."""
 
@@ -341,12 +348,12 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, np.ndarray):
-        return np.ndarray, value.shape, value.dtype.str, value.tobytes() if value.size <= MAX_ENTRIES else Same(value)
+        return np.ndarray, value.shape, value.dtype.str, value.tobytes() if value.size <= _MAX_NOTED else Same(value)
     if isinstance(value, Tensor):
         return (Tensor, Same(value), version(value)) if tensors else Tensor
     if isinstance(value, _CONTAINERS):
         entries = entries_of(value)
-        if len(entries) > MAX_ENTRIES or not depth:
+        if len(entries) > _MAX_NOTED or not depth:
             return type(value), len(entries)
         keys = [value_key(entry, tensors, depth - 1) for entry in entries]
         if isinstance(value, dict):

@@ -23,6 +23,7 @@ LIMITS = {"low": -1.0, "nested": {"high": [1.0]}}
 SCALES = [1.0, 2.0]
 WEIGHTS = torch.ones(4, dtype=torch.float64)
 COUNTED = {"calls": 0}
+SCHEDULE = [1.0] * 1000
 
 
 @dataclasses.dataclass
@@ -165,6 +166,9 @@ LOSSES = {
     "list": (lambda v, m: SCALES.__setitem__(1, v), lambda o, t: sum(SCALES) * F.cross_entropy(o, t)),
     "length of a list": (lambda v, m: SCALES.append(0.0), lambda o, t: len(SCALES) * F.cross_entropy(o, t)),
     "global tensor": (set_tensor, lambda o, t: F.cross_entropy(o * WEIGHTS, t)),
+    "long list": (lambda v, m: SCHEDULE.__setitem__(700, v), lambda o, t: SCHEDULE[700] * F.cross_entropy(o, t)),
+    "absent attribute": (lambda v, m: v > 1 and setattr(SPACE, "later", v),
+                         lambda o, t: getattr(SPACE, "later", 1.0) * F.cross_entropy(o, t)),
     "global tensor in place": (lambda v, m: WEIGHTS.fill_(v), lambda o, t: F.cross_entropy(o * WEIGHTS, t)),
     "callable object": (lambda v, m: setattr(CRITERION, "weight", v), CRITERION),
     "method": (lambda v, m: setattr(CRITERION, "weight", v), CRITERION.method),
