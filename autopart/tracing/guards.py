@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autopart.errors import Refusal, TraceError
+from autopart.errors import Refusal, TraceError, UsageError
 from autopart.tracing.number_inputs import NumberSlot, attribute_slot, cell_slot, entry_slot, is_number
 from autopart.tracing.python_reads import (
     ALL_NAMES,
@@ -94,6 +94,8 @@ class Guards:
         for key, found in self._by_mapping.items():
             is_module = isinstance(self._mappings[key], weakref.ref)
             (self._of_modules if is_module else self._others).append(_Values(self._mappings[key], found))
+        self._parents = [weakref.ref(module) for _, module in users_modules(model) if module._modules]
+        self._children, self._parameters = self._ids_of_children(), {id(p) for p in model.parameters()}
         self._flatten()
         del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model, self._containers
 
@@ -108,8 +110,14 @@ class Guards:
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
+    def _ids_of_children(self) -> list[int]:
+        parents = [parent() for parent in self._parents]
+        return [*map(id, chain.from_iterable(p._modules.values() for p in parents if p is not None))]
+
     def hold(self) -> bool:
         """Return True if every value is what it was for the trace."""
+        if self._ids_of_children() != self._children and self._has_other_layers():
+            return False
         try:
             now = [get(module().__dict__) for module, get in self._getters]
             of_modules = all(map(is_, chain.from_iterable(now), self._flat))
@@ -125,8 +133,28 @@ class Guards:
                 return False
         return all([version(tensor) == then for _, tensor, then in self._tensors])
 
+    def _has_other_layers(self) -> bool:
+        """Return True unless the layers differ because the user no longer holds the model.
+
+        Raises UsageError if another layer has parameters of its own: the partitioned model has those of the trace.
+        """
+        parents = [parent() for parent in self._parents]
+        if any(parent is None for parent in parents):
+            self._parents, self._children = [], []
+            return False
+        others = [n for p in parents if p is not None for n, t in p.named_parameters() if id(t) not in self._parameters]
+        if others:
+            raise UsageError(
+                f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
+                why="the partitioned model trains the parameters that the model had then",
+                hint="change layers before parallelize()",
+            )
+        return True
+
     def changes(self) -> Iterator[Change]:
         """Yield everything that differs from the trace."""
+        if self._ids_of_children() != self._children and self._has_other_layers():
+            yield Change("the model's list of layers", "the traced one", "another", None)
         for group in (*self._of_modules, *self._others):
             yield from group.changes()
         for path, tensor, then in self._tensors:

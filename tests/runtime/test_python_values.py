@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from autopart.errors import InputError, TraceError
+from autopart.errors import InputError, TraceError, UsageError
 
 BETA = 1.0
 LIMITS = {"low": -1.0, "nested": {"high": [1.0]}}
@@ -534,3 +534,22 @@ def test_an_optimizers_rate_is_followed():
         assert pm.step(x, loss_fn=loss_fn, target=y).item() == pytest.approx(loss_fn(model(x), y).item(), abs=1e-10)
 
     assert count_traces(pm, lambda: [step(0.5 - i / 20) for i in range(5)]) == 2
+
+
+def test_a_layer_without_parameters_may_be_replaced():
+    check(lambda value, model: setattr(model, "drop", nn.Tanh() if value == 2 else nn.Sigmoid()), must_change=False)
+
+
+def test_a_layer_with_parameters_may_not_be_replaced():
+    model = net()
+    x, _ = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+    pm(x)
+    model.head = nn.Linear(8, 4).double()
+    with pytest.raises(UsageError) as error:
+        pm(x)
+    assert str(error.value) == (
+        "the model has another layer: its parameter 'head.weight' was not there when the model was traced\n"
+        "  why    the partitioned model trains the parameters that the model had then\n"
+        "  try    change layers before parallelize()"
+    )
