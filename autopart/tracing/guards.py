@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -111,8 +111,10 @@ class Guards:
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
     def _ids_of_children(self) -> list[int]:
-        parents = [parent() for parent in self._parents]
-        return [*map(id, chain.from_iterable(p._modules.values() for p in parents if p is not None))]
+        try:
+            return [*map(id, chain.from_iterable([parent()._modules.values() for parent in self._parents]))]
+        except AttributeError:  # the user no longer holds the model
+            return []
 
     def hold(self) -> bool:
         """Return True if every value is what it was for the trace."""
@@ -278,8 +280,9 @@ class _Values:
         self.get: Callable[[Any], Any] = itemgetter(*self.names) if is_dict and has_all else self._get
         self.keys = [_identity_key(value) for value in self.values]
 
-    def _get(self, mapping: Any) -> tuple[Any, ...]:
-        return tuple([mapping.get(name, MISSING) for name in self.names])
+    def _get(self, mapping: Any) -> list[Any]:
+        get = mapping.get
+        return [get(name, MISSING) for name in self.names]
 
     def hold(self) -> bool:
         mapping = self.mapping
@@ -294,11 +297,11 @@ class _Values:
             return False
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
-    def _hold_anew(self, now: tuple[Any, ...]) -> bool:
+    def _hold_anew(self, now: Sequence[Any]) -> bool:
         """Compare by value, and keep the objects of now for the next comparison."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
-        self.values = now
+        self.values = tuple(now)
         return True
 
     def changes(self) -> Iterator[Change]:

@@ -96,7 +96,7 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
     unlike = [name for name in differ if name != WEIGHTS]
     if unlike:
         hint = "run the same script, model, mesh, plan and version on every rank"
-        if EXAMPLE in unlike:  # the plan and the program follow from it
+        if EXAMPLE in unlike and all(EXAMPLE in theirs for theirs in everyones):  # plan and program follow from it
             unlike, hint = [EXAMPLE], "an example of the same shapes and dtypes on every rank"
         elif unlike[1:]:
             unlike = [name for name in unlike if name != TRACED]
