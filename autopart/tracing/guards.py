@@ -29,6 +29,7 @@ from autopart.tracing.python_reads import (
     is_absent,
     is_terminal,
     is_watched,
+    names_of,
     value_key,
     version,
     where,
@@ -334,11 +335,14 @@ class _Entries:
         if self.length <= MAX_ENTRIES and any(
             not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)
         ):
-            self.values, self.keys, self.names = self._entries(), self._keys(), [*container]
+            self.values, self.keys, self.names = self._entries(), self._keys(), self._names()
 
     def _entries(self) -> tuple[Any, ...]:
         entries = entries_of(self.container)
         return tuple(e for place, e in enumerate(entries) if place not in self.skipped) if self.skipped else entries
+
+    def _names(self) -> list[Any]:
+        return names_of(self.container) if isinstance(self.container, dict) else []
 
     def _keys(self) -> list[Hashable]:
         return [_identity_key(entry) for entry in self._entries()]
@@ -349,9 +353,7 @@ class _Entries:
         return all(map(is_, self._entries(), self.values)) or self._hold_anew()
 
     def _hold_anew(self) -> bool:
-        is_same = self._keys() == self.keys
-        if isinstance(self.container, dict):
-            is_same = is_same and [*self.container] == self.names
+        is_same = self._keys() == self.keys and self._names() == self.names
         if is_same:
             self.values = self._entries()
         return is_same
@@ -362,7 +364,7 @@ class _Entries:
         names = [*self.container] if isinstance(self.container, dict) else [*range(len(self.container))]
         entries = entries_of(self.container)
         is_indexed = isinstance(self.container, (dict, list)) and self.values is not None and not self.skipped
-        if not is_indexed or len(names) != self.length or (isinstance(self.container, dict) and names != self.names):
+        if not is_indexed or len(names) != self.length or self._names() != self.names:
             yield Change(self.path, f"{self.length} entries", entries, None)
             return
         for name, entry, before, key in zip(names, entries, self.values or (), self.keys, strict=True):

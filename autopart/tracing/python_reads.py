@@ -357,7 +357,7 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
             return type(value), len(entries)
         keys = [value_key(entry, tensors, depth - 1) for entry in entries]
         if isinstance(value, dict):
-            return dict, tuple(zip(value, keys, strict=True))
+            return dict, tuple(zip(names_of(value), keys, strict=True))
         return type(value), frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys)
     if isinstance(value, types.FunctionType):
         return value.__code__
@@ -366,6 +366,11 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
     if isinstance(value, types.MethodType):
         return value.__func__.__code__, Same(value.__self__)
     return Same(value) if isinstance(value, types.BuiltinFunctionType) else type(value)
+
+
+def names_of(container: dict) -> list[Any]:
+    """Return the keys of a dict in a form that can be compared: tensors cannot."""
+    return [name if isinstance(name, _PLAIN) else id(name) for name in container]
 
 
 def entries_of(container: Any) -> tuple:

@@ -553,3 +553,16 @@ def test_a_layer_with_parameters_may_not_be_replaced():
         "  why    the partitioned model trains the parameters that the model had then\n"
         "  try    change layers before parallelize()"
     )
+
+
+def test_a_dict_by_tensors_is_followed():
+    states = {torch.ones(3): 1.0}
+    torch.manual_seed(0)
+
+    def loss_fn(o, t):
+        return F.cross_entropy(o, t) * sum(states.values())
+
+    def change(value, model):
+        states[torch.ones(3)] = value
+
+    check(change, loss_fn=loss_fn)
