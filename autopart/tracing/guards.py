@@ -96,7 +96,8 @@ class Guards:
             is_module = isinstance(self._mappings[key], weakref.ref)
             (self._of_modules if is_module else self._others).append(_Values(self._mappings[key], found))
         self._parents = [weakref.ref(module) for _, module in users_modules(model) if module._modules]
-        self._children, self._parameters = self._ids_of_children(), {id(p) for p in model.parameters()}
+        self._children = [_no_layer if layer is None else weakref.ref(layer) for layer in self._layers()]
+        self._parameters = {id(p) for p in model.parameters()}
         self._flatten()
         del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model, self._containers
 
@@ -111,15 +112,20 @@ class Guards:
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
-    def _ids_of_children(self) -> list[int]:
+    def _layers(self) -> list[Any]:
+        """List the children of all modules; nothing if the user no longer holds the model."""
         try:
-            return [*map(id, chain.from_iterable([parent()._modules.values() for parent in self._parents]))]
-        except AttributeError:  # the user no longer holds the model
+            return [*chain.from_iterable([parent()._modules.values() for parent in self._parents])]
+        except AttributeError:
             return []
+
+    def _has_same_layers(self) -> bool:
+        layers = self._layers()
+        return len(layers) == len(self._children) and all(map(is_, layers, [child() for child in self._children]))
 
     def hold(self) -> bool:
         """Return True if every value is what it was for the trace."""
-        if self._ids_of_children() != self._children and self._has_other_layers():
+        if not self._has_same_layers() and self._has_other_layers():
             return False
         try:
             now = [get(module().__dict__) for module, get in self._getters]
@@ -156,7 +162,7 @@ class Guards:
 
     def changes(self) -> Iterator[Change]:
         """Yield everything that differs from the trace."""
-        if self._ids_of_children() != self._children and self._has_other_layers():
+        if not self._has_same_layers() and self._has_other_layers():
             yield Change("the model's list of layers", "the traced one", "another", None)
         for group in (*self._of_modules, *self._others):
             yield from group.changes()
@@ -266,6 +272,10 @@ class Guards:
                 self._contents(path, entry)
             if not isinstance(value, (tuple, frozenset)):
                 self._containers.append(_Entries(value, path, self._inputs))
+
+
+def _no_layer() -> None:
+    """Stand in for a reference to a child that is None."""
 
 
 class _Values:

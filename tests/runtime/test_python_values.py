@@ -537,7 +537,8 @@ def test_an_optimizers_rate_is_followed():
 
 
 def test_a_layer_without_parameters_may_be_replaced():
-    check(lambda value, model: setattr(model, "drop", nn.Tanh() if value == 2 else nn.Sigmoid()), must_change=False)
+    kinds = [nn.Tanh, nn.Sigmoid, nn.Softplus]  # a new one may have the address of one that is gone
+    check(lambda value, model: setattr(model, "drop", kinds[int(value) % 3]()), must_change=False, steps=12)
 
 
 def test_a_layer_with_parameters_may_not_be_replaced():
