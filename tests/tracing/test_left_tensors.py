@@ -93,7 +93,7 @@ class Mask(Base):
 
     def compute(self, x, h):
         if self.last is None or self.last.shape[0] < x.shape[0]:
-            self.last = torch.tril(torch.ones(x.shape[0], x.shape[0]))
+            self.last = torch.tril(torch.ones(x.shape[0], x.shape[0], dtype=x.dtype))
         return self.last @ h
 
 
@@ -132,12 +132,12 @@ def test_a_tensor_that_the_next_call_reads_is_refused(kind, place):
 @pytest.mark.parametrize("kind", [Mask, Log, Passed])
 def test_other_tensors_that_it_leaves_change_nothing(kind):
     torch.manual_seed(0)
-    model = kind()
-    pm = autopart.parallelize(model, "tp1", example_args=(torch.randn(4, 6),))
+    model = kind().double()
+    pm = autopart.parallelize(model, "tp1", example_args=(torch.randn(4, 6).double(),))
     assert model.last is None and model.saved == [] and "log" not in CACHE and not hasattr(SPACE, "log")
     for rows in (4, 4, 6):
-        x = torch.randn(rows, 6)
+        x = torch.randn(rows, 6).double()
         found = pm(x)
-        assert torch.allclose(found, model(x), atol=1e-6)
+        assert torch.allclose(found, model(x), atol=1e-12)
         model.last = None
     CACHE.clear(), vars(SPACE).clear()
