@@ -236,16 +236,21 @@ class Compiler:
             return known, call
         numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
         inputs = inputs or self._numbers.get(kind, NumberInputs)
-        earlier = self._traced.of((kind, inputs.key(numbers)) if inputs else key)
-        added = set[str]()
-        if not any(map(_holds, earlier)):
-            added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
+
+        def with_numbers() -> dict[str, Any]:
+            return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
+
+        key_now = (kind, inputs.key(numbers)) if inputs else key
+        if inputs and (known := self._traced.find(key_now, _holds)):
+            return known, flatten_call(with_numbers())
+        earlier = self._traced.of(key_now)
+        added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
         while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
-            with_numbers = {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
+            given = with_numbers()
             try:
-                traced = traced_as((kind, inputs.key(numbers)), with_numbers, {**slots_of(loss_fn), **inputs.slots})
-                return traced, flatten_call(with_numbers)
+                traced = traced_as((kind, inputs.key(numbers)), given, {**slots_of(loss_fn), **inputs.slots})
+                return traced, flatten_call(given)
             except TraceError:
                 if not added:
                     raise

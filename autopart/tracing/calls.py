@@ -16,7 +16,7 @@ from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
 from autopart.tracing.number_inputs import is_number
-from autopart.tracing.python_reads import Same
+from autopart.tracing.python_reads import PLAIN, Same
 from autopart.tracing.trace import Call
 from autopart.tracing.with_loss import criterion_key
 
@@ -25,8 +25,6 @@ MAX_CALLS = 32
 
 MANY_CALLS = 8
 """How many are traced before a warning says what that costs."""
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.EllipsisType)
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -118,7 +116,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
     """Equal for values that a trace cannot tell apart; what is not plain data is only equal to itself."""
     if not numbers and is_number(value):
         return type(value), "a number"
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return type(value), value  # 1 == True == 1.0, but a trace tells them apart
     if isinstance(value, (tuple, list)):
         return type(value), tuple(_value_key(entry, True) for entry in value)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-_MISSING = object()
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+from autopart.temporary import attributes
+from autopart.tracing.python_reads import PLAIN
 
 
 class Setting(NamedTuple):
@@ -43,7 +43,7 @@ def is_plain(value: Any) -> bool:
     """Return True for numbers, texts and their like, and tuples of them: a later change is an assignment."""
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, PLAIN)
 
 
 def plain_attributes(layer: nn.Module) -> dict[str, Any]:
@@ -62,42 +62,23 @@ def settings_of(model: nn.Module) -> Settings:
     return Settings(tuple(sorted(others)))
 
 
-@contextmanager
-def with_values(model: nn.Module, settings: Settings) -> Iterator[None]:
-    """Inside, the layers of a model have these attributes, in their own modes."""
-    before = []
-    try:
-        for path, name, _, value in settings.values:
-            attributes = vars(model.get_submodule(path))
-            before.append((attributes, name, attributes.get(name, _MISSING)))
-            attributes[name] = value
-        yield
-    finally:
-        for attributes, name, value in reversed(before):
-            if value is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
+    """Set attributes of layers, and put back the earlier ones at the end. Modes stay as they are."""
+    return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 
 @contextmanager
 def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
-    """Inside, the layers of a model have these modes and attributes, and afterwards those that they had before."""
-    layers, others = dict(model.named_modules()), set(settings.layers)
-    before = {path: layer.training for path, layer in layers.items()}
-    with with_values(model, settings):
-        try:
-            for path, layer in layers.items():
-                layer.training = training != (path in others)
-            yield
-        finally:
-            for path, layer in layers.items():
-                layer.training = before[path]
+    """Set modes and attributes of a model's layers, and put back the earlier ones at the end."""
+    others = set(settings.layers)
+    modes = {(layer, "training"): training != (path in others) for path, layer in model.named_modules()}
+    with with_values(model, settings), attributes(modes):
+        yield
 
 
 def restore_attributes(layer: nn.Module, before: dict[str, Any]) -> None:
     """Undo changes of the plain attributes of a layer since `before`, which `plain_attributes` returned."""
-    attributes = vars(layer)
+    own = vars(layer)
     for name in plain_attributes(layer).keys() - before.keys():
-        del attributes[name]
-    attributes.update(before)
+        del own[name]
+    own.update(before)

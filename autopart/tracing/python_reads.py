@@ -30,7 +30,11 @@ MAX_ENTRIES = 1024
 _LIBRARIES = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
 _LAYERS = "torch.nn.modules."
 _NOT_LAYERS = frozenset({"torch.nn.modules.module", "torch.nn.modules.container"})
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format)
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,
+    types.EllipsisType,
+)  # fmt: skip
+"""Types whose values a trace holds as they are: equal values of one type are the same to it."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH, _MAX_NOTED = 3, 64
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -213,7 +217,7 @@ def is_watched(module: Any) -> bool:
 
 def is_terminal(value: Any) -> bool:
     """Return True if a value is compared itself, and not the attributes that are read from it."""
-    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
+    return isinstance(value, (*PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
 
 def names_in(code: types.CodeType) -> tuple[Name, ...]:
@@ -343,7 +347,7 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
         tensors: compare tensors in it, by identity and version.
         depth: levels of containers that are looked into.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return type(value), value if value == value else "nan"
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
@@ -370,7 +374,7 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
 
 def names_of(container: dict) -> list[Any]:
     """Return the keys of a dict in a form that can be compared: tensors cannot."""
-    return [name if isinstance(name, _PLAIN) else id(name) for name in container]
+    return [name if isinstance(name, PLAIN) else id(name) for name in container]
 
 
 def entries_of(container: Any) -> tuple:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopart.compat import has_values
 from autopart.errors import Refusal, TraceError
+from autopart.temporary import variable
 from autopart.tracing.number_inputs import NUMBERS
 
 _DETACHING = ("detach", "detach_", "__get__")
@@ -59,11 +60,8 @@ class WithLoss(nn.Module):
         return self._loss(call_model(self.model, call), target)
 
     def _loss(self, outputs: Any, target: Any) -> Any:
-        token = _OF_MODEL.set(self._of_model)
-        try:
+        with variable(_OF_MODEL, self._of_model):
             return self.loss_fn(outputs, target)
-        finally:
-            _OF_MODEL.reset(token)
 
 
 class WithLossAndOutputs(WithLoss):
@@ -97,7 +95,7 @@ def _trained(what: str) -> TraceError:
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    """Where in memory a tensor is; the tensor itself if it has no values."""
+    """Return the address of a tensor's values, or the identity of a tensor without values."""
     return tensor.data_ptr() if has_values(tensor) and tensor.numel() else id(tensor)
 
 

@@ -37,7 +37,7 @@ steps since they were compared: what sums in another order (atomics on a GPU) ex
 
 _NUMBERS = itertools.count()
 _NOTED: WeakSet[Replicas] = WeakSet()
-"""Those of modules that gave a state dict since the last checkpoint."""
+"""Replicas of the modules whose `state_dict` was called since the last checkpoint."""
 
 Part = tuple[tuple[int, ...], tuple[str, ...]]
 """Which copies a parameter has: the `pp` coordinates that hold it, and the axes that cut it."""

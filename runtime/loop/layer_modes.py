@@ -15,7 +15,7 @@ from autopart.tracing.skeleton import Source
 
 
 class LayerModes:
-    """What is set on a partitioned model and on its branches after `parallelize`, for the traces of its calls.
+    """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
 
     The values are attributes of the branches: `training`, and those in `_set`. This object collects them when one has
     changed, so a call without changes reads one flag.

@@ -75,7 +75,7 @@ class WithFrozenBlock(Net):
 
 
 Change = Callable[[Any, int], None]
-"""What the loop does to the model, plain or partitioned, before a step with this number."""
+"""Changes that a loop makes to the model, plain or partitioned, before the step of this number."""
 
 
 def norms_by_class(model: Any, step: int) -> None:

@@ -121,7 +121,7 @@ def outputs(module: Any, x: Tensor) -> Tensor:
 
 
 def hooked(name: str, use: Callable[[Any, Tensor], Any]) -> Outcome:
-    """How often a hook runs, and with how many arguments."""
+    """Return the number of runs of a hook, and of its arguments."""
 
     def outcome(module: Any, x: Tensor) -> list[int]:
         calls: list[int] = []
@@ -247,7 +247,7 @@ ELSEWHERE = """'{}' is not on this rank
 
 
 def result_of(outcome: Outcome, module: Any, x: Tensor) -> Any:
-    """What a call returns, or the error that it raises; an error of torch by its class and text."""
+    """Return the result of a call, or its error: of torch, the class and text."""
     torch.manual_seed(0)
     try:
         return outcome(module, x)
