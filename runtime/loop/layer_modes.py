@@ -13,6 +13,8 @@ from torch import nn
 from autopart.tracing.layer_settings import Setting, Settings, in_modes, is_plain, plain_attributes, restore_attributes
 from autopart.tracing.skeleton import Source
 
+_MISSING = object()
+
 
 class LayerModes:
     """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
@@ -48,7 +50,7 @@ class LayerModes:
     def accepts(self, path: str, name: str, value: Any) -> bool:
         """Return True if calls can follow this value: the layer has a plain attribute of this name."""
         layer = self.layer(path)
-        static = vars(layer).get(name, inspect.getattr_static(type(layer), name, ...))
+        static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
 
     @property
