@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopart.api import parallelize, plan, verify_loop
-    from autopart.cost.simulate import Simulation, simulate
-    from autopart.cost.symbolic import crossover
-    from autopart.diagnosis import Diagnosis, doctor
+    from autopart.cli.doctor import Diagnosis, doctor
+    from autopart.cost.formula.plan_cost import crossover
+    from autopart.cost.predict.simulate import Simulation, simulate
     from autopart.errors import AutopartError
     from autopart.ir.mesh import Mesh
     from autopart.plans.plan import Plan
-    from autopart.proof.rules import RuleCheck, check_rule, rule
+    from autopart.proof.rules.user_rules import RuleCheck, check_rule, rule
+    from autopart.proof.training_loop.verify_loop import LoopVerification
     from autopart.proof.verify import Verification, verify
-    from autopart.proof.verify_loop import LoopVerification
-    from autopart.runtime.loop.scaler import GradScaler
     from autopart.runtime.module import ParallelModule
+    from autopart.runtime.training.grad_scaler import GradScaler
     from autopart.show.formats import pins_from
     from autopart.tuning.block_search import BlockSearch, search_blocks
     from autopart.tuning.calibrate import Calibration, calibrate
@@ -41,14 +41,15 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
-    "Diagnosis": "diagnosis", "GradScaler": "runtime.loop.scaler", "Mesh": "ir.mesh",
-    "LoopVerification": "proof.verify_loop",
-    "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules",
-    "Simulation": "cost.simulate", "Verification": "proof.verify",
-    "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "doctor": "diagnosis",
+    "Diagnosis": "cli.doctor", "GradScaler": "runtime.training.grad_scaler", "Mesh": "ir.mesh",
+    "LoopVerification": "proof.training_loop.verify_loop",
+    "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules.user_rules",
+    "Simulation": "cost.predict.simulate", "Verification": "proof.verify",
+    "calibrate": "tuning.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
+        "doctor": "cli.doctor",
     "parallelize": "api",
-    "pins_from": "show.formats", "plan": "api", "rule": "proof.rules", "search": "tuning.search",
-    "search_blocks": "tuning.block_search", "simulate": "cost.simulate", "verify": "proof.verify",
+    "pins_from": "show.formats", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
+    "search_blocks": "tuning.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",
 }  # fmt: skip
 """The module, below autopart, that each public name is defined in."""

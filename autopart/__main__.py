@@ -1,6 +1,6 @@
 """`python -m autopart`: the command line."""
 
-from autopart.cli import main
+from autopart.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="autopart")

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
-from autopart.compiler import Compiler
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
+from autopart.ir.run.mixed_precision import Precision
 from autopart.options import (
     OPTIONS,
     TOLERANCE,
@@ -24,12 +23,13 @@ from autopart.options import (
     with_options,
 )
 from autopart.plans.plan import Plan
-from autopart.proof.verify_loop import LoopVerification, prove
-from autopart.recipe import can_be_folded, make_plan, prepare
-from autopart.runtime.loop.idioms import partitioned_in
-from autopart.runtime.loop.layers import Branch
+from autopart.proof.training_loop.verify_loop import LoopVerification, prove
+from autopart.recipe.compiler import Compiler
+from autopart.recipe.make_plan import can_be_folded, make_plan, prepare
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.state.weights import Weights
+from autopart.runtime.training.layers import Branch
+from autopart.runtime.training.module_methods import partitioned_in
+from autopart.runtime.weights.load_weights import Weights
 from autopart.tracing.trace import bind_call
 from autopart.tuning.advice import advised
 from autopart.tuning.search import search

@@ -16,21 +16,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 
-from autopart.cost.hardware import DEFAULT
-from autopart.cost.memory import parse_size
+from autopart.cost.hardware.profile import DEFAULT
+from autopart.cost.memory_kinds import parse_size
 from autopart.errors import OptionError
-from autopart.ir.dp_sync import METHODS, DpSync
 from autopart.ir.mesh import Context
-from autopart.ir.recomputation import Recompute, parse_recompute
-from autopart.ir.schedules import SCHEDULES, check_compile, check_precision, schedule_named
-from autopart.plans.agreed import TIMEOUT_S
+from autopart.ir.run.dp_sync import METHODS, DpSync
+from autopart.ir.run.recompute_spec import Recompute, parse_recompute
+from autopart.ir.run.schedules import SCHEDULES, check_compile, check_precision, schedule_named
 from autopart.plans.pins import Pins
+from autopart.plans.rank_digest import TIMEOUT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from autopart.ir.program import Rng
-    from autopart.passes.choose.shard import SequenceParallel
+    from autopart.passes.choose.solve.shard_axis import SequenceParallel
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 

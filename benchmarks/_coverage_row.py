@@ -25,7 +25,7 @@ from autopart.errors import AutopartError, StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.options import Options
-from autopart.proof.subject import Arrangement
+from autopart.proof.comparison import Arrangement
 from autopart.proof.verify import VerificationRun
 from autopart.tracing.trace import bind_call, check_values, flatten_call
 

@@ -273,9 +273,9 @@ def profile(link: str, rate_bytes_per_s: float, file: Path) -> str:
     """The hardware profile of a link, by its name or path."""
     if link == "gloo":
         return "cpu-gloo"
-    from autopart.cost import hardware
+    from autopart.cost.hardware import profile
 
-    known = json.loads(Path(hardware.__file__).with_name("profiles").joinpath("cpu-gloo.json").read_text())
+    known = json.loads(Path(profile.__file__).with_name("profiles").joinpath("cpu-gloo.json").read_text())
     known |= {"name": "sleeping", "overlap": known["overlap"] | {"value": 1}}
     known["link_bytes_per_s"] |= {"value": rate_bytes_per_s}
     del known["collectives"]

@@ -23,7 +23,7 @@ from _ranks import of_first_rank
 from torch import Tensor, nn
 
 import autopart
-from autopart.cost.timeline import Durations, timeline
+from autopart.cost.predict.timeline import Durations, timeline
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04
 SCHEDULES = ("1f1b", "1f1b_2bw")

@@ -125,7 +125,7 @@ def comparison(module: Any) -> float:
 
 
 def is_due(step: int) -> bool:
-    from autopart.runtime.agree import replicas
+    from autopart.runtime.consistency import replicas
 
     return replicas.is_due(None, step)
 
@@ -144,10 +144,10 @@ class NoComparison:
 def without_checks() -> Iterator[None]:
     """Inside, no call is compared and none is watched; what there is to a step beside that stays."""
     from autopart.runtime import module
-    from autopart.runtime.comm import collectives, watch
+    from autopart.runtime.comm import collectives, watchdog
 
     nothing = mock.patch.object(module, "Comparison", NoComparison)
-    unwatched = mock.patch.object(watch.Watch, "inside", lambda *_: contextlib.nullcontext())
+    unwatched = mock.patch.object(watchdog.Watch, "inside", lambda *_: contextlib.nullcontext())
     unmarked = mock.patch.object(collectives, "line_of_graph", lambda: None)
     with nothing, unwatched, unmarked:
         yield

@@ -189,7 +189,7 @@ def on_cp(context: str) -> Callable[[nn.Module, Batch], Step]:
 
 
 def in_order(model: nn.Module, batch: Batch) -> Step:
-    with mock.patch("autopart.passes.facts.masks._is_causal", lambda *_: False):
+    with mock.patch("autopart.passes.facts.mask_facts._is_causal", lambda *_: False):
         return on_cp("gather")(model, batch)
 
 

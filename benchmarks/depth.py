@@ -30,16 +30,16 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
          "vocab_size": 512}  # fmt: skip
 
 PHASES = {
-    "trace": (("recipe", "trace"),),
-    "normalise": (("recipe", "run_passes"),),
-    "gradients": (("recipe", "with_gradients_checked"),),
-    "facts": (("recipe", "annotate"),),
-    "choose": (("recipe", "decide"), ("recipe", "choose_parts")),
-    "write": (("recipe", "lower"),),
-    "walk": (("recipe", "walked"),),
-    "memory": (("recipe", "memory_of"),),
+    "trace": (("recipe.make_plan", "trace"),),
+    "normalise": (("recipe.make_plan", "run_passes"),),
+    "gradients": (("recipe.make_plan", "with_gradients_checked"),),
+    "facts": (("recipe.make_plan", "annotate"),),
+    "choose": (("recipe.make_plan", "decide"), ("recipe.make_plan", "choose_parts")),
+    "write": (("recipe.make_plan", "lower"),),
+    "walk": (("recipe.make_plan", "walked"),),
+    "memory": (("recipe.make_plan", "memory_of"),),
     "timing": (("plan_figures", "tabulate"), ("plan_figures", "of_few_rows"), ("plan_figures", "simulated")),
-    "explain": (("recipe", "plan_of"),),
+    "explain": (("recipe.make_plan", "plan_of"),),
 }
 """{phase: the functions, each with the module that calls it}; time inside of two counts for the inner one."""
 TRACING = ("trace", "gradients")
@@ -122,7 +122,7 @@ def measure(layers: int) -> dict[str, float]:
 def plan_once(layers: int) -> float:
     """Seconds of one plan in which nothing is known of calls that an earlier plan made."""
     import autopart
-    from autopart.cost.count.kept import KNOWN
+    from autopart.cost.count.saved_tensors import KNOWN
 
     model, batch = build(layers)
     KNOWN.effects.clear()

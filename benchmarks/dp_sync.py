@@ -32,9 +32,9 @@ from _ranks import of_first_rank
 from torch import Tensor, nn
 
 import autopart
-from autopart.cost.dp_sync import carried, exchanges
-from autopart.cost.hardware import Hardware
-from autopart.ir.dp_sync import DpSync
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.dp_sync_costs import carried, exchanges
+from autopart.ir.run.dp_sync import DpSync
 
 NUM_RANKS, TRAINED, ROWS, WIDTH = 4, 1347, 4, 48
 METHODS = [

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.recipe import prepare
-from autopart.tracing.guards import Guards
-from autopart.tracing.python_reads import record_reads
+from autopart.recipe.make_plan import prepare
+from autopart.tracing.python.guards import Guards
+from autopart.tracing.python.recorded_reads import record_reads
 from autopart.tracing.trace import bind_call
 
 ROWS, TOKENS, VOCABULARY = 4, 32, 256

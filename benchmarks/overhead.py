@@ -408,7 +408,7 @@ def wait() -> None:
 
 def counted_bytes(step: Step) -> int:
     """The most bytes that a step's own tensors have at a time, gradients too."""
-    from autopart.cost.count.kept import Allocated
+    from autopart.cost.count.saved_tensors import Allocated
 
     step.clear()
     if torch.cuda.is_initialized():

@@ -20,6 +20,8 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from autopart.recipe import make_plan
+
 # name: (model, its sizes, mesh, rows, tokens a row)
 CASES: dict[str, tuple[str, dict[str, int], str, int, int]] = {
     "llama-8b": (
@@ -95,12 +97,11 @@ def main() -> None:
 def measure(case: str) -> dict[str, Any]:
     """Seconds by pass and for the whole plan, and the process's peak memory before and after."""
     import autopart
-    from autopart import recipe
 
     times_s: dict[str, float] = defaultdict(float)
     for column, functions in PASSES.items():
         for function in functions:
-            _time_calls(recipe, function, column, times_s)
+            _time_calls(make_plan, function, column, times_s)
     model, batch = build(case)
     before_bytes = _peak_bytes()
     start_s = time.perf_counter()

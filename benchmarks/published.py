@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopart.cost.table import Setting, predict
+from autopart.cost.predict.table import Setting, predict
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
+from autopart.ir.run.mixed_precision import Precision
 from autopart.plans.plan import Schedule
 from autopart.tuning.search import LayoutKind, Space, space_of
 

@@ -17,8 +17,8 @@ import json
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopart.passes.choose.partition import equal_layer_loads, partition
-from autopart.recipe import prepare
+from autopart.passes.choose.stages.stage_partition import equal_layer_loads, partition
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 NUM_STAGES = 4

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import tuple_values, value
-from autopart.ir.operators import autopart_ops
+from autopart.ops.operators import autopart_ops
 
 
 def work(node: fx.Node) -> float:

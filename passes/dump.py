@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from autopart.common.flags import DUMP, flags
 from autopart.errors import OptionError
-from autopart.flags import DUMP, flags
 from autopart.ir.facts import facts
 from autopart.ir.graph import kind_of
 from autopart.ir.layout import format_layout

@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from autopart.ir.layout import P
-from autopart.ir.operators import axis_of
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
-from autopart.ir.schedules import SPLIT_BACKWARD
-from autopart.runtime.agree.same_call import Comparison
-from autopart.runtime.comm.draws import check_same_state, one_stream
-from autopart.runtime.comm.processes import Process
+from autopart.ir.run.schedules import SPLIT_BACKWARD
+from autopart.ops.operators import axis_of
+from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
+from autopart.runtime.batch.buffer_updates import write_buffers
+from autopart.runtime.batch.local_batch import LocalBatch
+from autopart.runtime.comm.call_random import check_same_state, one_stream
+from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
-from autopart.runtime.comm.watch import sum_over
-from autopart.runtime.loop.hooks import HeldHooks, held_back
-from autopart.runtime.loop.loss_scaling import LossScaling, naming_operators
-from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
-from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
-from autopart.runtime.state.batch import merge_microbatches, merged_shapes
-from autopart.runtime.state.buffers import write_buffers
-from autopart.runtime.state.gradients import (
+from autopart.runtime.comm.watchdog import sum_over
+from autopart.runtime.consistency.same_call import Comparison
+from autopart.runtime.dp_sync.data_sync import DataSync
+from autopart.runtime.gradients.no_sync import Unsummed
+from autopart.runtime.gradients.step_reduction import (
     add_earlier,
     connect_sums,
     connect_tied,
@@ -33,13 +32,14 @@ from autopart.runtime.state.gradients import (
     summed_names,
     sync_tied,
 )
-from autopart.runtime.state.local_batch import LocalBatch
-from autopart.runtime.state.state import broadcast_from
-from autopart.runtime.state.unsummed import Unsummed
-from autopart.runtime.state.weight_changes import update_weights
-from autopart.runtime.state.wholes import Wholes
-from autopart.runtime.sync.data_sync import DataSync
-from autopart.tracing.eager_semantics import no_autocast
+from autopart.runtime.gradients.unsharded_params import Wholes
+from autopart.runtime.graphs.apply_weight_updates import update_weights
+from autopart.runtime.pipeline_stages import Pipeline, StageModule, default_schedule
+from autopart.runtime.shards.shard_state import broadcast_from
+from autopart.runtime.training.backward_hooks import HeldHooks, held_back
+from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
+from autopart.tracing.python.eager_semantics import no_autocast
 
 
 class Executable:

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import LazyGraphModule
+from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.facts import facts
-from autopart.ir.intervals import Told
 from autopart.ir.layout import ROUTING, Conversion
-from autopart.ir.masks import differ_by_rank, with_bands
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import MOVES, axis_of, operator_name
 from autopart.ir.program import Program, Stage
-from autopart.ir.routes import Route
+from autopart.ops.expert_dispatch import Route
+from autopart.ops.mask_key_ranges import Told
+from autopart.ops.operators import MOVES, axis_of, operator_name
+from autopart.ops.stage_masks import differ_by_rank, with_bands
+from autopart.runtime.batch.batch_split import stage_arguments
+from autopart.runtime.batch.buffer_updates import Made, made_by
+from autopart.runtime.comm.call_random import one_stream
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
-from autopart.runtime.comm.draws import one_stream
-from autopart.runtime.comm.lists import LIST_OPERATORS, LIST_PRIMITIVES, Primitives
+from autopart.runtime.comm.list_collectives import LIST_OPERATORS, LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
-from autopart.runtime.state.batch import stage_arguments
-from autopart.runtime.state.buffers import Made, made_by
-from autopart.runtime.state.masks import Masks
-from autopart.runtime.state.recompute import run_again
-from autopart.runtime.state.weight_changes import update_weights
+from autopart.runtime.graphs.apply_weight_updates import update_weights
+from autopart.runtime.graphs.mask_kernels import Masks
+from autopart.runtime.graphs.recompute_calls import run_again
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""

@@ -14,45 +14,51 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopart.compat import tree_unflatten
-from autopart.compat_shards import on_local_values
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.compat.torch_internals import tree_unflatten
 from autopart.errors import AutopartError, OptionError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
-from autopart.plans.agreed import TIMEOUT_S
-from autopart.runtime.agree.agreement import begin_alike, described
-from autopart.runtime.agree.replicas import Replicas
-from autopart.runtime.agree.same_call import Comparison, Given
-from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.processes import connect, device_of, meet
+from autopart.plans.rank_digest import TIMEOUT_S
+from autopart.runtime.batch.loss_module import Criterion, named_criterion
+from autopart.runtime.checkpoint.full_optimizer import SavesOptimizers
+from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
+from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
+from autopart.runtime.comm.call_random import check_exact
+from autopart.runtime.comm.process_mesh import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
-from autopart.runtime.comm.watch import meeting, watched
+from autopart.runtime.comm.watchdog import meeting, watched
+from autopart.runtime.consistency.rank_checks import begin_alike, described
+from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.consistency.same_call import Comparison, Given
+from autopart.runtime.dp_sync.data_sync import DataSync
+from autopart.runtime.dp_sync.sync_on_module import SyncsData
 from autopart.runtime.executable import Executable
-from autopart.runtime.loop import hooks, norms, optimizers, scaler
-from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
-from autopart.runtime.loop.clipping import Clips
-from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Idioms, watch_wrappers
-from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
-from autopart.runtime.loop.on_mesh import OnMesh
-from autopart.runtime.loop.step_options import StepOptions
-from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
-from autopart.runtime.saving.full_optimizer import SavesOptimizers
-from autopart.runtime.saving.optimizer_state import connect_state_dicts
-from autopart.runtime.shards.sharded_tensor import with_spec
-from autopart.runtime.state.criteria import Criterion, named_criterion
-from autopart.runtime.state.homes import home_for, settle, settle_empty
-from autopart.runtime.state.sharing import Originals, part_of_another, remember
-from autopart.runtime.state.state import gather, has_values_of, names_with_gradient, settled, shard_parameters
-from autopart.runtime.state.unsummed import Unsummed, check_summed
-from autopart.runtime.state.weights import Weights
-from autopart.runtime.sync.data_sync import DataSync
-from autopart.runtime.sync.on_module import SyncsData
-from autopart.runtime.two_versions import Flushes, Pair
-from autopart.tracing.calls import MAX_CALLS, Recent, format_call
-from autopart.tracing.layer_settings import NO_SETTINGS, Settings
-from autopart.tracing.own_rows import num_rows
-from autopart.tracing.skeleton import Source
+from autopart.runtime.gradients.no_sync import Unsummed, check_summed
+from autopart.runtime.pipedream_2bw import Flushes, Pair
+from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
+from autopart.runtime.shards.shard_owners import home_for, settle, settle_empty
+from autopart.runtime.shards.shard_state import gather, has_values_of, names_with_gradient, settled, shard_parameters
+from autopart.runtime.shards.shared_parameters import Originals, part_of_another, remember
+from autopart.runtime.training import backward_hooks, grad_scaler, gradient_norms, optimizer_checks
+from autopart.runtime.training.backward_hooks import (
+    check_model_hooks,
+    nothing_to_train,
+    problem_of,
+    trained_names,
+    without_backward,
+)
+from autopart.runtime.training.clipping import Clips
+from autopart.runtime.training.loss_scaling import LossScaling, ScalesLoss
+from autopart.runtime.training.mesh_methods import OnMesh
+from autopart.runtime.training.module_methods import Idioms, watch_wrappers
+from autopart.runtime.training.step_options import StepOptions
+from autopart.runtime.training.surrounding_code import explain_backward, not_saved, run_uncompiled
+from autopart.runtime.weights.load_weights import Weights
+from autopart.tracing.call_cache import MAX_CALLS, Recent, format_call
+from autopart.tracing.local_batch_call import num_rows
+from autopart.tracing.meta_copy import Source
+from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings
 from autopart.tracing.trace import flatten_call
 
 Purpose = Literal["forward", "step", "step_outputs"]
@@ -130,10 +136,10 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         source = model if isinstance(model, Source) else Source(model)
         model = source.model
         check_model_hooks(model)
-        norms.recognise_in_torch()
-        scaler.share_infinities()
+        gradient_norms.recognise_in_torch()
+        grad_scaler.share_infinities()
         watch_wrappers()
-        optimizers.watch_optimizers()
+        optimizer_checks.watch_optimizers()
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
@@ -391,7 +397,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._process.watch.allow(first=is_new or self._is_cold)
         given = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows, given = min((given[name].size(0) for name in program.row_inputs or ()), default=0), {**given, **criterion}
-        trains = purpose != "step" or hooks.trains(self._local_parameters, inputs)
+        trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
         called = Given(purpose, self._calls[purpose], text, given, program.row_inputs, rows, problem, trains)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
-from autopart.ir.recomputation import Recompute
+from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.run.recompute_spec import Recompute
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Decisions:
     `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
     same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
     `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`). `scatter_sends`: what
-    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`). `dp_sync`: what
-    data-parallel ranks send each other. `balance`: the rows that the fullest rank gets for its experts, over the mean,
-    which sizes are written for.
+    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.run.scatter_gather_sends`).
+    `dp_sync`: what data-parallel ranks send each other. `balance`: the rows that the fullest rank gets for its
+    experts, over the mean, which sizes are written for.
     """
 
     mesh: Mesh

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 if TYPE_CHECKING:
-    from autopart.ir.attention import Band
     from autopart.ir.layout import Layout, Sections
     from autopart.ir.pattern import Pattern
+    from autopart.ops.masked_attention import Band
 
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
@@ -124,7 +124,7 @@ def facts(node: fx.Node) -> Facts:
 
 
 def times(node: fx.Node) -> int:
-    """How many nodes of the model this one stands for (`autopart.ir.fold`)."""
+    """How many nodes of the model this one stands for (`autopart.ir.blocks.deduplication`)."""
     return facts(node).get("times", 1)
 
 

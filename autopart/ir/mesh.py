@@ -19,7 +19,7 @@ Cuts = Literal["stages", "rows", "features", "positions", "experts"]
 
 
 Context = Literal["auto", "gather", "ulysses", "ring"]
-"""What attention does on an axis that cuts positions (`passes/choose/context.py`)."""
+"""What attention does on an axis that cuts positions (`passes/choose/solve/context_strategies.py`)."""
 
 
 @dataclass(frozen=True)

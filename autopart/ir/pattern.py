@@ -26,8 +26,8 @@ class Pattern:
     elements that lie on the same rank when a factor is cut. `routes`: it sends rows to their experts, or
     brings them back. `joined`: factors that are concatenations, with the sizes
     of their sections (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one
-    of them. `local`: how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one
-    on local operands.
+    of them. `local`: how the call is written for one rank (`passes/rules/local_forms.py`), where it is not the
+    traced one on local operands.
     """
 
     inputs: tuple[Dims, ...]

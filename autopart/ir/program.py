@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopart.compat import LazyGraphModule, TreeSpec
-from autopart.ir.dp_sync import ALL_REDUCE, DpSync, Method
+from autopart.compat.torch_internals import LazyGraphModule, TreeSpec
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, parts_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.pieces import Cut
-from autopart.ir.weight_updates import WeightUpdates
+from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync, Method
+from autopart.ir.run.weight_updates import WeightUpdates
+from autopart.ir.sharding import Cut
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"

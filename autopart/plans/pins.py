@@ -25,8 +25,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from autopart.common.files import read_text
 from autopart.errors import OptionError
-from autopart.files import read_text
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import AXES, Axis
 from autopart.plans.plan import line_of

@@ -15,13 +15,13 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autopart.common.files import read_text, write_whole
 from autopart.errors import PlanError
-from autopart.files import read_text, write_whole
-from autopart.ir.dp_sync import ALL_REDUCE
 from autopart.ir.layout import ROUTES
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.names import pattern_of
-from autopart.ir.recomputation import Recompute
+from autopart.ir.run.dp_sync import ALL_REDUCE
+from autopart.ir.run.recompute_spec import Recompute
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
     "gathered",
 )  # fmt: skip
-"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
+"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory_kinds.RankMemory` says what each is."""
 
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 """What the stages of `Plan.timing` count, each in seconds by kind of work."""
@@ -166,7 +166,7 @@ class Plan:
     axes: tuple[Axis, ...] = field(default=AXES, compare=False, repr=False)  # what those of `mesh` cut
 
     def __post_init__(self) -> None:
-        from autopart.cost.symbolic import Cost
+        from autopart.cost.formula.plan_cost import Cost
 
         object.__setattr__(self, "cost", Cost.of(self))
 

@@ -8,9 +8,9 @@ There are two ways, and a verification takes the first that works:
 2. **The model in its own precision.** Some models do not run in float64: they make `torch.zeros(...)` and add to it,
    hold weights in bfloat16 beside others, enter autocast inside, keep tensors of float32 in a cache, or call a kernel
    that has no float64. Such a copy is run and traced in the precision that it has, and the graph is then converted to
-   float64 (`passes/normalize/precision.py`). The program is compared with that graph to 1e-10, and the graph with the
-   model to the rounding of the precision that the model computes in. Where rounding decides more than that (which
-   units of a ReLU are on, which expert is chosen), the graph is compared with the model before it is converted.
+   float64 (`passes/normalize/double_precision.py`). The program is compared with that graph to 1e-10, and the graph
+   with the model to the rounding of the precision that the model computes in. Where rounding decides more than that
+   (which units of a ReLU are on, which expert is chosen), the graph is compared with the model before it is converted.
 
 So both ways can fail: a fault of the program (a lost sum, a wrong shard) shows at 1e-10, against a graph that is not
 partitioned; and a fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against
@@ -29,21 +29,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.compat import tree_flatten, tree_map
-from autopart.compat_tracing import quiet_shapes
+from autopart.common.progress import phase
+from autopart.compat.export_internals import quiet_shapes
+from autopart.compat.torch_internals import tree_flatten, tree_map
 from autopart.errors import TraceError
 from autopart.ir.graph import draws_random_numbers
-from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
-from autopart.passes.pipeline import PassError
-from autopart.progress import phase
-from autopart.proof.finite import NotFinite, explain, not_finite
-from autopart.proof.subject import Results, Subject, buffers_restored, held_tensor, one_seed, relative
-from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, prepare
-from autopart.tracing.checkpoints import plain_checkpoints
-from autopart.tracing.python_draws import DRAWN_BY_TORCH, drawn_by_torch
-from autopart.tracing.python_state import PythonState
-from autopart.tracing.skeleton import copy_of
+from autopart.ir.run.mixed_precision import Precision
+from autopart.passes.pass_pipeline import PassError
+from autopart.proof.comparison import Results, Subject, buffers_restored, held_tensor, one_seed, relative
+from autopart.proof.finite_values import NotFinite, explain, not_finite
+from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, find_loss, prepare
+from autopart.tracing.meta_copy import copy_of
+from autopart.tracing.python.python_random import DRAWN_BY_TORCH, drawn_by_torch
+from autopart.tracing.python.python_state import PythonState
+from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import WithLoss, call
 

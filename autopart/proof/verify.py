@@ -21,23 +21,24 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from autopart.cli.model_source import ModelSource
+from autopart.common.progress import phase
 from autopart.errors import InputError, OptionError, RuntimeSetupError
-from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
+from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.run.mixed_precision import Precision
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
-from autopart.passes.choose.codec import decode
-from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
-from autopart.plans.headline import whole_rows, whole_text
+from autopart.passes.choose.plan_codec import decode
+from autopart.plans.headlines import whole_rows, whole_text
 from autopart.plans.plan import Plan
-from autopart.progress import phase
-from autopart.proof.finite import NotFinite, infinite
-from autopart.proof.localize import BROKEN, Mismatch, first_mismatch
-from autopart.proof.loop import train
-from autopart.proof.precision import OneDevice, Rounded
+from autopart.proof.comparison import Arrangement, Tamper
+from autopart.proof.finite_values import NotFinite, infinite
+from autopart.proof.localize.localize import BROKEN, Mismatch, first_mismatch
+from autopart.proof.localize.shrink import smallest_failing
+from autopart.proof.localize.subgraph import Subgraph
 from autopart.proof.reference import Reference
-from autopart.proof.scale import (
+from autopart.proof.scale.scaled_model import (
     ONE_PASS,
     ScaledCopy,
     VerifyLoad,
@@ -48,15 +49,14 @@ from autopart.proof.scale import (
     placed,
     scaled_copy,
 )
-from autopart.proof.shrink import smallest_failing
-from autopart.proof.steps import StepMismatch, StepReport
-from autopart.proof.subgraph import Subgraph
-from autopart.proof.subject import Arrangement, Tamper
-from autopart.proof.training import MakeOptimizer, Training, read_training
-from autopart.recipe import make_plan, prepare
+from autopart.proof.steps.lockstep_steps import train
+from autopart.proof.steps.step_comparison import StepMismatch, StepReport
+from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
+from autopart.proof.verify_precision import OneDevice, Rounded
+from autopart.recipe.make_plan import make_plan, prepare
+from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.runtime.comm.stage_ranks import stage_style_of
-from autopart.tracing.model_source import ModelSource
-from autopart.tracing.sparse import check_layouts
+from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 

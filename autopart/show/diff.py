@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
-from autopart.ir.recomputation import text_of, word_of
-from autopart.plans.headline import quantity
+from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.run.recompute_spec import text_of, word_of
+from autopart.plans.headlines import quantity
 from autopart.plans.plan import Plan, ShownText
 
 WHOLE = "whole"

@@ -16,8 +16,8 @@ from typing import Any
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
-from autopart.ir.recomputation import text_of
-from autopart.plans.headline import TEXT_WIDTH, fit_text, indented, precision_text, quantity, step_size, utilisation
+from autopart.ir.run.recompute_spec import text_of
+from autopart.plans.headlines import TEXT_WIDTH, fit_text, indented, precision_text, quantity, step_size, utilisation
 from autopart.plans.plan import MEMORY_KINDS, Collective, Plan
 
 WIDTH = 120

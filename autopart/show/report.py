@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import fx
 
-from autopart.cost.simulate import Simulation, simulate
+from autopart.cost.predict.simulate import Simulation, simulate
 from autopart.errors import OptionError
-from autopart.plans.headline import headlines, quantity, utilisation
+from autopart.plans.headlines import headlines, quantity, utilisation
 from autopart.plans.plan import MEMORY_KINDS, Plan
 
 WIDTH, ROW, GAP = 1000, 22, 4

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from autopart.compat_tracing import initialize_lazy
+from autopart.compat.export_internals import initialize_lazy
 from autopart.errors import Refusal, TraceError
 
 

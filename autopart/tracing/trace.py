@@ -20,34 +20,34 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
-from autopart.compat_sizes import many_elements
-from autopart.compat_tracing import compiled_when_called, short_stacks
+from autopart.compat.export_internals import compiled_when_called, short_stacks
+from autopart.compat.symbolic_shape_internals import many_elements
+from autopart.compat.torch_internals import TreeSpec, keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
+from autopart.ir.blocks.deduplication import Folds, original
 from autopart.ir.facts import facts
-from autopart.ir.fold import Folds, original
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
-from autopart.ir.precision import Precision
-from autopart.ir.weight_updates import WeightUpdates
-from autopart.tracing.assigned_buffers import again_filled, check_caches, computed
-from autopart.tracing.chances import note_chances, with_chances
-from autopart.tracing.counted import with_known_sizes
-from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
-from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_names
-from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
-from autopart.tracing.floats import ReadsFloat
-from autopart.tracing.functions import name_functions
-from autopart.tracing.gradient_hooks import Rewrites
+from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.weight_updates import WeightUpdates
+from autopart.tracing.autograd.autograd_functions import name_functions
+from autopart.tracing.autograd.saved_views import saved_views
+from autopart.tracing.autograd.tensor_hooks import Rewrites
+from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
+from autopart.tracing.blocks.repeated_blocks import NotAlike, Repeats
+from autopart.tracing.call_signature import PREFIX, Entry, register_dataclasses, tensor_names
+from autopart.tracing.dynamic.data_dependent_branches import SkippedWrites
+from autopart.tracing.dynamic.float_calls import ReadsFloat
+from autopart.tracing.dynamic.random_branches import note_chances, with_chances
+from autopart.tracing.dynamic.unbacked_sizes import with_known_sizes
+from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
+from autopart.tracing.meta_copy import without_values
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
-from autopart.tracing.python_draws import DRAWN_BY_TORCH
-from autopart.tracing.python_state import check_attributes, check_draws, same_containers
-from autopart.tracing.repeated import NotAlike, Repeats
-from autopart.tracing.saved_views import saved_views
-from autopart.tracing.skeleton import without_values
-from autopart.tracing.skipped_writes import SkippedWrites
-from autopart.tracing.sparse import check_layouts
+from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
+from autopart.tracing.python.eager_semantics import ambient_autocast, no_autocast, traceable
+from autopart.tracing.python.python_random import DRAWN_BY_TORCH
+from autopart.tracing.python.python_state import check_attributes, check_draws, same_containers
+from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
-from autopart.tracing.weight_updates import with_weight_updates
 from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_input, users_model, users_name
 
 T = TypeVar("T")

@@ -142,7 +142,7 @@ def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
 def _innermost(error: Exception) -> tuple[FrameType | None, int]:
     """The innermost frame below the model's entry that is neither torch's nor autopart's, and its line."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    entry = str(Path(__file__).with_name("entry.py"))
+    entry = str(Path(__file__).with_name("call_signature.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
     users_frames = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
     return users_frames[-1] if users_frames else (None, 0)

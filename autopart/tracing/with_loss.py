@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopart.compat import has_values
+from autopart.common.scoped import variable
+from autopart.compat.torch_internals import has_values
 from autopart.errors import Refusal, TraceError
-from autopart.temporary import variable
-from autopart.tracing.number_inputs import NUMBERS
+from autopart.tracing.python.number_inputs import NUMBERS
 
 _DETACHING = ("detach", "detach_", "__get__")
 """Functions whose results need no gradient (`Tensor.data` and other attributes are read by `__get__`)."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopart.errors import AutopartError
-from autopart.plans.headline import quantity
+from autopart.plans.headlines import quantity
 
 if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space

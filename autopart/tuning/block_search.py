@@ -10,19 +10,19 @@ from typing import Any, get_args
 
 from torch import nn
 
-from autopart.cost.hardware import DEFAULT
-from autopart.cost.memory import parse_size
-from autopart.cost.methods import Found, Method, solve
-from autopart.cost.per_block import BlockOption, Blocks
-from autopart.cost.simulate import Simulation
-from autopart.cost.table import Setting
+from autopart.cost.block_search.block_problem import BlockOption, Blocks
+from autopart.cost.block_search.search_methods import Found, Method, solve
+from autopart.cost.hardware.profile import DEFAULT
+from autopart.cost.memory_kinds import parse_size
+from autopart.cost.predict.simulate import Simulation
+from autopart.cost.predict.table import Setting
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
-from autopart.ir.recomputation import Recompute, Word
-from autopart.ir.schedules import schedule_for
+from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.recompute_spec import Recompute, Word
+from autopart.ir.run.schedules import schedule_for
 from autopart.options import Options
-from autopart.plans.headline import quantity
+from autopart.plans.headlines import quantity
 from autopart.plans.plan import Schedule
 from autopart.tuning.search import LayoutKind, Space, space_of
 
@@ -131,7 +131,7 @@ def search_blocks(
         sequence_parallel: for a mesh with `tp`.
         zero: 3: what is in no block (embeddings, the head) is stored in parts too.
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
-        method, seed, budget: one of `autopart.cost.methods`, which says what the budget is.
+        method, seed, budget: one of `autopart.cost.block_search.search_methods`, which says what the budget is.
     Returns:
         The choice: `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
     Raises:

@@ -13,12 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from autopart.cost.calibration import mean_error, predicted_s, profile
-from autopart.cost.hardware import DEFAULT, Hardware
+from autopart.common.files import read_text
+from autopart.common.measurement import ISSUE, Device, Measured
+from autopart.cost.hardware.calibration import mean_error, predicted_s, profile
+from autopart.cost.hardware.profile import DEFAULT, Hardware
 from autopart.errors import OptionError
-from autopart.files import read_text
-from autopart.ir.measurement import ISSUE, Device, Measured
-from autopart.runtime.measure import measure
+from autopart.runtime.measure.machine_speed import measure
 
 _FORM = "a file that autopart calibrate --raw has written"
 _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in place", "launch": "launch"}

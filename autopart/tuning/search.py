@@ -17,27 +17,27 @@ from typing import Any, NamedTuple, Unpack, get_args
 import numpy as np
 from torch import Tensor, nn
 
-from autopart.compat import tree_map
-from autopart.cost.count.growth import tokens
+from autopart.cli.model_source import example_of
+from autopart.common.progress import phase
+from autopart.compat.torch_internals import tree_map
+from autopart.cost.count.scaling_exponents import tokens
 from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
-from autopart.cost.formula import Formula, compiled
-from autopart.cost.hardware import Hardware
-from autopart.cost.simulate import LONGEST, Simulation, simulate
-from autopart.cost.table import Setting, Table, predict
+from autopart.cost.formula.step_formula import Formula, compiled
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
+from autopart.cost.predict.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
-from autopart.ir.dp_sync import ALL_REDUCE, DpSync
-from autopart.ir.experts import expert_counts
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
-from autopart.ir.recomputation import Word
-from autopart.ir.schedules import FLUSHING, can_run, schedule_for
+from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.recompute_spec import Word
+from autopart.ir.run.schedules import FLUSHING, can_run, schedule_for
+from autopart.ops.grouped_matmul import expert_counts
 from autopart.options import Options, SearchOptions, read_options, with_options
-from autopart.plans.headline import quantity, step_size
+from autopart.plans.headlines import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
-from autopart.progress import phase
-from autopart.proof.scale import fewer_blocks
-from autopart.recipe import drafted, make_plan, prepare
-from autopart.tracing.model_source import example_of
+from autopart.proof.scale.scaled_model import fewer_blocks
+from autopart.recipe.make_plan import drafted, make_plan, prepare
 from autopart.tracing.trace import Trace, bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
 

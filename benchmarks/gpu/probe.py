@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import autopart
-from autopart.ir import operators
-from autopart.ir.experts import expert_linear, expert_outer
 from autopart.ir.graph import operator_name
-from autopart.recipe import prepare
+from autopart.ops import operators
+from autopart.ops.grouped_matmul import expert_linear, expert_outer
+from autopart.recipe.make_plan import prepare
 
 Found = dict[str, Any]
 P = 0.1

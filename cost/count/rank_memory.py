@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import fx
 
-from autopart.compat import stored_bytes
-from autopart.cost.count.footprint import Walk
-from autopart.cost.count.peaks import StageMemory, stage_memory
-from autopart.cost.count.sending import carried_by, local_bytes, summed_dtype
-from autopart.cost.dp_sync import remembered_bytes
-from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
-from autopart.cost.traffic import received_bytes
-from autopart.ir.actions import Action, actions, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES
+from autopart.compat.torch_internals import stored_bytes
+from autopart.cost.count.gradient_communication import carried_by, local_bytes, summed_dtype
+from autopart.cost.count.memory_peaks import StageMemory, stage_memory
+from autopart.cost.count.stage_footprint import Walk
+from autopart.cost.memory_kinds import OPTIMIZER_VALUES, RankMemory
+from autopart.cost.predict.comm_buffers import received_bytes
+from autopart.cost.predict.dp_sync_costs import remembered_bytes
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
-from autopart.ir.schedules import versions_of
+from autopart.ir.run.buckets import BUCKET_BYTES
+from autopart.ir.run.schedule_actions import Action, actions, most_at_once, most_held
+from autopart.ir.run.schedules import versions_of
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
 

@@ -11,28 +11,28 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopart.compat import stored_bytes
-from autopart.cost.count.counting import Counted, counted
-from autopart.cost.count.divided import divided
-from autopart.cost.count.footprint import (
+from autopart.compat.torch_internals import stored_bytes
+from autopart.cost.count.gradient_communication import local_bytes
+from autopart.cost.count.operator_counts import Counted, counted
+from autopart.cost.count.scaling_exponents import Growth, tokens
+from autopart.cost.count.shard_counts import divided
+from autopart.cost.count.stage_footprint import (
     Walk,
 )
-from autopart.cost.count.growth import Growth, tokens
-from autopart.cost.count.held import Held
-from autopart.cost.count.sending import local_bytes
+from autopart.cost.count.symbolic_memory import Held
 from autopart.cost.flops import matrix_work, work
-from autopart.cost.rows import Parameter
-from autopart.cost.table import Table
-from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
-from autopart.ir.blocks import blocks as repeated_blocks
-from autopart.ir.buckets import bucketed, in_order_of_use
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
+from autopart.cost.predict.table import Table
+from autopart.cost.predict.table_rows import Parameter
+from autopart.ir.blocks.block_index import blocks as repeated_blocks
+from autopart.ir.blocks.deduplication import later, unrolled
 from autopart.ir.facts import facts, times
-from autopart.ir.fold import later, unrolled
 from autopart.ir.graph import active_operators, source_of
 from autopart.ir.layout import MIN_DIMS, P, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.storing import storing_axes
+from autopart.ir.run.buckets import bucketed, in_order_of_use
+from autopart.ir.run.unshard_policy import storing_axes
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]

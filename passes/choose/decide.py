@@ -10,21 +10,21 @@ from typing import NamedTuple
 from torch import fx
 
 from autopart.errors import LayoutError
+from autopart.ir.blocks.deduplication import later, unrolled
 from autopart.ir.decisions import Decisions, over_rows, with_places
 from autopart.ir.facts import facts
-from autopart.ir.fold import later, unrolled
 from autopart.ir.graph import active_operators
 from autopart.ir.layout import Layout
-from autopart.passes.choose.batch import batch_strategies
-from autopart.passes.choose.divides import check_divides
-from autopart.passes.choose.notes import decision_notes
-from autopart.passes.choose.partition import in_whole
-from autopart.passes.choose.pins import Pinned, solve_pinned
-from autopart.passes.choose.prices import Step, summed_share
+from autopart.passes.choose.explain.axis_refusals import check_divides
+from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.shard import Sharding, ShardingProblem, cheapest
-from autopart.passes.choose.stage_pins import pinned_partition
-from autopart.passes.pipeline import driven
+from autopart.passes.choose.solve.batch_axis import batch_strategies
+from autopart.passes.choose.solve.layout_pins import Pinned, solve_pinned
+from autopart.passes.choose.solve.shard_axis import Sharding, ShardingProblem, cheapest
+from autopart.passes.choose.solve.sharding_costs import Step, summed_share
+from autopart.passes.choose.stages.stage_partition import in_whole
+from autopart.passes.choose.stages.stage_pins import pinned_partition
+from autopart.passes.pass_pipeline import driven
 from autopart.tracing.trace import Trace
 
 

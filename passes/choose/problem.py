@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from autopart.cost.hardware import Hardware
-from autopart.cost.stages import SLACK
-from autopart.ir.dp_sync import ALL_REDUCE, DpSync
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.stage_balance import SLACK
 from autopart.ir.mesh import Context, Mesh
-from autopart.ir.recomputation import Recompute
-from autopart.passes.choose.expert_axes import check_expert_axes, mixtures
-from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
-from autopart.passes.choose.shard import SequenceParallel
-from autopart.passes.choose.storage import Storage
+from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.run.recompute_spec import Recompute
+from autopart.passes.choose.solve.expert_axes import check_expert_axes, mixtures
+from autopart.passes.choose.solve.layout_pins import Pinned, pinned_layouts, pinned_parts
+from autopart.passes.choose.solve.shard_axis import SequenceParallel
+from autopart.passes.choose.storage.parameter_storage import Storage
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace

@@ -41,12 +41,12 @@ from autopart.ir.graph import (
 from autopart.ir.layout import Sections
 from autopart.ir.pattern import SELECTED, Pattern
 from autopart.ir.selection import is_counted, is_selection, positions_of
-from autopart.passes.facts.blocks import BlockPosition, places
-from autopart.passes.pipeline import driven
+from autopart.passes.facts.find_blocks import BlockPosition, places
+from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import pattern_for, sends_rows
-from autopart.passes.rules.functions import backward_is_linear
-from autopart.passes.rules.kinds import Kinds
-from autopart.passes.rules.local import takes_shape
+from autopart.passes.rules.call_keys import Kinds
+from autopart.passes.rules.local_forms import takes_shape
+from autopart.passes.rules.operators.autograd_function_rules import backward_is_linear
 from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
 from autopart.tracing.trace import Trace, batch_size
 

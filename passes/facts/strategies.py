@@ -31,11 +31,11 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import R_GRAD_P, ROUTED, ROUTES, SENT, P, Placement, R, Sections, section_sizes, shard
-from autopart.ir.masks import is_attention
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
-from autopart.passes.rules.selections import moves_rows
+from autopart.ops.stage_masks import is_attention
+from autopart.passes.rules.operators.selection_rules import moves_rows
 
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})

@@ -5,22 +5,20 @@ Every pass keeps what the graph computes. `PASSES` has them by name, for `Pass.p
 
 from __future__ import annotations
 
-from autopart.passes.pipeline import Pass
-
-from .attention import explicit_attention_dropout, explicit_causal_masks
-from .creation import plain_creation, plain_numbers
-from .decompose import take_apart
-from .experts import unsorted_experts
-from .losses import explicit_reductions, losses_of_all_positions, whole_means
-from .norms import plain_norms
-from .once import narrow_choices
-from .precision import in_double
-from .products import one_linear, pairs_of_factors, plain_products
-from .random import draws_as_data
-from .recurrent import explicit_recurrent_dropout
-from .routed import looked_up_products, rows_to_experts
-from .statistics import batch_statistics
-from .views import (
+from autopart.passes.normalize.attention_forms import explicit_attention_dropout, explicit_causal_masks
+from autopart.passes.normalize.batch_statistics import batch_statistics
+from autopart.passes.normalize.common_subexpressions import narrow_choices
+from autopart.passes.normalize.creation import plain_creation, plain_numbers
+from autopart.passes.normalize.decompose import take_apart
+from autopart.passes.normalize.double_precision import in_double
+from autopart.passes.normalize.expert_routing import looked_up_products, rows_to_experts
+from autopart.passes.normalize.loss_forms import explicit_reductions, losses_of_all_positions, whole_means
+from autopart.passes.normalize.matmul_forms import one_linear, pairs_of_factors, plain_products
+from autopart.passes.normalize.norm_forms import plain_norms
+from autopart.passes.normalize.random_ops import draws_as_data
+from autopart.passes.normalize.recurrent_dropout import explicit_recurrent_dropout
+from autopart.passes.normalize.sorted_experts import unsorted_experts
+from autopart.passes.normalize.view_forms import (
     complex_writes,
     drop_no_ops,
     exact_squeeze,
@@ -32,6 +30,7 @@ from .views import (
     plain_copies,
     positional_arguments,
 )
+from autopart.passes.pass_pipeline import Pass
 
 __all__ = ["AS_TRACED", "IN_DOUBLE", "NORMALIZE", "PASSES"]
 

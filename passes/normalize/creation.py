@@ -7,9 +7,8 @@ from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, value
 from autopart.ir.selection import is_counted
-from autopart.passes.pipeline import on_calls
-
-from .new_calls import emit, replace
+from autopart.passes.pass_pipeline import on_calls
+from autopart.passes.rewriting import emit, replace
 
 aten = torch.ops.aten
 

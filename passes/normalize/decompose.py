@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.compat import decomposition, trace_function, tree_flatten, tree_unflatten
+from autopart.compat.torch_internals import decomposition, trace_function, tree_flatten, tree_unflatten
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, value
+from autopart.passes.rewriting import emit, fake_mode, replace, replace_parts, told
 from autopart.passes.rules import pattern_for
-from autopart.passes.rules.kinds import Kinds
-
-from .new_calls import emit, fake_mode, replace, replace_parts, told
+from autopart.passes.rules.call_keys import Kinds
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:

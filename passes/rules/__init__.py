@@ -9,13 +9,12 @@ from torch import fx
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_sparse, is_tensor, operator_name, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
-
-from .factors import output_shapes
-from .local import LocalForm
-from .notation import Rule
-from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
-from .registered import REGISTERED, has_rule
-from .tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
+from autopart.passes.rules.factors import output_shapes
+from autopart.passes.rules.local_forms import LocalForm
+from autopart.passes.rules.notation import Rule
+from autopart.passes.rules.operators.pointwise_rules import POINTWISE, is_tagged_pointwise, pointwise
+from autopart.passes.rules.registered_rules import REGISTERED, has_rule
+from autopart.passes.rules.tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
 
 __all__ = ["Rule", "has_rule", "local_form", "pattern_for", "sends_rows"]
 

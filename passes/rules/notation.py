@@ -17,8 +17,7 @@ from typing import Literal
 from torch import fx
 
 from autopart.ir.pattern import Dim, Dims, Pattern
-
-from .local import LocalForm
+from autopart.passes.rules.local_forms import LocalForm
 
 
 @dataclass(frozen=True)

@@ -11,30 +11,29 @@ from torch import fx
 
 from autopart.ir.facts import CostNotes
 from autopart.ir.pattern import Pattern
-
-from . import (
-    attention,
-    dropout,
-    equations,
-    indexing,
-    joins,
-    lookups,
-    norms,
-    recurrent,
-    reductions,
-    selections,
-    views,
-    windows,
+from autopart.passes.rules.local_forms import LocalForm
+from autopart.passes.rules.notation import Rule
+from autopart.passes.rules.operators import (
+    attention_rules,
+    concat_rules,
+    dropout_rules,
+    einsum_rules,
+    embedding_rules,
+    indexing_rules,
+    norm_rules,
+    recurrent_rules,
+    reduction_rules,
+    selection_rules,
+    view_rules,
+    window_rules,
 )
-from .conditions import (
+from autopart.passes.rules.rule_conditions import (
     adds_to_itself,
     gradients_as_they_are,
     of_class_indices,
     of_class_probabilities,
     writes_zeros_or_tensors,
 )
-from .local import LocalForm
-from .notation import Rule
 
 _ATTENTION = ("... b g r q k d", "... b g r q k e")
 """The two products of attention, with heads in groups or without (a factor that a line does not have counts once)."""
@@ -48,14 +47,16 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         "... k, k -> ...", "k, ... k n -> ... n")),
     # every row by the matrix of its expert: rows of other ranks' experts give zeros
     "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",),
-        local=lookups.expert_linear),
-    "autopart::to_experts": Rule("t ..., (t k) -> (t k) ...", whole="k", linear=((0,),), local=lookups.to_experts,
+        local=embedding_rules.expert_linear),
+    "autopart::to_experts": Rule("t ..., (t k) -> (t k) ...", whole="k", linear=((0,),),
+        local=embedding_rules.to_experts,
         routes="out"),
-    "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),), local=lookups.from_experts,
+    "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),),
+        local=embedding_rules.from_experts,
         routes="back"),
     # attention: q, k and v, with a mask (a causal one is written out before), with fewer heads of k and v
     "aten::scaled_dot_product_attention": Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION,
-        local=attention.ring, also=(
+        local=attention_rules.ring, also=(
         "... q d, ... k d, ... k e, ... q k -> ... q e",
         "b (g r) q d, b g k d, b g k e -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
@@ -64,9 +65,9 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
     # tables and classes; embeddings are cut by rows, as the head that is tied to them
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,
-        local=lookups.embedding),
+        local=embedding_rules.embedding),
     "aten::cross_entropy_loss": (
-        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=lookups.cross_entropy),
+        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=embedding_rules.cross_entropy),
         Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
         Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
             "n c ..., n c ..., c -> n ...",))),
@@ -74,7 +75,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         "n c ..., n ..., c -> n ...",)),
     "autopart::ctc_loss": Rule("t n c, n s, n, n -> n", whole="t c s"),
     "aten::one_hot": Rule("... -> ... c", whole="c"),
-    "autopart::drop": Rule("..., ... -> ...", local=dropout.drop),
+    "autopart::drop": Rule("..., ... -> ...", local=dropout_rules.drop),
     # sampling of images, complex numbers as pairs
     "aten::grid_sampler_2d": Rule("b c x y, b u w t -> b c u w", whole="x y t", linear=((0,),)),
     "aten::grid_sampler_3d": Rule("b c x y z, b u v w t -> b c u v w", whole="x y z t", linear=((0,),)),
@@ -100,78 +101,79 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
 """Operators whose factors do not depend on their arguments."""
 
 MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
-    "aten::reshape": views.view,
-    "aten::expand": views.expand,
-    "aten::transpose": views.transpose,
-    "aten::t": views.reverse,
-    "aten::swapaxes": views.transpose,
-    "aten::swapdims": views.transpose,
-    "aten::numpy_T": views.reverse,
-    "aten::mT": views.matrix_transpose,
-    "aten::movedim": views.movedim,
-    "aten::permute": views.permute,
-    "aten::unsqueeze": views.unsqueeze,
-    "aten::squeeze": views.squeeze,
-    "aten::flip": reductions.along_dim("dims", linear=True),
-    "aten::roll": reductions.along_dim("dims", linear=True),
-    "aten::slice": joins.cut,
-    "aten::narrow": joins.cut,
-    "aten::select": joins.cut,
-    "aten::split_with_sizes": joins.split,
-    "aten::unbind": joins.cut,
-    "aten::cat": joins.join,
-    "aten::stack": joins.stack,
-    "aten::pad": windows.pad,
-    "aten::constant_pad_nd": windows.pad,
-    "aten::unfold": windows.unfold,
-    "aten::im2col": windows.im2col,
-    "aten::diagonal": views.diagonal,
-    "aten::slice_scatter": joins.overwrite,
-    "aten::select_scatter": joins.overwrite,
-    "aten::gather": indexing.gather,
-    "aten::index_select": indexing.index_select,
-    "aten::index": indexing.index,
+    "aten::reshape": view_rules.view,
+    "aten::expand": view_rules.expand,
+    "aten::transpose": view_rules.transpose,
+    "aten::t": view_rules.reverse,
+    "aten::swapaxes": view_rules.transpose,
+    "aten::swapdims": view_rules.transpose,
+    "aten::numpy_T": view_rules.reverse,
+    "aten::mT": view_rules.matrix_transpose,
+    "aten::movedim": view_rules.movedim,
+    "aten::permute": view_rules.permute,
+    "aten::unsqueeze": view_rules.unsqueeze,
+    "aten::squeeze": view_rules.squeeze,
+    "aten::flip": reduction_rules.along_dim("dims", linear=True),
+    "aten::roll": reduction_rules.along_dim("dims", linear=True),
+    "aten::slice": concat_rules.cut,
+    "aten::narrow": concat_rules.cut,
+    "aten::select": concat_rules.cut,
+    "aten::split_with_sizes": concat_rules.split,
+    "aten::unbind": concat_rules.cut,
+    "aten::cat": concat_rules.join,
+    "aten::stack": concat_rules.stack,
+    "aten::pad": window_rules.pad,
+    "aten::constant_pad_nd": window_rules.pad,
+    "aten::unfold": window_rules.unfold,
+    "aten::im2col": window_rules.im2col,
+    "aten::diagonal": view_rules.diagonal,
+    "aten::slice_scatter": concat_rules.overwrite,
+    "aten::select_scatter": concat_rules.overwrite,
+    "aten::gather": indexing_rules.gather,
+    "aten::index_select": indexing_rules.index_select,
+    "aten::index": indexing_rules.index,
 }
 """Operators that move elements and compute nothing; their factors depend on their arguments."""
 
 SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     **MOVES,
-    "aten::mean": reductions.mean,
+    "aten::mean": reduction_rules.mean,
     **{f"aten::{name}": rule for rule, names in (
-        (reductions.whole_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
+        (reduction_rules.whole_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
             linalg_vector_norm prod norm median nanmedian mode kthvalue"""),
-        (reductions.reduction, "sum nansum count_nonzero"),
-        (reductions.extreme, "max min"),
-        (reductions.along_dim("dim"),
+        (reduction_rules.reduction, "sum nansum count_nonzero"),
+        (reduction_rules.extreme, "max min"),
+        (reduction_rules.along_dim("dim"),
             "softmax _softmax log_softmax _log_softmax cumprod logcumsumexp cummax cummin sort"),
-        (recurrent.recurrent, "lstm gru rnn_tanh rnn_relu"),
-        (windows.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
+        (recurrent_rules.recurrent, "lstm gru rnn_tanh rnn_relu"),
+        (window_rules.convolution,
+            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
     ) for name in names.split()},
-    "aten::cumsum": reductions.along_dim("dim", linear=True),
-    "aten::topk": reductions.topk,
-    "aten::_fft_c2c": reductions.along_dim("dim", linear=True),
-    "aten::_fft_r2c": reductions.half_spectrum,
-    "aten::_fft_c2r": reductions.half_spectrum,
+    "aten::cumsum": reduction_rules.along_dim("dim", linear=True),
+    "aten::topk": reduction_rules.topk,
+    "aten::_fft_c2c": reduction_rules.along_dim("dim", linear=True),
+    "aten::_fft_r2c": reduction_rules.half_spectrum,
+    "aten::_fft_c2r": reduction_rules.half_spectrum,
     # norms
-    "aten::layer_norm": norms.layer_norm,
-    "aten::rms_norm": norms.layer_norm,
-    "aten::group_norm": norms.group_norm,
-    "aten::batch_norm": norms.batch_norm,
+    "aten::layer_norm": norm_rules.layer_norm,
+    "aten::rms_norm": norm_rules.layer_norm,
+    "aten::group_norm": norm_rules.group_norm,
+    "aten::batch_norm": norm_rules.batch_norm,
     # products and windows
-    "aten::einsum": equations.einsum,
-    "aten::col2im": windows.col2im,
+    "aten::einsum": einsum_rules.einsum,
+    "aten::col2im": window_rules.col2im,
     # writing at places
-    "aten::scatter": indexing.scatter(writes_zeros_or_tensors),
-    "aten::scatter_add": indexing.scatter(lambda node: True),
-    "aten::scatter_reduce": indexing.scatter(adds_to_itself),
-    "aten::index_add": indexing.index_write,
-    "aten::index_copy": indexing.index_write,
-    "aten::index_fill": indexing.index_write,
-    "aten::index_put": indexing.index_put,
-    "aten::searchsorted": indexing.searchsorted,
-    "aten::bucketize": indexing.searchsorted,
-    "aten::isin": indexing.isin,
-    "autopart::positions": selections.positions,
+    "aten::scatter": indexing_rules.scatter(writes_zeros_or_tensors),
+    "aten::scatter_add": indexing_rules.scatter(lambda node: True),
+    "aten::scatter_reduce": indexing_rules.scatter(adds_to_itself),
+    "aten::index_add": indexing_rules.index_write,
+    "aten::index_copy": indexing_rules.index_write,
+    "aten::index_fill": indexing_rules.index_write,
+    "aten::index_put": indexing_rules.index_put,
+    "aten::searchsorted": indexing_rules.searchsorted,
+    "aten::bucketize": indexing_rules.searchsorted,
+    "aten::isin": indexing_rules.isin,
+    "autopart::positions": selection_rules.positions,
 }  # fmt: skip
 """All operators whose factors depend on their arguments: functions of the call."""
 
@@ -183,7 +185,7 @@ LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_l
 OF_SPARSE = {"aten::_sparse_mm"}
 """Operators whose rules hold for sparse tensors: the only ones."""
 
-WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": views.as_strided}
+WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": view_rules.as_strided}
 """Local forms of operators that have no rule."""
 
 KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze", "aten::squeeze",

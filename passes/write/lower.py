@@ -45,16 +45,16 @@ from autopart.ir.program import (
     Rng,
     StageInput,
 )
-from autopart.passes.choose.recompute import region_marker
-from autopart.passes.choose.storage import stored_tensors
+from autopart.passes.choose.recompute_regions import region_marker
+from autopart.passes.choose.storage.parameter_storage import stored_tensors
 from autopart.passes.dump import program_files
 from autopart.passes.facts.strategies import own_rows_of, rows_of
-from autopart.passes.pipeline import driven
+from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import local_form
-from autopart.passes.rules.dropout import can_draw
-from autopart.passes.rules.local import LocalCall, local_value
+from autopart.passes.rules.local_forms import LocalCall, local_value
+from autopart.passes.rules.operators.dropout_rules import can_draw
 from autopart.passes.rules.tables import COSTS
-from autopart.passes.write.convert import Converter
+from autopart.passes.write.convert_layout import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 

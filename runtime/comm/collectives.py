@@ -1,4 +1,4 @@
-"""The custom operators of partitioned graphs (`autopart/ir/operators.py`) on process groups.
+"""The custom operators of partitioned graphs (`autopart/ops/operators.py`) on process groups.
 
 `bind` puts the name of a process group in the place of a mesh axis, and then a graph runs. The operators are
 CompositeImplicitAutograd around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from autopart.compat import is_gloo, resolve_group
+from autopart.compat.torch_internals import is_gloo, resolve_group
 from autopart.ir.facts import facts
 from autopart.ir.layout import CONVERSIONS, ROUTING, Conversion
-from autopart.ir.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
-from autopart.ir.pieces import Cut
-from autopart.ir.routes import Route, count_rows
-from autopart.runtime.comm.ring import ring_attention
-from autopart.runtime.comm.stacks import line_of_graph
-from autopart.runtime.comm.watch import watching
+from autopart.ir.sharding import Cut
+from autopart.ops.expert_dispatch import Route, count_rows
+from autopart.ops.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
+from autopart.runtime.comm.ring_attention import ring_attention
+from autopart.runtime.comm.stack_traces import line_of_graph
+from autopart.runtime.comm.watchdog import watching
 
 Primitive = Callable[..., Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from autopart.compat_training import current_transform
+from autopart.compat.training_internals import current_transform
 from autopart.errors import UsageError
 
 _TABLE = threading.Lock()

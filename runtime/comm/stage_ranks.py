@@ -7,7 +7,7 @@ import itertools
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.schedules import V_SHAPED
+from autopart.ir.run.schedules import V_SHAPED
 
 
 def stage_style_of(schedule: str | None) -> str:

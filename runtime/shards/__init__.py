@@ -1,1 +1,1 @@
-"""Tensors that hold a shard and behave as the unpartitioned tensor."""
+"""Shards of parameters that a rank holds, and the owner of each copy."""

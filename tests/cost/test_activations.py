@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from autopart.cost.formula import SIZES
+from autopart.cost.formula.step_formula import SIZES
 
 b, s, tp, *_ = SIZES
 HIDDEN, HEADS, ROWS, TOKENS = 64, 4, 8, 32

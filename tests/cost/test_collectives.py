@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopart
-from autopart import cost
-from autopart.cost.collectives import PARTS, TIME, S, g, k, levels, time_s, wire_bytes
-from autopart.cost.hardware import Hardware, names
-from autopart.passes.choose.shard import ShardingProblem
-from autopart.recipe import prepare
+from autopart.cost.hardware import profile
+from autopart.cost.hardware.profile import Hardware, names
+from autopart.cost.predict.collective_costs import PARTS, TIME, S, g, k, levels, time_s, wire_bytes
+from autopart.passes.choose.solve.shard_axis import ShardingProblem
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 # The links alone: what collectives of one kind were measured to reach need not keep these laws.
 PROFILES = {name: replace(Hardware.load(name), collectives={}) for name in names()}
-PROFILE_FOLDER = Path(cost.__file__).parent / "profiles"
+PROFILE_FOLDER = Path(profile.__file__).parent / "profiles"
 RING = {
     "all_reduce": lambda n, size, rate, latency: 2 * (n - 1) * latency + 2 * (n - 1) / n * size / rate,
     "all_gather": lambda n, size, rate, latency: (n - 1) * latency + (n - 1) / n * size / rate,

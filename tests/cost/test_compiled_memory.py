@@ -20,8 +20,8 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
-from autopart.cost.count import remade
-from autopart.runtime.state import compiled_blocks
+from autopart.cost.count import compiled_saved_tensors
+from autopart.runtime.graphs import compiled_blocks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 
@@ -157,10 +157,10 @@ def test_one_block_stands_for_many():
 
 def test_blocks_that_are_alike_are_cut_once():
     model, batch = ZOO["llama"](num_layers=3, hidden=48)
-    remade._least.cache_clear()
+    compiled_saved_tensors._least.cache_clear()
     plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
-    before = remade._least.cache_info()
+    before = compiled_saved_tensors._least.cache_info()
     model, batch = ZOO["llama"](num_layers=6, hidden=48)
     plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
-    after = remade._least.cache_info()
+    after = compiled_saved_tensors._least.cache_info()
     assert after.misses == before.misses and after.hits > before.hits

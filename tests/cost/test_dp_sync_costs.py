@@ -10,14 +10,14 @@ import pytest
 import zoo
 
 import autopart
-from autopart.cost.dp_sync import Carried, break_even_bytes_per_s, exchanges, sync_s
-from autopart.cost.hardware import DEFAULT, Hardware
+from autopart.cost.hardware.profile import DEFAULT, Hardware
+from autopart.cost.predict.dp_sync_costs import Carried, break_even_bytes_per_s, exchanges, sync_s
 from autopart.errors import OptionError
-from autopart.ir.dp_sync import METHODS, DpSync, Method, sent_bytes
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode
+from autopart.ir.run.dp_sync import METHODS, DpSync, Method, sent_bytes
+from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 SIZE = 4e9

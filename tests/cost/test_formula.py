@@ -10,16 +10,16 @@ import zoo
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
-from autopart.cost.count.counting import counted
-from autopart.cost.formula import SIZES, Formula, compiled
-from autopart.cost.hardware import Hardware
-from autopart.cost.work import Sizes
+from autopart.cost.count.operator_counts import counted
+from autopart.cost.formula.step_formula import SIZES, Formula, compiled
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.operator_work import Sizes
 from autopart.errors import OptionError, PlanError
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
-from autopart.recipe import drafted, prepare
+from autopart.recipe.make_plan import drafted, prepare
 from autopart.tracing.trace import bind_call
 
 b, s, tp, ep, cp, dp, dpr, pp, m, v = SIZES

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopart.cost import hardware
-from autopart.cost.collectives import time_s
-from autopart.cost.hardware import DEFAULT, OPTIONAL, Hardware, names
-from autopart.cost.work import Powers, Size, Work, optimizer_s
+from autopart.cost.hardware import profile
+from autopart.cost.hardware.profile import DEFAULT, OPTIONAL, Hardware, names
+from autopart.cost.predict.collective_costs import time_s
+from autopart.cost.predict.operator_work import Powers, Size, Work, optimizer_s
 from autopart.ir.mesh import Mesh
 
-FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
+FILES = {path.stem: json.loads(path.read_text()) for path in (Path(profile.__file__).parent / "profiles").iterdir()}
 PROFILES = {name: Hardware.load(name) for name in names()}
 flops = st.floats(1.0, 1e17)
 bounded = settings(max_examples=200, deadline=None)

@@ -5,7 +5,6 @@ import re
 import warnings
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import sympy
@@ -16,13 +15,12 @@ from test_formula import gpt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart import cost
-from autopart.cli import main
-from autopart.cost.hardware import Hardware
+from autopart.cli.main import main
+from autopart.cost.hardware.profile import _PROFILES, Hardware
 from autopart.errors import MemoryLimitError
-from autopart.plan_checks import warn_of_memory
-from autopart.plans.headline import ADVICE, fit_text, fits, quantity, step_size
+from autopart.plans.headlines import ADVICE, fit_text, fits, quantity, step_size
 from autopart.plans.plan import Plan
+from autopart.recipe.plan_checks import warn_of_memory
 from autopart.tuning import advice
 
 EXACT = 1e-9
@@ -194,7 +192,7 @@ def test_what_a_step_takes(inputs, said):
 @cache
 def small_device():
     """The profile of a device with half of what the Llama takes."""
-    data = json.loads((Path(cost.__file__).parent / "profiles" / "h100-80gb-sxm.json").read_text())
+    data = json.loads((_PROFILES / "h100-80gb-sxm.json").read_text())
     need = max(row["total"] for row in made(0).memory)
     data["memory_bytes"]["value"] = need // 2
     return data | {"name": "small"}

@@ -11,13 +11,13 @@ import zoo
 from test_formula import gpt
 
 import autopart
-from autopart.compiler import make_plan, prepare
-from autopart.cost.table import Setting, predict
+from autopart.cost.predict.table import Setting, predict
 from autopart.errors import LayoutError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.plans.headline import quantity
+from autopart.plans.headlines import quantity
 from autopart.plans.plan import Plan
+from autopart.recipe.compiler import make_plan, prepare
 from autopart.show.report import page
 from autopart.tracing.trace import bind_call
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import published
 from published import STATES, Run, setting, space
 
-from autopart.cost.table import Setting, predict
+from autopart.cost.predict.table import Setting, predict
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 from autopart.tuning.search import LayoutKind

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.cost.timeline import Durations, Timeline, execute, timeline
+from autopart.cost.predict.timeline import Durations, Timeline, execute, timeline
 from autopart.errors import OptionError, StageError
-from autopart.ir.actions import Action, actions, most_held
-from autopart.ir.schedules import DELAYED, MULTI_STAGE, SCHEDULES, SINGLE_STAGE, V_SHAPED, can_run
+from autopart.ir.run.schedule_actions import Action, actions, most_held
+from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, SCHEDULES, SINGLE_STAGE, V_SHAPED, can_run
 
 SIZES = [(1, 4), (2, 2), (2, 9), (3, 6), (4, 4), (4, 32), (5, 7), (8, 8), (8, 64)]
 TIMES = [(1.0, 2.0), (0.1, 0.3), (7.3, 3.1)]  # forward, backward

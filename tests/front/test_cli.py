@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 import autopart
 from autopart import simulate
-from autopart.cli import main
+from autopart.cli.main import main
+from autopart.cli.model_source import SourceOptions, from_hf_config
 from autopart.options import Options
 from autopart.plans.plan import Plan, schema
-from autopart.tracing.model_source import SourceOptions, from_hf_config
 
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32, **TOKENS}
@@ -298,7 +298,7 @@ def test_python_m_autopart_exits_with_2():
 
 
 def test_import_does_not_need_transformers():
-    code = "import sys, autopart, autopart.cli; sys.exit('transformers' in sys.modules)"
+    code = "import sys, autopart, autopart.cli.main; sys.exit('transformers' in sys.modules)"
     assert process(sys.executable, "-c", code).returncode == 0
 
 

@@ -9,12 +9,11 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
-from autopart import cli_options
-from autopart.cli import main
-from autopart.console import WIDTH, wrapped
+from autopart.cli import model_source, shared_options
+from autopart.cli.console import WIDTH, wrapped
+from autopart.cli.main import main
 from autopart.ir.program import Rng
 from autopart.options import OPTIONS
-from autopart.tracing import model_source
 
 
 def model():
@@ -104,7 +103,7 @@ def test_errors():
 def test_an_error_of_another_rank_is_told_late_and_with_its_rank(monkeypatch):
     waited = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("autopart.console.time.sleep", waited.append)
+    monkeypatch.setattr("autopart.cli.console.time.sleep", waited.append)
     result = invoke("explain", "missing.json", "--json")
     assert result.exit_code == 2 and waited == [10.0]
     assert result.stdout == "" and result.stderr.startswith("rank 1: there is no plan at missing.json")
@@ -131,7 +130,7 @@ def test_wrapped_text_loses_no_word():
 def test_the_options_are_those_of_the_code():
     from typing import get_args
 
-    assert tuple(model_source.DTYPES) == cli_options.DTYPES
+    assert tuple(model_source.DTYPES) == shared_options.DTYPES
     assert "|".join(get_args(Rng)) == OPTIONS["rng"].form
 
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import autopart
-from autopart import machine
-from autopart.cli import main
-from autopart.console import WIDTH, wrapped
-from autopart.diagnosis import Outcome
+from autopart.cli import machine
+from autopart.cli.console import WIDTH, wrapped
+from autopart.cli.doctor import Outcome
+from autopart.cli.main import main
 from autopart.errors import InputError
 
 

@@ -7,9 +7,9 @@ import torch
 from click.testing import CliRunner
 
 import autopart
-from autopart.cli import main
+from autopart.cli.main import main
+from autopart.common.progress import phase, shown
 from autopart.plans.plan import Plan
-from autopart.progress import phase, shown
 
 
 def test_quick_work_says_nothing():
@@ -43,7 +43,7 @@ def test_outside_nobody_listens():
 
 def heard(work):
     """The phases of a piece of work, however quick."""
-    from autopart.progress import _listener
+    from autopart.common.progress import _listener
 
     phases = []
     token = _listener.set(phases.append)

@@ -65,21 +65,27 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
-LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.symbolic")}
+LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.formula.plan_cost")}
 LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "formats", "report")}
 # Imported before a command is known, or to show a plan: torch takes seconds.
-WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.show.diff", "autopart.show.explain", "autopart.cost.symbolic")
+WITHOUT_TORCH = (
+    "autopart",
+    "autopart.cli.main",
+    "autopart.show.diff",
+    "autopart.show.explain",
+    "autopart.cost.formula.plan_cost",
+)
 LAYER_FOLDERS = ("cost", "passes", "runtime")  # on the top level, and symlinked into autopart/
 FOLDERS = tuple(layer for layer in BELOW if layer not in ("base", "recipe", "front"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-PRINTING_MODULES = ("autopart.cli",)
-TRANSFORMERS_MODULES = ("autopart.tracing.model_source", "autopart.runtime.state.transformers_names")
+PRINTING_MODULES = ("autopart.cli.main",)
+TRANSFORMERS_MODULES = ("autopart.cli.model_source", "autopart.runtime.weights.transformers_names")
 COMPAT_PARTS = ("pipelines", "shards", "sizes", "tracing", "training")
-COMPAT_MODULES = ("autopart.compat", *(f"autopart.compat_{of}" for of in COMPAT_PARTS))
+COMPAT_MODULES = ("autopart.compat.torch_internals", *(f"autopart.compat_{of}" for of in COMPAT_PARTS))
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
 NAMING_ROOMS = ("rules", "normalize")
-NAMING_MODULES = ("autopart.passes.facts.labels",)
+NAMING_MODULES = ("autopart.passes.facts.label_count",)
 # Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
 PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")
 
@@ -177,7 +183,8 @@ def room_edges(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def _room_of(name: str) -> tuple[str, str]:
-    """`runtime`, `comm` of `autopart.runtime.comm.lists`; `cost`, `files` of `autopart.cost.table`."""
+    """`runtime`, `comm` of `autopart.runtime.comm.list_collectives`; `cost`, `files` of
+    `autopart.cost.predict.table`."""
     _, layer, room, *_ = (*name.split("."), "", "")
     return layer, room if not room or room in ROOMS.get(layer, {}) else FILES
 
@@ -321,26 +328,26 @@ BAD = [
     (import_edges, Module("autopart.passes.solve", "from autopart.runtime import stage")),
     (import_edges, Module("autopart.passes.solve", "import importlib\nimportlib.import_module('autopart.runtime')")),
     (import_edges, Module("autopart.passes.rules.view", "from ...runtime import stage")),
-    (import_edges, Module("autopart.cost.count.kept", "from autopart.passes.facts.analyze import annotate")),
+    (import_edges, Module("autopart.cost.count.saved_tensors", "from autopart.passes.facts.analyze import annotate")),
     (import_edges, Module("autopart.tracing.trace", "from autopart.cost import flops")),
     (import_edges, Module("autopart.runtime.stage", "from autopart import cost")),
     (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
     (import_edges, Module("autopart.api", "import runtime.stage")),
     (import_edges, Module("autopart.passes.solve", "from autopart.runtime.comm import collectives")),
-    (import_edges, Module("autopart.plans.plan", "from autopart.cost.symbolic import Cost")),
-    (import_edges, Module("autopart.plans.pins", "def f():\n    from autopart.cost.symbolic import Cost")),
+    (import_edges, Module("autopart.plans.plan", "from autopart.cost.formula.plan_cost import Cost")),
+    (import_edges, Module("autopart.plans.pins", "def f():\n    from autopart.cost.formula.plan_cost import Cost")),
     (import_edges, Module("autopart.ir.graph", "from autopart.plans import plan")),
     (import_edges, Module("autopart.tracing.trace", "from autopart.plans import plan")),
     (import_edges, Module("autopart.passes.solve", "from autopart.show import explain")),
-    (import_edges, Module("autopart.compiler", "from autopart.proof.verify import verify")),
+    (import_edges, Module("autopart.recipe.compiler", "from autopart.proof.verify import verify")),
     (import_edges, Module("autopart.proof.verify", "from autopart.api import plan")),
-    (import_edges, Module("autopart.proof.scale", "from autopart.tuning.search import search")),
+    (import_edges, Module("autopart.proof.scale.scaled_model", "from autopart.tuning.search import search")),
     (room_edges, Module("autopart.passes.rules.view", "from autopart.passes.choose import shard")),
     (room_edges, Module("autopart.passes.facts.roles", "from ..write.lower import lower")),
-    (room_edges, Module("autopart.cost.table", "from autopart.cost.count import kept")),
-    (room_edges, Module("autopart.cost.table", "from autopart.cost.count.kept import KNOWN")),
-    (room_edges, Module("autopart.runtime.comm.lists", "from autopart.runtime.state import shards")),
+    (room_edges, Module("autopart.cost.predict.table", "from autopart.cost.count import kept")),
+    (room_edges, Module("autopart.cost.predict.table", "from autopart.cost.count.saved_tensors import KNOWN")),
+    (room_edges, Module("autopart.runtime.comm.list_collectives", "from autopart.runtime.state import shards")),
     (room_edges, Module("autopart.runtime.state.shards", "from autopart.runtime.lockstep import run")),
     (room_edges, Module("autopart.runtime.agree.calls", "from autopart.runtime.loop import norms")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
@@ -356,7 +363,7 @@ BAD = [
     (no_print, Module("autopart.passes.solve", "print('here')")),
     (no_print, Module("autopart.passes.solve", "list(map(print, ()))")),
     (no_transformers, Module("autopart.ir.graph", "import transformers")),
-    (no_transformers, Module("autopart.cli", "def f():\n    from transformers.models import gpt2")),
+    (no_transformers, Module("autopart.cli.main", "def f():\n    from transformers.models import gpt2")),
     (private_torch, Module("autopart.ir.graph", "import torch._dynamo")),
     (private_torch, Module("autopart.ir.graph", "from torch._subclasses import FakeTensorMode")),
     (private_torch, Module("autopart.ir.graph", "from torch.utils import _pytree")),
@@ -370,26 +377,29 @@ BAD = [
 GOOD = [
     Module("autopart.passes.write.lower", "emit(aten.mul.Tensor, x)\noperator_name(node).removeprefix('autopart::')"),
     Module("autopart.passes.rules.tables", "LINES = {'aten::linear': rule}"),
-    Module("autopart.plans.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
+    Module("autopart.plans.plan", "def f():\n    from autopart.cost.formula.plan_cost import Cost"),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(
         "autopart.cost.time", "from autopart.cost import memory\nfrom ..ir.graph import Graph\nfrom . import memory"
     ),
     Module("autopart.cost", "from .time import f\nfrom ..ir.graph import Graph", is_package=True),
-    Module("autopart.cost.count.kept", "from autopart.cost.table import Row\nfrom autopart.tracing.trace import Trace"),
+    Module(
+        "autopart.cost.count.saved_tensors",
+        "from autopart.cost.predict.table import Row\nfrom autopart.tracing.trace import Trace",
+    ),
     Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
     Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
     Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..ir.graph import Graph\ndist.all_reduce"),
     Module("autopart.api", "from . import cost, passes, runtime\nfrom autopart.passes.solve import solve"),
     Module("autopart", "from .api import parallelize\nfrom .cost import time", is_package=True),
-    Module("autopart.cli", "print('a table')"),
+    Module("autopart.cli.main", "print('a table')"),
     Module("autopart.ir.graph", "import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nx._private"),
     Module("autopart.ir.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
     Module("autopart.ir.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
     Module("autopart.ir.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
     Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
 ]
-PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
+PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory_kinds", "autopart.passes.rules.view"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
 
 

@@ -10,17 +10,17 @@ from held import Recorder, storages
 from random_models import with_dropout
 
 import autopart
-from autopart.compiler import Compiler
-from autopart.cost.count.kept import KNOWN, Form
-from autopart.ir import attention_dropout
+from autopart.cost.count.saved_tensors import KNOWN, Form
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, short_name
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import autopart_ops
+from autopart.ops import attention_dropout
+from autopart.ops.operators import autopart_ops
 from autopart.options import Options
 from autopart.passes.write import stage_draft
+from autopart.recipe.compiler import Compiler
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.state.state import shard_parameters
+from autopart.runtime.shards.shard_state import shard_parameters
 
 ROWS, HEADS, QUERIES, KEYS, WIDTH = 2, 4, 5, 7, 8
 P, SALT, SHARD = 0.3, 11, [1, 2]

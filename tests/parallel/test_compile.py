@@ -15,7 +15,7 @@ from torch import nn
 
 import autopart
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.runtime.state import compiled_blocks
+from autopart.runtime.graphs import compiled_blocks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 

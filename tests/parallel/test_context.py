@@ -27,7 +27,7 @@ from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.comm import collectives
-from autopart.runtime.state import masks
+from autopart.runtime.graphs import mask_kernels
 from autopart.tracing.trace import bind_call
 
 
@@ -261,7 +261,7 @@ def test_outputs_of_layers_are_whole():
 
 def long_causal(seq, mesh, made, largest):
     """Attention of a rank's queries reads no key that none of them sees; masks that are too large are not made."""
-    masks._LARGE = largest
+    mask_kernels._LARGE = largest
     model, batch = CAUSAL[made](seq)
     loss, grads = zoo.reference(model, batch)[1:]
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)

@@ -22,9 +22,9 @@ from dp_sync_oracle import (
     top_k,
 )
 
-from autopart.ir.dp_sync import Method
-from autopart.runtime.sync.gradients import Draws, State, synchronised
-from autopart.runtime.sync.wires import Lists
+from autopart.ir.run.dp_sync import Method
+from autopart.runtime.dp_sync.gradient_methods import Draws, State, synchronised
+from autopart.runtime.dp_sync.transports import Lists
 
 SHAPES = {"up": (7, 5), "bias": (9,), "scale": (1,), "down": (4, 3, 2)}
 STEPS = 50

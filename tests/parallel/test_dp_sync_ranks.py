@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.runtime.saving.shard_tensor import ShardTensor
-from autopart.runtime.sync.gradients import Draws
+from autopart.runtime.checkpoint.saved_shard import ShardTensor
+from autopart.runtime.dp_sync.gradient_methods import Draws
 
 STEPS = 50
 ROWS = 8

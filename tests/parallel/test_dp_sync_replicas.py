@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from autopart.ir.dp_sync import GRAPHS, Method
-from autopart.runtime.sync.data_sync import DataSync
-from autopart.runtime.sync.gradients import State
-from autopart.runtime.sync.mixing import mixing, receivers
-from autopart.runtime.sync.models import after_step, before_step
-from autopart.runtime.sync.wires import Lists
+from autopart.ir.run.dp_sync import GRAPHS, Method
+from autopart.runtime.dp_sync.data_sync import DataSync
+from autopart.runtime.dp_sync.gradient_methods import State
+from autopart.runtime.dp_sync.mixing_matrices import mixing, receivers
+from autopart.runtime.dp_sync.model_averaging import after_step, before_step
+from autopart.runtime.dp_sync.transports import Lists
 
 SHAPES = {"up": (4, 3), "bias": (5,)}
 STEPS = 50

@@ -17,14 +17,14 @@ from test_context import SENT as SHARES
 from test_experts import Mixture, mixture, small
 
 import autopart
-from autopart.compat import resolve_group
+from autopart.compat.torch_internals import resolve_group
 from autopart.errors import AutopartError, LayoutError, PlanError
 from autopart.ir.layout import ROUTED, Placement, cut_together, local_shape
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.recipe import find_loss, prepare
+from autopart.recipe.make_plan import find_loss, prepare
 from autopart.runtime.comm import collectives
 from autopart.tracing.trace import bind_call
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
-from autopart.ir.buckets import ALONE_BYTES
-from autopart.runtime.state import part_buckets, reducing
+from autopart.ir.run.buckets import ALONE_BYTES
+from autopart.runtime.gradients import reducer, shard_buckets
 
 WIDTHS = (256, 260, 264, 268)
 """Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket, and less than two, which the
@@ -84,8 +84,8 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
     recorder = Recorder()
-    gather, scatter = part_buckets.PartBucket.gather, part_buckets.PartBucket.scatter
-    summed, names = reducing.SumBucket._sum, {}
+    gather, scatter = shard_buckets.PartBucket.gather, shard_buckets.PartBucket.scatter
+    summed, names = reducer.SumBucket._sum, {}
 
     def gathers(self: Any, *given: Any) -> Any:
         recorder.note("gather", self.names)
@@ -108,9 +108,9 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
         return summed(self, flat)
 
     with (
-        mock.patch.object(part_buckets.PartBucket, "gather", gathers),
-        mock.patch.object(part_buckets.PartBucket, "scatter", scatters),
-        mock.patch.object(reducing.SumBucket, "_sum", sums),
+        mock.patch.object(shard_buckets.PartBucket, "gather", gathers),
+        mock.patch.object(shard_buckets.PartBucket, "scatter", scatters),
+        mock.patch.object(reducer.SumBucket, "_sum", sums),
     ):
         for _ in range(2):
             pm.zero_grad()
@@ -204,7 +204,7 @@ def most_copies_at_a_time():
     """How many buckets of small gradients, which are copied together, were under way at a time."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
-    summed, open_sums, most = reducing.SumBucket._sum, set(), 0
+    summed, open_sums, most = reducer.SumBucket._sum, set(), 0
 
     def sums(self: Any, flat: Tensor) -> Any:
         nonlocal most
@@ -219,7 +219,7 @@ def most_copies_at_a_time():
 
         return waits
 
-    with mock.patch.object(reducing.SumBucket, "_sum", sums):
+    with mock.patch.object(reducer.SumBucket, "_sum", sums):
         pm.step(**batch)
     assert not open_sums
     return most
@@ -230,13 +230,13 @@ def messages_of_a_step() -> list[tuple[int, bool]]:
     torch.manual_seed(0)
     model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
-    summed, sent = reducing.SumBucket._sum, []
+    summed, sent = reducer.SumBucket._sum, []
 
     def sums(self: Any, flat: Tensor) -> Any:
         sent.append((flat.numel(), flat.data_ptr()))
         return summed(self, flat)
 
-    with mock.patch.object(reducing.SumBucket, "_sum", sums):
+    with mock.patch.object(reducer.SumBucket, "_sum", sums):
         pm.step(**batch)
     model(**batch).backward()
     for own, expected in zip(pm.parameters(), model.parameters(), strict=True):

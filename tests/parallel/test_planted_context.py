@@ -12,7 +12,7 @@ from torch import fx
 import autopart
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
-from autopart.ir.operators import autopart_ops
+from autopart.ops.operators import autopart_ops
 
 
 def calls(program, name, where=""):

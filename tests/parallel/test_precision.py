@@ -16,7 +16,7 @@ from precision_models import EPS, apart, build, loss_of, on_one_device
 from torch import nn
 
 import autopart
-from autopart.ir.operators import operator_name
+from autopart.ops.operators import operator_name
 from autopart.plans.plan import Plan
 
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "regions", "tied", "in_bfloat16", "in_float64")

@@ -14,7 +14,7 @@ import autopart
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.proof.verify import VerificationRun
-from autopart.runtime.comm import draws
+from autopart.runtime.comm import call_random
 from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "dp2,pp2,tp2")
@@ -90,17 +90,17 @@ def not_ok(name="dropout", mesh="pp2"):
 
 
 def test_stages_that_go_on_drawing_are_noticed(monkeypatch):
-    monkeypatch.setattr(draws, "set_state", lambda state, device: None)
+    monkeypatch.setattr(call_random, "set_state", lambda state, device: None)
     assert not_ok().first_mismatch.kind == "value"
 
 
 def test_another_order_in_memory_is_noticed(monkeypatch):
-    monkeypatch.setattr("autopart.passes.normalize.random._stride", lambda empty: [1, 32, 8])
+    monkeypatch.setattr("autopart.passes.normalize.random_ops._stride", lambda empty: [1, 32, 8])
     assert not_ok("dropout", "tp2").max_error > 1e-3
 
 
 def test_a_dropped_draw_is_noticed(monkeypatch):
-    monkeypatch.setattr("autopart.passes.pipeline.draws_random_numbers", lambda node: False)
+    monkeypatch.setattr("autopart.passes.pass_pipeline.draws_random_numbers", lambda node: False)
     assert not_ok("draws that nothing reads", "tp2").max_error > 1e-3
 
 

@@ -10,12 +10,12 @@ from random_models import MODELS, around
 from torch import nn
 
 import autopart
-from autopart.compiler import Compiler
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
+from autopart.recipe.compiler import Compiler
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.state.state import shard_parameters
+from autopart.runtime.shards.shard_state import shard_parameters
 
 P, ROWS, WIDE = 0.3, 16, 512
 

@@ -21,13 +21,13 @@ import autopart
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
-from autopart.ir.recomputation import word_of
-from autopart.ir.schedules import FLUSHING, SINGLE_STAGE
-from autopart.passes.choose.codec import decode
+from autopart.ir.run.recompute_spec import word_of
+from autopart.ir.run.schedules import FLUSHING, SINGLE_STAGE
+from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime import lockstep
-from autopart.runtime.state import recompute as regions
+from autopart.runtime.graphs import recompute_calls as regions
 from autopart.tracing.trace import bind_call
 
 

@@ -19,14 +19,14 @@ from torch import nn
 
 import autopart
 from autopart.errors import LayoutError
-from autopart.ir.attention import Run
 from autopart.ir.graph import argument, operator_name
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import autopart_ops
-from autopart.ir.pieces import Cut
-from autopart.ir.visits import Visit, visit_backward, visited
-from autopart.runtime.comm import ring
-from autopart.runtime.state import masks
+from autopart.ir.sharding import Cut
+from autopart.ops.blockwise_attention import Visit, visit_backward, visited
+from autopart.ops.masked_attention import Run
+from autopart.ops.operators import autopart_ops
+from autopart.runtime.comm import ring_attention
+from autopart.runtime.graphs import mask_kernels
 
 
 class Attends(nn.Module):
@@ -89,7 +89,7 @@ def test_any_mask_goes_with_it(attend):
 
 def same(name, mesh, seq, largest):
     """Rows are padded in turn, so that masks are causal in one call and not in the next."""
-    masks._LARGE = largest
+    mask_kernels._LARGE = largest
     model, batch = given(name, seq) if name != "plain" else plain(seq)
     _, loss, grads = zoo.reference(model, batch)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, context="ring")
@@ -131,7 +131,7 @@ def test_a_mask_is_that_of_the_call():
 
 def sent_in_a_step(name, mesh):
     """Bytes that go around on a rank in a step, and what the plan says of them."""
-    sent, begin = [0], ring._Rotation.__init__
+    sent, begin = [0], ring_attention._Rotation.__init__
 
     def counted(self, group, tensors, length):
         sent[0] += sum(x.numel() * x.element_size() for x in tensors)
@@ -139,7 +139,7 @@ def sent_in_a_step(name, mesh):
 
     model, batch = given(name)
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, context="ring")
-    with mock.patch.object(ring._Rotation, "__init__", counted):
+    with mock.patch.object(ring_attention._Rotation, "__init__", counted):
         pm.step(**batch)
     rows = [row for stage in pm.plan.timing["stages"] for row in stage["collectives"]]
     return sent[0], sum(row["bytes"] for row in rows if (row["axis"], row["kind"]) == ("cp", "send"))
@@ -195,7 +195,7 @@ def test_causal_keys_are_read_in_few_parts_by_a_kernel_and_in_small_ones_without
     own, visiting = ([*Visit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0))
     assert [part.is_causal for part in own] == [True] and not visiting[0].is_causal
     assert all(part.mask is None for part in (*own, *visiting)) and len(visiting) == 1
-    with mock.patch("autopart.ir.attention.ROWS", 5):
+    with mock.patch("autopart.ops.masked_attention.ROWS", 5):
         without = [*Visit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
     assert max(part.queries[1] for part in without) == 5 and not any(part.is_causal for part in without)
 
@@ -220,7 +220,7 @@ def test_visits_together_are_attention(kind, kernel, sections):
     expected = F.scaled_dot_product_attention(*whole, seen, enable_gqa=True)
     grad = torch.randn_like(expected)
     of_whole = torch.autograd.grad(expected, whole, grad)
-    with mock.patch("autopart.ir.visits._has_kernel", lambda *sides: kernel), torch.no_grad():
+    with mock.patch("autopart.ops.blockwise_attention._has_kernel", lambda *sides: kernel), torch.no_grad():
         found = [torch.zeros_like(x) for x in whole]
         for here in range(ranks):
             query, of_made = (cut.take(x, here) for x in (whole[0], grad))

@@ -8,7 +8,7 @@ import zoo
 
 import autopart
 from autopart.errors import StageError
-from autopart.ir.schedules import FLUSHING, MULTI_STAGE, SCHEDULES, check_schedule
+from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SCHEDULES, check_schedule
 
 RUNS = [  # schedule, pp, virtual stages, microbatches
     ("gpipe", 2, 1, (1, 2, 4, 8)),

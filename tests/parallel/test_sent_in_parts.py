@@ -17,24 +17,24 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.cost.collectives import time_s
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.hardware import Hardware
-from autopart.cost.sends import StageCrossing, scattering_pays
-from autopart.cost.table import Setting, predict
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.collective_costs import time_s
+from autopart.cost.predict.send_costs import StageCrossing, scattering_pays
+from autopart.cost.predict.table import Setting, predict
 from autopart.errors import PlanError
 from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import operator_name
-from autopart.ir.scattering import in_parts
+from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ops.operators import operator_name
 from autopart.options import Options
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
-from autopart.plans.agreed import DECIDING
 from autopart.plans.plan import Plan
-from autopart.proof.subgraph import Subgraph
-from autopart.recipe import drafted, plan_outputs
-from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.plans.rank_digest import DECIDING
+from autopart.proof.localize.subgraph import Subgraph
+from autopart.recipe.make_plan import drafted, plan_outputs
+from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "t5": zoo.t5}
 MODELS = BUILDERS | {"skip_mlp": zoo.skip_mlp}

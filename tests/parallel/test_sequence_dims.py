@@ -13,9 +13,9 @@ import autopart
 from autopart.errors import AutopartError, LayoutError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 

@@ -23,13 +23,13 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import autopart
 from autopart.ir.layout import R
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode, encode
+from autopart.passes.choose.plan_codec import decode, encode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.runtime import lockstep
-from autopart.runtime.state import gathering, part_buckets
-from autopart.runtime.state.state import join, shard_parameters
+from autopart.runtime.gradients import shard_buckets, unshard_blocks
+from autopart.runtime.shards.shard_state import join, shard_parameters
 from autopart.tracing.trace import bind_call
 
 Built = tuple[nn.Module, dict[str, Tensor]]
@@ -127,7 +127,7 @@ def test_a_gather_of_the_wrong_part_is_found(monkeypatch):
     assert not found.ok and found.first_mismatch.name == "layers.0.weight"
     assert found.smallest is not None and "| dp S(0)" in str(found.smallest)
     monkeypatch.undo()
-    assert autopart.proof.subgraph.Subgraph.parse(str(found.smallest)).max_error() < 1e-10
+    assert autopart.proof.localize.subgraph.Subgraph.parse(str(found.smallest)).max_error() < 1e-10
 
 
 # --- what the plan says ----------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def calls() -> None:
 def noted_gathers():
     """Inside, every gathered weight is noted: its name, and its memory."""
     found: list[tuple[str, StorageWeakRef]] = []
-    gather = part_buckets.PartBucket.gather
+    gather = shard_buckets.PartBucket.gather
 
     def noted(self, *given):
         wait = gather(self, *given)
@@ -286,7 +286,7 @@ def noted_gathers():
 
         return wholes
 
-    with mock.patch.object(part_buckets.PartBucket, "gather", noted):
+    with mock.patch.object(shard_buckets.PartBucket, "gather", noted):
         yield found
 
 
@@ -305,8 +305,8 @@ def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
     and how often by the plan. `keep`: autograd saves what it is given."""
     model, batch = zoo.llama()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
-    pack = (lambda self, saved: saved) if keep else gathering.GatheredBlocks._pack
-    with mock.patch.object(gathering.GatheredBlocks, "_pack", pack), noted_gathers() as found:
+    pack = (lambda self, saved: saved) if keep else unshard_blocks.GatheredBlocks._pack
+    with mock.patch.object(unshard_blocks.GatheredBlocks, "_pack", pack), noted_gathers() as found:
         loss = pm(**batch).loss
         there = still_there(found, 1 if keep else 100)
         loss.backward()
@@ -318,7 +318,7 @@ def lets_go() -> tuple[int, set[str]]:
     """How many forwards begin in a step of two microbatches, and which weights of a backward they begin with."""
     model, batch = adapters()  # of frozen weights no gradient is scattered, which lets go of them too
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch, zero=3, microbatches=2)
-    take, begun, there = gathering.GatheredBlocks.take, [], set[str]()
+    take, begun, there = unshard_blocks.GatheredBlocks.take, [], set[str]()
 
     def taken(self, index):
         if index == 0:
@@ -326,7 +326,7 @@ def lets_go() -> tuple[int, set[str]]:
             there.update(still_there(found))
         return take(self, index)
 
-    with noted_gathers() as found, mock.patch.object(gathering.GatheredBlocks, "take", taken):
+    with noted_gathers() as found, mock.patch.object(unshard_blocks.GatheredBlocks, "take", taken):
         pm.step(**batch)
     return len(begun), there
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.ir.schedules import SPLIT_BACKWARD, can_run
+from autopart.ir.run.schedules import SPLIT_BACKWARD, can_run
 
 NUMBER = 64
 MESHES = ("dp2", "dp4", "dpr2,dp2", "dp2,tp2", "pp2,dp2", "tp2", "pp2", "dp3")

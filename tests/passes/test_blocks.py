@@ -10,12 +10,12 @@ from torch import nn
 from traced import plan_of, run_of
 
 import autopart
-from autopart.cost.hardware import Hardware
+from autopart.cost.hardware.profile import Hardware
 from autopart.ir.graph import name_of
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.pins import FREE, pinned_layouts
-from autopart.passes.choose.shard import ShardingProblem
-from autopart.passes.facts.blocks import BlockPosition, places
+from autopart.passes.choose.solve.layout_pins import FREE, pinned_layouts
+from autopart.passes.choose.solve.shard_axis import ShardingProblem
+from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.plans.pins import Pins
 
 WORDS = ("first", "dog", "w2v", "attention", "norm", "of_all", "x", "tail", "linear", "h")

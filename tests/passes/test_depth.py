@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart.cost.count import footprint, kept, summary
-from autopart.passes.choose import batch, prices
+from autopart.cost.count import program_summary, saved_tensors, stage_footprint
+from autopart.passes.choose.solve import batch_axis, sharding_costs
 from autopart.passes.facts import analyze, strategies
 from autopart.passes.normalize import decompose
 from autopart.passes.write import lower
@@ -29,9 +29,9 @@ WORK = {
     "rules fitted to take operators apart": (decompose, "pattern_for"),
     "atoms followed": (analyze, "factor_atoms"),
     "strategies found": (strategies, "_strategies"),
-    "rows placed": (batch, "_price"),
-    "conversions priced": (prices, "conversion_time_s"),
-    "calls on fake tensors": (kept, "_run"),
+    "rows placed": (batch_axis, "_price"),
+    "conversions priced": (sharding_costs, "conversion_time_s"),
+    "calls on fake tensors": (saved_tensors, "_run"),
 }
 
 
@@ -71,7 +71,7 @@ def counted(found: Counter[str], kind: str, function):
 def test_work_does_not_grow_with_the_number_of_blocks(counts):
     numbers = []
     for layers in (6, 9):  # the two blocks at either end are also tried apart from the others
-        kept.KNOWN.effects.clear()
+        saved_tensors.KNOWN.effects.clear()
         found = counts(WORK)
         planned(layers)
         numbers.append(dict(found))
@@ -82,8 +82,8 @@ def test_work_does_not_grow_with_the_number_of_blocks(counts):
 EVERY_NODE = {
     "facts written": (analyze, "_role"),
     "operators written": (lower, "write_local"),
-    "values followed": (footprint, "call"),
-    "operators counted": (summary, "work"),
+    "values followed": (stage_footprint, "call"),
+    "operators counted": (program_summary, "work"),
 }
 """What is done of every node that there is."""
 

@@ -22,10 +22,10 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.options import Options
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.recipe import find_loss, make_plan, prepare
+from autopart.recipe.make_plan import find_loss, make_plan, prepare
 from autopart.tracing.trace import bind_call
 
 BOTH_WAYS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}

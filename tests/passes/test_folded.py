@@ -16,18 +16,18 @@ from transformers import (
 )
 
 import autopart
-from autopart import recipe
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.table_data import of_few_rows as order_of_whole
+from autopart.cost.predict.table_data import of_few_rows as order_of_whole
 from autopart.errors import AutopartError
+from autopart.ir.blocks.deduplication import Fold, NotFoldable, later, names_of, original, unrolled
 from autopart.ir.facts import facts
-from autopart.ir.fold import Fold, NotFoldable, later, names_of, original, unrolled
 from autopart.ir.mesh import Mesh
-from autopart.ir.precision import Precision
+from autopart.ir.run.mixed_precision import Precision
 from autopart.options import Options
-from autopart.passes.facts.folds import beside, check_blocks, check_written
+from autopart.passes.facts.deduplicated_blocks import beside, check_blocks, check_written
 from autopart.plans.pins import Pins
-from autopart.tracing.folding import folded
+from autopart.recipe import make_plan
+from autopart.tracing.blocks.deduplicate import folded
 from autopart.tracing.trace import bind_call, trace
 
 
@@ -107,12 +107,12 @@ def traces(name, precision=None):
     with torch.device("meta"):
         model, batch = MODELS[name]()
     call, asked = bind_call(model, (), batch), Precision.parse(precision, None)
-    few = recipe.prepare(model, call, precision=asked, fold=True)
-    return model, few, recipe.unfolded(few)
+    few = make_plan.prepare(model, call, precision=asked, fold=True)
+    return model, few, make_plan.unfolded(few)
 
 
 def text_of(model, traced, mesh, options):
-    return recipe._make_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
+    return make_plan._make_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
 
 
 @pytest.mark.few
@@ -131,15 +131,15 @@ def test_a_folded_trace_has_the_plan_of_the_whole(name, mesh, options):
 )
 def test_in_stages_one_block_stands_for_those_of_its_own(name, mesh, options):
     model, few, whole = traces(name)
-    few = recipe._folded_in_stages(few, Mesh.parse(mesh), Options(**options))
+    few = make_plan._folded_in_stages(few, Mesh.parse(mesh), Options(**options))
     assert len({fold.path for fold in few.folds}) < len(few.folds)
     assert text_of(model, few, mesh, options) == text_of(model, whole, mesh, options)
 
 
 def test_where_stages_are_short_all_blocks_are_planned():
     model, few, whole = traces("llama")
-    assert not recipe._folded_in_stages(few, Mesh.parse("pp2"), Options()).folds
-    assert recipe.make_plan(model, few, Mesh.parse("pp2"), Options()).to_json() == text_of(model, whole, "pp2", {})
+    assert not make_plan._folded_in_stages(few, Mesh.parse("pp2"), Options()).folds
+    assert make_plan.make_plan(model, few, Mesh.parse("pp2"), Options()).to_json() == text_of(model, whole, "pp2", {})
 
 
 def test_in_mixed_precision():
@@ -150,7 +150,7 @@ def test_in_mixed_precision():
 
 def test_unfolded_is_what_a_plain_trace_is():
     model, few, whole = traces("llama")
-    plain = recipe.prepare(model, bind_call(model, (), tokens()))
+    plain = make_plan.prepare(model, bind_call(model, (), tokens()))
     assert [n.format_node() for n in whole.graph.nodes] == [n.format_node() for n in plain.graph.nodes]
     assert [facts(n).get("key") for n in whole.graph.nodes] == [facts(n).get("key") for n in plain.graph.nodes]
     assert whole.parameters.keys() == plain.parameters.keys() and whole.notes == plain.notes
@@ -259,7 +259,7 @@ def test_checks_of_a_block_can_fail():
 
 def test_checks_of_a_program_can_fail():
     few = traces("llama")[1]
-    draft = recipe.drafted(few.without_values(), Mesh.parse("dp2,tp2"), Options())
+    draft = make_plan.drafted(few.without_values(), Mesh.parse("dp2,tp2"), Options())
     graph = draft.program.stages[0].graph.graph
     check_written(graph, few.folds)
     node = beside(graph, few.folds[0])[1][3]
@@ -270,7 +270,7 @@ def test_checks_of_a_program_can_fail():
 
 def test_checks_of_a_table_can_fail():
     few = traces("llama")[1]
-    draft = recipe.drafted(few.without_values(), Mesh.parse("dp2,tp2"), Options())
+    draft = make_plan.drafted(few.without_values(), Mesh.parse("dp2,tp2"), Options())
     table = tabulate(few, draft.program, draft.walks, {})
     (fold,) = few.folds
     assert len(order_of_whole(table, folds=few.folds).order) > len(table.order)
@@ -287,7 +287,7 @@ def test_checks_of_a_table_can_fail():
      ("dp2", {"prefetch": 3})],
 )  # fmt: skip
 def test_what_tells_blocks_apart_is_planned_whole(mesh, options):
-    assert not recipe.can_be_folded(Mesh.parse(mesh), Options(**options))
+    assert not make_plan.can_be_folded(Mesh.parse(mesh), Options(**options))
 
 
 def test_a_plan_explains_itself_by_the_whole_model():
@@ -295,7 +295,7 @@ def test_a_plan_explains_itself_by_the_whole_model():
         model, batch = llama()
     plan = autopart.plan(model, "dp2,tp2", example_kwargs=batch)
     name = "model.layers.4.mlp.up_proj.weight"
-    whole = recipe.make_plan(model, traces("llama")[2], Mesh.parse("dp2,tp2"), Options())
+    whole = make_plan.make_plan(model, traces("llama")[2], Mesh.parse("dp2,tp2"), Options())
     assert plan.why(name) == whole.why(name)
     assert plan.why_not(name, {"tp": "R"}) == whole.why_not(name, {"tp": "R"})
 
@@ -305,6 +305,6 @@ def test_refused_in_the_same_words():
     said = []
     for traced in (few, whole):
         with pytest.raises(AutopartError) as error:
-            recipe.make_plan(model, traced, Mesh.parse("dp2"), Options(memory=1000))
+            make_plan.make_plan(model, traced, Mesh.parse("dp2"), Options(memory=1000))
         said.append(str(error.value))
     assert said[0] == said[1]

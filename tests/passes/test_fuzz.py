@@ -14,9 +14,9 @@ import autopart
 from autopart.errors import LayoutError
 from autopart.ir.layout import CONVERSIONS
 from autopart.passes.facts.strategies import ANY_KIND, strategies
-from autopart.proof.subgraph import Subgraph
-from autopart.proof.subject import weights_like
-from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.proof.comparison import weights_like
+from autopart.proof.localize.subgraph import Subgraph
+from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 
 TOLERANCE = 1e-10
 PER_CHUNK = 25

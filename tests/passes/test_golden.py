@@ -10,11 +10,11 @@ from zoo import gpt2
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.passes.dump import program_files
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 import zoo
 from torch import fx
 
-import autopart.ir.attention as attention
-import autopart.ir.intervals as intervals
-import autopart.ir.visits as visits
-from autopart.ir.attention import band_of
-from autopart.ir.intervals import Intervals, Seen, intervals_of
-from autopart.ir.masks import is_attention, mask_of
-from autopart.ir.pieces import Cut
-from autopart.recipe import prepare
+import autopart.ops.blockwise_attention as visits
+import autopart.ops.mask_key_ranges as intervals
+import autopart.ops.masked_attention as attention
+from autopart.ir.sharding import Cut
+from autopart.ops.mask_key_ranges import Intervals, Seen, intervals_of
+from autopart.ops.masked_attention import band_of
+from autopart.ops.stage_masks import is_attention, mask_of
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 QUERIES = KEYS = 12

@@ -22,9 +22,9 @@ from autopart.ir.layout import (
     shard,
     shard_sizes,
 )
-from autopart.ir.operators import OPERATORS, all_operators
+from autopart.ops.operators import OPERATORS, all_operators
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 
 SIZES = st.integers(1, 10_000)
 SECTIONS = st.one_of(st.just(()), st.tuples(st.integers(2, 9)), st.lists(SIZES, min_size=2, max_size=5).map(tuple))

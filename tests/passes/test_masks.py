@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.ir.attention import Band, band_of, blocks_fit, window_attention
 from autopart.ir.facts import facts
-from autopart.ir.masks import is_attention, mask_of, masks_of, with_bands
 from autopart.ir.mesh import Mesh
+from autopart.ops.masked_attention import Band, band_of, blocks_fit, window_attention
+from autopart.ops.stage_masks import is_attention, mask_of, masks_of, with_bands
 from autopart.options import Options
-from autopart.passes.facts import masks as facts_masks
+from autopart.passes.facts import mask_facts
 from autopart.passes.write.lower import lower
-from autopart.recipe import drafted, plan_outputs, prepare
-from autopart.runtime.state import masks
+from autopart.recipe.make_plan import drafted, plan_outputs, prepare
+from autopart.runtime.graphs import mask_kernels
 from autopart.tracing.trace import bind_call
 
 ROWS, SEQ, HIDDEN, HEADS, GROUPS = 4, 24, 16, 4, 2
@@ -175,7 +175,7 @@ def test_masks_of_every_kind_are_exact(name):
 
 
 def test_and_so_they_are_where_nothing_is_recognised(monkeypatch):
-    monkeypatch.setattr(masks, "band_of", lambda *_: None)
+    monkeypatch.setattr(mask_kernels, "band_of", lambda *_: None)
     assert verified(run_of(partial(build, "causal")), "dp2,tp2").ok
 
 
@@ -266,7 +266,7 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers)
     for recognises in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not recognises:
-                patch.setattr(masks, "band_of", lambda *_: None)
+                patch.setattr(mask_kernels, "band_of", lambda *_: None)
             torch.manual_seed(1)
             pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
             loss = pm.step(**batch)
@@ -331,7 +331,7 @@ def test_a_mask_of_positions_is_looked_at_once():
 def test_masks_that_layers_make_alike_are_made_once(monkeypatch):
     """Every layer of T5's decoder makes a mask of its own for what it reads of the encoder."""
     looked_at = []
-    monkeypatch.setattr(masks, "band_of", lambda mask, *scores: looked_at.append(mask) or band_of(mask, *scores))
+    monkeypatch.setattr(mask_kernels, "band_of", lambda mask, *scores: looked_at.append(mask) or band_of(mask, *scores))
     model, batch = zoo.t5(num_layers=4)
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     pm.step(**batch)
@@ -356,7 +356,7 @@ def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
 
 def test_a_large_batch_is_looked_at_by_rows_that_differ(monkeypatch):
     """For a plan one row of each kind is enough: all of them would not fit."""
-    monkeypatch.setattr(facts_masks, "_LARGEST", 3 * 12 * 12)
+    monkeypatch.setattr(mask_facts, "_LARGEST", 3 * 12 * 12)
     model, batch = zoo.bert()
     padded = batch["attention_mask"].unique(dim=0)
     for mask, band in ((torch.ones_like(batch["attention_mask"]), Band(11, 11)), (padded[:1].expand(8, -1), None)):

@@ -17,16 +17,16 @@ from test_stages import every_partition, random_problem
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.cli import main
-from autopart.cost.hardware import Hardware
-from autopart.cost.stages import balance
+from autopart.cli.main import main
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.stage_balance import balance
 from autopart.errors import AutopartError
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.choose.pins import pinned_layouts, smallest_conflict
-from autopart.passes.choose.shard import ShardingProblem
+from autopart.passes.choose.solve.layout_pins import pinned_layouts, smallest_conflict
+from autopart.passes.choose.solve.pairwise_solver import NoSolution
+from autopart.passes.choose.solve.shard_axis import ShardingProblem
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import autopart
-from autopart import compiler, recipe
+from autopart.common.flags import CHECK, DUMP, VARIABLES, environment, flags
 from autopart.errors import LayoutError, OptionError
-from autopart.flags import CHECK, DUMP, VARIABLES, environment, flags
 from autopart.ir.graph import operator_name
 from autopart.passes import dump
 from autopart.passes.dump import graph_text
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, PASSES
-from autopart.passes.pipeline import UNTOUCHED, Pass, PassError, on_calls, run_passes
-from autopart.recipe import prepare
+from autopart.passes.pass_pipeline import UNTOUCHED, Pass, PassError, on_calls, run_passes
+from autopart.recipe import compiler, make_plan
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call, trace
 
 
@@ -125,9 +125,9 @@ def test_a_pass_over_calls_is_given_those_there_are_in_their_order():
 # Errors
 
 PLACES = {
-    "one_linear": "autopart.passes.normalize.products._matrix_product",
+    "one_linear": "autopart.passes.normalize.matmul_forms._matrix_product",
     "annotate": "autopart.passes.facts.analyze.pattern_for",
-    "decide{": "autopart.passes.choose.batch.strategies",
+    "decide{": "autopart.passes.choose.solve.batch_axis.strategies",
     "lower{": "autopart.passes.write.lower.write_local",
 }
 """{pass: what raises in it}, one of normalising, facts, choosing and writing."""
@@ -362,7 +362,7 @@ def test_a_dump_changes_no_plan(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize("below", ["", "/below"])
 def test_a_file_is_not_a_folder(tmp_path, below, monkeypatch):
-    monkeypatch.setattr(recipe, "trace", lambda *args: pytest.fail("traced before the folder was tried"))
+    monkeypatch.setattr(make_plan, "trace", lambda *args: pytest.fail("traced before the folder was tried"))
     (tmp_path / "notes.txt").write_text("mine")
     with environment(dump=f"{tmp_path}/notes.txt{below}"), pytest.raises(OptionError) as caught:
         planned()

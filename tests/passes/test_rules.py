@@ -19,7 +19,7 @@ import torch
 from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
 from torch import fx
 
-from autopart.compat import tree_map
+from autopart.compat.torch_internals import tree_map
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
@@ -28,11 +28,11 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.pointwise import POINTWISE
+from autopart.passes.rules.operators.pointwise_rules import POINTWISE
 from autopart.passes.rules.tables import LINES, SHAPED
-from autopart.proof.candidates import candidates
-from autopart.proof.rulecheck import Proof, backward
-from autopart.proof.subject import relative
+from autopart.proof.comparison import relative
+from autopart.proof.rules.check_rule import Proof, backward
+from autopart.proof.rules.rule_candidates import candidates
 
 RULES = {*LINES, *SHAPED, *POINTWISE}
 FORMS = [

@@ -13,7 +13,7 @@ from traced import run_of, verified
 import autopart
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.recipe import make_plan, prepare
+from autopart.recipe.make_plan import make_plan, prepare
 from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "tp4", "pp2,tp2", "dp2,pp2,tp2")

@@ -17,15 +17,15 @@ from torch import nn
 from traced import run_of
 
 import autopart
-from autopart.cost.hardware import Hardware
+from autopart.cost.hardware.profile import Hardware
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.pairs import NoSolution, Pairs
-from autopart.passes.choose.pins import FREE
-from autopart.passes.choose.prices import Step
-from autopart.passes.choose.shard import ShardingProblem, cheapest
-from autopart.passes.choose.storage import Storage
+from autopart.passes.choose.solve.layout_pins import FREE
+from autopart.passes.choose.solve.pairwise_solver import NoSolution, Pairs
+from autopart.passes.choose.solve.shard_axis import ShardingProblem, cheapest
+from autopart.passes.choose.solve.sharding_costs import Step
+from autopart.passes.choose.storage.parameter_storage import Storage
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
 

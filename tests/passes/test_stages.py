@@ -16,16 +16,16 @@ import zoo
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.cost import hardware
 from autopart.cost.flops import work
-from autopart.cost.hardware import Hardware
-from autopart.cost.stages import BOUND, SLACK, balance
-from autopart.cost.table import GAIN, LESS_EVEN
+from autopart.cost.hardware import profile
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.stage_balance import BOUND, SLACK, balance
+from autopart.cost.predict.table import GAIN, LESS_EVEN
 from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
-from autopart.passes.choose.partition import crossing_bytes, equal_layer_loads, partition
-from autopart.recipe import prepare
+from autopart.passes.choose.stages.stage_partition import crossing_bytes, equal_layer_loads, partition
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 WITHIN = 0.02  # of the lower bound
@@ -129,7 +129,7 @@ def test_plan_shows_the_balance():
 
 def on_link(bytes_per_s, folder):
     """The path of a profile in which devices send so fast."""
-    data = json.loads((Path(hardware.__file__).with_name("profiles") / "a100-80gb-sxm.json").read_text())
+    data = json.loads((Path(profile.__file__).with_name("profiles") / "a100-80gb-sxm.json").read_text())
     data |= {"name": f"link of {bytes_per_s:g}", "link_latency_s": data["link_latency_s"] | {"value": 1e-12}}
     data["link_bytes_per_s"] |= {"value": bytes_per_s}
     data.pop("collectives", None)

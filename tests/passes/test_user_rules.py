@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 import autopart
-from autopart.cli import main
+from autopart.cli.main import main
 from autopart.errors import PlanError, RuleError, StageError
-from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
+from autopart.passes.rules.registered_rules import REGISTERED, as_data, call_text, from_data
 
 MATMUL, SUMS = "autopart_test::scaled_mm", "autopart_test::running_sums"
 LINE = {"lines": ("... h, h o -> ... o",), "sum": "h", "flops": "... h o"}

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
-from autopart.ir.sizes import unaligned
+from autopart.common.matrix_alignment import unaligned
 
 H200 = "h200-141gb-sxm"
 

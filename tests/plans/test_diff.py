@@ -9,7 +9,7 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
-from autopart.cli import main
+from autopart.cli.main import main
 from autopart.plans.plan import Plan
 
 UP = "model.layers.*.mlp.up_proj.weight"

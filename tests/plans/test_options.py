@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.cli import main
+from autopart.cli.main import main
 from autopart.errors import OptionError
 from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, names_of, read_options
 

@@ -20,11 +20,11 @@ from autopart.errors import AutopartError
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode
-from autopart.passes.pipeline import PassError
+from autopart.passes.choose.plan_codec import decode
+from autopart.passes.pass_pipeline import PassError
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan, schema
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 EDITED = ("gpt2", "llama", "bert", "phi3", "t5")
@@ -111,7 +111,7 @@ def forbid_choosing(monkeypatch):
 
     def forbid():
         monkeypatch.setattr("autopart.passes.choose.decide.cheapest", forbidden)
-        monkeypatch.setattr("autopart.passes.choose.codec.fit_around", forbidden)
+        monkeypatch.setattr("autopart.passes.choose.plan_codec.fit_around", forbidden)
         monkeypatch.setattr("autopart.passes.choose.decide.pinned_partition", forbidden)
 
     return forbid

@@ -8,8 +8,8 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
-from autopart.cli import main
-from autopart.plans.headline import quantity
+from autopart.cli.main import main
+from autopart.plans.headlines import quantity
 from autopart.show.report import MOST
 
 

@@ -109,7 +109,7 @@ def train_and_eval(mesh):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.5
-    with mock.patch("autopart.recipe.trace", wraps=autopart.recipe.trace) as traces:
+    with mock.patch("autopart.recipe.make_plan.trace", wraps=autopart.recipe.make_plan.trace) as traces:
         pm = autopart.parallelize(model, mesh, example_kwargs=batch)
         assert (pm.training, traces.call_count) == (True, 1)
         dropped = pm.step(**batch)

@@ -12,8 +12,8 @@ from autopart.errors import InputError
 from autopart.ir.facts import facts
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.tables import SHAPED
-from autopart.proof import scale
-from autopart.proof.scale import VerifyLoad, fewest, renamed, scaled_copy
+from autopart.proof.scale import scaled_model
+from autopart.proof.scale.scaled_model import VerifyLoad, fewest, renamed, scaled_copy
 from autopart.proof.verify import VerificationRun
 
 LAYERS = 32
@@ -136,12 +136,12 @@ def test_memory_decides(monkeypatch):
     model, batch = zoo.llama(num_layers=8)
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)
     needed = VerifyLoad().estimate(model, autopart.tracing.trace.bind_call(model, (), batch)).total
-    monkeypatch.setattr(scale, "MOST_FOR_COPY", needed)
-    monkeypatch.setattr(scale, "SHARE_COPY", scale.SHARE_WHOLE)
-    monkeypatch.setattr(scale, "available_bytes", lambda device: needed)
+    monkeypatch.setattr(scaled_model, "MOST_FOR_COPY", needed)
+    monkeypatch.setattr(scaled_model, "SHARE_COPY", scaled_model.SHARE_WHOLE)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: needed)
     found = autopart.verify(model, "tp2", example_kwargs=batch)
     assert found.ok and "verified on a copy with 2 of 8 blocks (model.layers)" in found.notes
-    monkeypatch.setattr(scale, "available_bytes", lambda device: 10_000)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: 10_000)
     with pytest.raises(InputError) as error:
         autopart.verify(model, "tp2", example_kwargs=batch)
     assert "in float64 needs" in str(error.value) and "2 of 8 blocks (model.layers)" in str(error.value)

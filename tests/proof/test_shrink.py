@@ -11,13 +11,13 @@ from torch import nn
 import autopart
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
-from autopart.ir.operators import MOVES
-from autopart.passes.rules import reductions
+from autopart.ops.operators import MOVES
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.pointwise import LINEAR
+from autopart.passes.rules.operators import reduction_rules
+from autopart.passes.rules.operators.pointwise_rules import LINEAR
 from autopart.passes.rules.tables import LINES, SHAPED
-from autopart.proof.subgraph import Subgraph
-from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.proof.localize.subgraph import Subgraph
+from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 
 TOLERANCE = 1e-10
 
@@ -91,7 +91,7 @@ FAULTS = {
     ),
     "wrong rule: a mean without its local form": (
         lambda: net(torch.tanh, lambda x: x.mean((0, 1))), "dp2",
-        (SHAPED, "aten::mean", reductions.reduction), "value", "/mean",
+        (SHAPED, "aten::mean", reduction_rules.reduction), "value", "/mean",
     ),
 }  # fmt: skip
 

@@ -18,10 +18,10 @@ from traced import run_of
 import autopart
 from autopart.errors import InputError, OptionError
 from autopart.options import Options
-from autopart.proof import loop
-from autopart.proof.training import read_training
+from autopart.proof.steps import lockstep_steps
+from autopart.proof.steps.training_options import read_training
 from autopart.proof.verify import Verification, VerificationRun
-from autopart.runtime.loop import norms
+from autopart.runtime.training import gradient_norms
 
 TOLERANCE = 1e-10
 
@@ -158,16 +158,16 @@ def test_a_loss_function_has_the_target_of_its_batch():
 
 
 def test_a_norm_that_counts_replicas_once_a_rank(monkeypatch):
-    monkeypatch.setattr(norms, "counts_at", lambda *where: True)
+    monkeypatch.setattr(gradient_norms, "counts_at", lambda *where: True)
     first = trained(run_of(zoo.gpt2), "tp2").first_mismatch
     assert (first.step, first.kind, first.name) == (1, "norm", "") and first.error > 1e-3, str(first)
     assert "step 1: norm differs by" in str(first) and "not 3.5166" in str(first)
 
 
 def test_a_tied_weight_that_counts_twice(monkeypatch):
-    counts_at = norms.counts_at
+    counts_at = gradient_norms.counts_at
     monkeypatch.setattr(
-        norms, "counts_at", lambda stored, mesh, at, owners: counts_at(stored, mesh, at, (at.get("pp", 0),))
+        gradient_norms, "counts_at", lambda stored, mesh, at, owners: counts_at(stored, mesh, at, (at.get("pp", 0),))
     )
     first = trained(run_of(zoo.gpt2), "pp2").first_mismatch
     assert (first.step, first.kind) == (1, "norm"), str(first)
@@ -176,7 +176,7 @@ def test_a_tied_weight_that_counts_twice(monkeypatch):
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_clipping_by_a_rank_s_own_norm(mesh, monkeypatch):
-    whole = loop._AllRanks._norms
+    whole = lockstep_steps._AllRanks._norms
 
     def own_norms(ranks):
         """The right norm is reported, and another one is clipped by."""
@@ -189,7 +189,7 @@ def test_clipping_by_a_rank_s_own_norm(mesh, monkeypatch):
         ranks._clip = by_own
         return norms
 
-    monkeypatch.setattr(loop._AllRanks, "_norms", own_norms)
+    monkeypatch.setattr(lockstep_steps._AllRanks, "_norms", own_norms)
     first = trained(run_of(zoo.gpt2), mesh).first_mismatch
     assert (first.step, first.kind, first.rank) == (1, "gradient", 0), str(first)
     assert first.name in dict(run_of(zoo.gpt2).base.named_parameters()) and "entry [" in str(first)
@@ -202,7 +202,7 @@ def test_one_rank_that_skips_a_step(monkeypatch):
         calls.append(found)
         return {**found, 1: len(calls) == 2}
 
-    monkeypatch.setattr(loop, "shared_infinity", skips)
+    monkeypatch.setattr(lockstep_steps, "shared_infinity", skips)
     first = trained(run_of(zoo.skip_mlp), "dp2", scaler=True).first_mismatch
     assert (first.step, first.kind, first.rank) == (2, "scale", 1), str(first)
     assert "the step is skipped, and on one device it is taken" in str(first)
@@ -246,20 +246,20 @@ def test_an_infinity_skips_the_step_on_all_ranks():
 
 
 def test_a_scaler_that_keeps_an_infinity_to_itself(monkeypatch):
-    monkeypatch.setattr(loop, "shared_infinity", dict)
+    monkeypatch.setattr(lockstep_steps, "shared_infinity", dict)
     first = rooted(scaler=True).first_mismatch
     assert (first.step, first.kind, first.rank) == (2, "scale", 0), str(first)
     assert "the step is taken, and on one device it is skipped" in str(first)
 
 
 def test_an_optimizer_that_is_stepped_twice_on_one_rank(monkeypatch):
-    update = loop._AllRanks.update
+    update = lockstep_steps._AllRanks.update
 
     def twice(ranks):
         ranks.optimizers[1].step()
         update(ranks)
 
-    monkeypatch.setattr(loop._AllRanks, "update", twice)
+    monkeypatch.setattr(lockstep_steps._AllRanks, "update", twice)
     first = trained(run_of(zoo.skip_mlp), "dp2").first_mismatch
     assert (first.step, first.kind, first.rank) == (1, "weight", 1), str(first)
     assert "the gradients are equal; AdamW took another step here" in str(first)

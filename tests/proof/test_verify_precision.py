@@ -10,7 +10,7 @@ import autopart
 from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.proof.reference import NOT_DOUBLE, NOT_FINITE_IN_DOUBLE
-from autopart.recipe import LIFTED, LIFTED_HALF, prepare
+from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, prepare
 
 WIDTH = 8
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
-from autopart.proof import loop
+from autopart.proof.steps import lockstep_steps
 
 NOT_COMPARED = "gradient is rounding alone are not compared: conv.bias"
 
@@ -64,14 +64,14 @@ def test_a_running_mean_after_a_bias_is_exact(mesh, optimizer):
 
 @pytest.mark.parametrize("error", [1e-6, 3e-10])
 def test_a_wrong_running_mean_is_found(monkeypatch, error):
-    backward = loop._AllRanks.backward
+    backward = lockstep_steps._AllRanks.backward
 
     def wrong(ranks: Any, subject: Any) -> Any:
         outcome = backward(ranks, subject)
         ranks.new_buffers[1]["bn.running_mean"][3] += error
         return outcome
 
-    monkeypatch.setattr(loop._AllRanks, "backward", wrong)
+    monkeypatch.setattr(lockstep_steps._AllRanks, "backward", wrong)
     first = found("dp2", signs).first_mismatch
     assert (first.step, first.kind, first.name, first.rank) == (1, "buffer", "bn.running_mean", 1), str(first)
 

@@ -11,15 +11,16 @@ from click.testing import CliRunner
 from torch import nn
 
 import autopart
-from autopart import progress
-from autopart.cli import main
+from autopart.cli.main import main
+from autopart.cli.model_source import SourceOptions, from_hf_config
+from autopart.common import progress
 from autopart.errors import InputError
 from autopart.ir.mesh import Mesh
-from autopart.proof import estimate, scale
-from autopart.proof.estimate import Estimate, cgroup_room, weights_bytes
-from autopart.proof.scale import VerifyLoad, scaled_copy
-from autopart.proof.smaller import LADDER, Divisors, alike, smaller, smaller_call
-from autopart.tracing.model_source import SourceOptions, from_hf_config
+from autopart.proof import verify_estimate
+from autopart.proof.scale import scaled_model
+from autopart.proof.scale.scaled_model import VerifyLoad, scaled_copy
+from autopart.proof.scale.smaller_config import LADDER, Divisors, alike, smaller, smaller_call
+from autopart.proof.verify_estimate import Estimate, cgroup_room, weights_bytes
 from autopart.tracing.trace import bind_call
 
 LLAMA_8B = {
@@ -46,7 +47,7 @@ def source(entries, tmp_path, **options):
 
 def copy_of(entries, tmp_path, monkeypatch, free_bytes, mesh="tp2", **options):
     """The copy that is verified where so much memory is free."""
-    monkeypatch.setattr(scale, "available_bytes", lambda device: int(free_bytes))
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: int(free_bytes))
     made = source(entries, tmp_path, **options)
     return scaled_copy(made.model, bind_call(made.model, (), made.example), VerifyLoad(Mesh.parse(mesh)))
 
@@ -81,7 +82,7 @@ def test_a_copy_of_smaller_sizes_is_verified_with_the_plan_of_the_model(entries,
     made = source(entries, tmp_path, batch=4, sequence=16)
     plan = autopart.plan(made.model, mesh, example_kwargs=made.example)
     needed = weights_bytes(made.model.parameters(), Mesh.parse(mesh), True)
-    monkeypatch.setattr(scale, "available_bytes", lambda device: needed)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: needed)
     found = autopart.verify(made.model, mesh, example_kwargs=made.example, plan=plan, steps=2, max_norm=0.1)
     assert found.ok and len(found.steps) == 2, str(found)
     assert any("vocab_size" in note and "blocks" in note for note in found.notes), found.notes
@@ -97,7 +98,7 @@ def test_nothing_fits(tmp_path, monkeypatch):
 def test_a_model_that_was_changed_keeps_its_sizes(tmp_path, monkeypatch):
     made = source(GPT2, tmp_path, batch=2, sequence=16)
     made.model.extra = nn.Linear(3, 3, device="meta")
-    monkeypatch.setattr(scale, "available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: 100_000)
     with pytest.raises(InputError, match="in float64 needs"):
         scaled_copy(made.model, bind_call(made.model, (), made.example))
 
@@ -119,7 +120,7 @@ class Kinds(nn.Module):
 def test_at_last_kind_by_kind_of_block(monkeypatch):
     model, x = Kinds(), torch.randn(4, 8)
     largest = weights_bytes(model.blocks[3].parameters(), Mesh.parse("tp2"), False)
-    monkeypatch.setattr(scale, "available_bytes", lambda device: int(2 * largest))
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: int(2 * largest))
     found = autopart.verify(model, "tp2", example_kwargs={"x": x})
     assert found.ok, str(found)
     assert [note for note in found.notes if "copy" in note] == ["verified on a copy with 1 of 4 blocks (blocks)"]
@@ -131,13 +132,13 @@ def test_at_last_kind_by_kind_of_block(monkeypatch):
 
     wrong = autopart.verify(model, "tp2", example_kwargs={"x": x}, tamper=tamper)
     assert not wrong.ok and wrong.first_mismatch.name == "blocks.0.0.bias"
-    monkeypatch.setattr(scale, "available_bytes", lambda device: int(largest))
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: int(largest))
     with pytest.raises(InputError, match="Kinds in float64 needs"):
         autopart.verify(model, "tp2", example_kwargs={"x": x})
 
 
 def test_it_is_said_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, "available_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: 20_000_000)
     made = source(GPT2, tmp_path, batch=2, sequence=16)
     lines = []
     with progress.shown(lines.append):
@@ -216,7 +217,7 @@ def test_limits_of_cgroups_count(version, tmp_path):
     assert cgroup_room(tmp_path, process) == 350
     process.write_text("1:name=systemd:/\n")
     assert cgroup_room(tmp_path, process) == math.inf
-    assert 0 < estimate.available_bytes() < 2**60
+    assert 0 < verify_estimate.available_bytes() < 2**60
 
 
 # --- The command
@@ -236,7 +237,7 @@ def test_the_command_does_not_build_what_it_does_not_verify(tmp_path, monkeypatc
         built.append((config.n_layer, next(self.parameters()).device.type))
 
     monkeypatch.setattr(GPT2LMHeadModel, "__init__", counted)
-    monkeypatch.setattr(scale, "available_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: 20_000_000)
     command = ["verify", "--hf-config", str(path), "--mesh", "tp2", "--batch", "2", "--sequence", "16", "--steps", "2"]
     result = CliRunner().invoke(main, [*command, "--optimizer", "sgd", "--lr", "0.1", "--max-norm", "1.0"])
     assert result.exit_code == 0, result.output

@@ -12,8 +12,8 @@ from torch import nn
 
 import autopart
 from autopart.errors import InputError, RuntimeSetupError
-from autopart.runtime.agree.checksums import WEIGHTED_WORDS, checksum
-from autopart.runtime.agree.same_call import Given
+from autopart.runtime.consistency.checksums import WEIGHTED_WORDS, checksum
+from autopart.runtime.consistency.same_call import Given
 
 WIDTH, ROWS = 8, 4
 

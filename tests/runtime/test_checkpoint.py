@@ -27,9 +27,9 @@ from autopart.errors import CheckpointError, OptionError
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.runtime.comm.processes import Process
-from autopart.runtime.saving.shard_tensor import ShardPlace, ShardTensor, connect_checkpoints, place_of
-from autopart.runtime.state.homes import Home
+from autopart.runtime.checkpoint.saved_shard import ShardPlace, ShardTensor, connect_checkpoints, place_of
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.shards.shard_owners import Home
 
 TIMEOUT_S = 120.0
 SIZES = {"vocab": 14, "hidden": 6}

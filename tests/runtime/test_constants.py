@@ -5,7 +5,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.runtime.state import constants
+from autopart.runtime.graphs import cached_constants
 
 SEQ, WIDTH = 6, 4
 
@@ -62,7 +62,7 @@ def test_a_first_call_without_gradients():
 
 
 def test_what_is_large_is_made_in_each_call(monkeypatch):
-    monkeypatch.setattr(constants, "MOST_BYTES", SEQ)
+    monkeypatch.setattr(cached_constants, "MOST_BYTES", SEQ)
     model, x, pm = parallelized()
     torch.testing.assert_close(pm(x), model(x), rtol=1e-12, atol=0)
     (module,) = modules(pm)

@@ -13,24 +13,25 @@ from dist import run_ranks
 from torch import nn
 from traced import plan_of, run_of
 
-from autopart.compiler import Compiler
 from autopart.errors import OptionError
-from autopart.ir import experts, operators
 from autopart.ir.graph import draws_random_numbers, short_name, value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
+from autopart.ops import grouped_matmul, operators
 from autopart.options import Options
 from autopart.passes.facts import analyze
-from autopart.passes.normalize.statistics import batch_statistics
-from autopart.proof import estimate, scale
-from autopart.proof.subject import Subject
+from autopart.passes.normalize.batch_statistics import batch_statistics
+from autopart.proof import verify_estimate
+from autopart.proof.comparison import Subject
+from autopart.proof.scale import scaled_model
 from autopart.proof.verify import VerificationRun
-from autopart.recipe import prepare
-from autopart.runtime import measure
-from autopart.runtime.comm import draws, processes
+from autopart.recipe.compiler import Compiler
+from autopart.recipe.make_plan import prepare
+from autopart.runtime.comm import call_random, process_mesh
 from autopart.runtime.comm.collectives import on_device
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
+from autopart.runtime.measure import machine_speed
 
 
 class Layers(nn.Module):
@@ -57,8 +58,8 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        monkeypatch.setattr(processes.dist, "get_backend", lambda: backend)
-        monkeypatch.setattr(processes.dist, "get_backend_config", lambda: config or f"cuda:{backend}")
+        monkeypatch.setattr(process_mesh.dist, "get_backend", lambda: backend)
+        monkeypatch.setattr(process_mesh.dist, "get_backend_config", lambda: config or f"cuda:{backend}")
         for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, text in environment.items():
@@ -77,7 +78,7 @@ def gpus(monkeypatch):
 ])  # fmt: skip
 def test_a_model_on_the_first_gpu_of_every_rank_goes_to_the_ranks_own(gpus, count, model, local_rank, found):
     chosen = gpus(count, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=4)
-    assert processes._device("cuda", torch.device(model)) == torch.device("cuda", found)
+    assert process_mesh._device("cuda", torch.device(model)) == torch.device("cuda", found)
     assert chosen == [found]
 
 
@@ -88,9 +89,9 @@ def test_ranks_that_torchrun_did_not_start_have_a_gpu_each(gpus, monkeypatch, co
     gpus(count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     for name, says in (("is_initialized", True), ("get_rank", 2), ("get_world_size", 4)):
-        monkeypatch.setattr(processes.dist, name, lambda says=says: says)
-    assert processes._device("cuda", torch.device(model)) == torch.device("cuda", found)
-    assert processes._one_gpu_each() == (count == 4)
+        monkeypatch.setattr(process_mesh.dist, name, lambda says=says: says)
+    assert process_mesh._device("cuda", torch.device(model)) == torch.device("cuda", found)
+    assert process_mesh._one_gpu_each() == (count == 4)
 
 
 @pytest.mark.parametrize(("count", "backend", "config", "model", "on_gpu"), [
@@ -103,7 +104,7 @@ def test_ranks_that_torchrun_did_not_start_have_a_gpu_each(gpus, monkeypatch, co
 ])  # fmt: skip
 def test_ranks_compute_where_their_process_group_does(gpus, count, backend, config, model, on_gpu):
     gpus(count, backend, config, LOCAL_WORLD_SIZE=4)
-    assert processes._uses_gpus(torch.device(model)) == on_gpu
+    assert process_mesh._uses_gpus(torch.device(model)) == on_gpu
 
 
 @pytest.mark.parametrize("rows", [6, 4])
@@ -111,7 +112,7 @@ def test_rows_of_other_experts_are_zero_whatever_was_in_their_memory(monkeypatch
     """torch's kernel writes no rows after its last group; an empty group, and one that ends with the rows, are fine."""
     x, weight = torch.randn(rows, 8), torch.randn(3, 8, 8)
     expert = torch.tensor([0, 2, 4, 2, 0, 5])[:rows]  # 4 and 5 are other ranks', 1 has no row
-    expected = experts.expert_linear(x, weight, expert)
+    expected = grouped_matmul.expert_linear(x, weight, expert)
 
     def grouped(a, b, offs):
         if a.dim() == b.dim() == 2:
@@ -125,10 +126,10 @@ def test_rows_of_other_experts_are_zero_whatever_was_in_their_memory(monkeypatch
         return made
 
     monkeypatch.setattr(F, "grouped_mm", grouped)
-    monkeypatch.setattr(experts, "_has_kernel", lambda x, y: True)
-    torch.testing.assert_close(experts.expert_linear(x, weight, expert), expected)
+    monkeypatch.setattr(grouped_matmul, "_has_kernel", lambda x, y: True)
+    torch.testing.assert_close(grouped_matmul.expert_linear(x, weight, expert), expected)
     x.requires_grad_()
-    y = experts.expert_linear(x, weight.requires_grad_(), expert)
+    y = grouped_matmul.expert_linear(x, weight.requires_grad_(), expert)
     y.square().sum().backward()
     assert y.isfinite().all() and x.grad.isfinite().all() and weight.grad.isfinite().all()
     assert not x.grad[expert > 2].any() and not weight.grad[1].any()
@@ -142,9 +143,9 @@ def test_experts_without_a_kernel_wait_for_the_gpu_once_a_call(monkeypatch):
     for name in ("__int__", "__bool__", "__index__", "item", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, lambda self, name=name: reads.append(name))
     x, expert = torch.randn(6, 8), torch.tensor([0, 2, 4, 2, 0, 5])
-    y = experts.expert_linear(x, torch.randn(3, 8, 8), expert)
+    y = grouped_matmul.expert_linear(x, torch.randn(3, 8, 8), expert)
     assert reads == ["list"]
-    experts.expert_outer(x, y, expert, 3)
+    grouped_matmul.expert_outer(x, y, expert, 3)
     assert reads == ["list"] * 2
 
 
@@ -179,16 +180,16 @@ def test_what_fits_in_double_precision_is_asked_of_the_device_that_computes(monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 9_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
-    assert estimate.available_bytes(torch.device("cuda", 1)) == 1_300
-    assert estimate.available_bytes(torch.device("cpu")) > 1_000_000
+    assert verify_estimate.available_bytes(torch.device("cuda", 1)) == 1_300
+    assert verify_estimate.available_bytes(torch.device("cpu")) > 1_000_000
     asked = []
-    monkeypatch.setattr(scale, "available_bytes", lambda device: asked.append(device) or 0)
+    monkeypatch.setattr(scaled_model, "available_bytes", lambda device: asked.append(device) or 0)
     model, batch = layers()
     on_gpu = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=torch.device("cuda", 1))]))
-    assert scale.device_of(on_gpu) == torch.device("cuda", 1)
-    assert scale.device_of(model.to("meta")) == torch.device("cpu")
-    monkeypatch.setattr(scale, "device_of", lambda model: torch.device("cuda", 1))
-    assert not scale.fits(model, batch)
+    assert scaled_model.device_of(on_gpu) == torch.device("cuda", 1)
+    assert scaled_model.device_of(model.to("meta")) == torch.device("cpu")
+    monkeypatch.setattr(scaled_model, "device_of", lambda model: torch.device("cuda", 1))
+    assert not scaled_model.fits(model, batch)
     assert asked == [torch.device("cuda", 1)]
 
 
@@ -196,7 +197,7 @@ def test_a_batch_on_the_host_is_moved_to_the_model_that_is_verified():
     """The model itself runs too, and moves nothing; `meta` stands for the GPU."""
     model, batch = layers()
     run = VerificationRun(model, batch)
-    found = scale.placed({**batch, "flag": 3}, torch.device("meta"))
+    found = scaled_model.placed({**batch, "flag": 3}, torch.device("meta"))
     assert found["x"].device.type == "meta" and found["flag"] == 3
     run.source = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=Elsewhere())]))
     with pytest.raises(TypeError, match="Elsewhere"):  # where the weights are is where the batch is asked to go
@@ -228,12 +229,14 @@ def test_measured_sends_of_gloo_go_through_the_host(monkeypatch, on_gloo):
     """gloo would read a GPU's address as one of the host."""
     sent = []
     group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    monkeypatch.setattr(measure, "is_gloo", lambda group, device: on_gloo)
+    monkeypatch.setattr(machine_speed, "is_gloo", lambda group, device: on_gloo)
     for name in ("send", "recv"):
-        monkeypatch.setattr(measure.dist, name, lambda x, **of: sent.append(type(x)))
-    bench = measure.Bench(types.SimpleNamespace(device=torch.device("cuda", 0)), measure.Effort.of(True, False))
-    monkeypatch.setattr(measure.Bench, "random", lambda self, *shape: torch.ones(*shape).as_subclass(Pretended))
-    monkeypatch.setattr(measure.Bench, "together", lambda self, call: call() or 1.0)
+        monkeypatch.setattr(machine_speed.dist, name, lambda x, **of: sent.append(type(x)))
+    bench = machine_speed.Bench(
+        types.SimpleNamespace(device=torch.device("cuda", 0)), machine_speed.Effort.of(True, False)
+    )
+    monkeypatch.setattr(machine_speed.Bench, "random", lambda self, *shape: torch.ones(*shape).as_subclass(Pretended))
+    monkeypatch.setattr(machine_speed.Bench, "together", lambda self, call: call() or 1.0)
     monkeypatch.setattr(Pretended, "cpu", lambda self: self.as_subclass(torch.Tensor), raising=False)
     bench.exchange(64, group)()
     assert sent == [torch.Tensor if on_gloo else Pretended] * 2
@@ -296,11 +299,11 @@ class Repeats(nn.Module):
 def test_what_cannot_be_exact_is_judged_where_it_runs(model, why):
     """A model that was traced on the CPU may run on a GPU."""
     program = written(model(), {"x": torch.randn(2, 4, 8)}, "exact")
-    draws.check_exact(program, torch.device("cpu"))
+    call_random.check_exact(program, torch.device("cpu"))
     with pytest.raises(OptionError, match="rng='exact' cannot repeat what one device draws") as raised:
-        draws.check_exact(program, torch.device("cuda", 1))
+        call_random.check_exact(program, torch.device("cuda", 1))
     assert why in str(raised.value) and "test_devices.py:" in str(raised.value) and "rng='fast'" in str(raised.value)
-    draws.check_exact(written(model(), {"x": torch.randn(2, 4, 8)}, "fast"), torch.device("cuda", 1))
+    call_random.check_exact(written(model(), {"x": torch.randn(2, 4, 8)}, "fast"), torch.device("cuda", 1))
 
 
 def written(model, batch, rng):
@@ -337,7 +340,7 @@ def test_what_a_model_on_a_gpu_makes_on_the_host_stays_there(monkeypatch, kind):
     drawn = [node for node in graph.nodes if node.op == "call_function" and draws_random_numbers(node)]
     assert len(drawn) == 2
     program = types.SimpleNamespace(drawn=drawn, draws="exact")
-    assert set(draws.drawn_on(program, elsewhere)) == {elsewhere, here}
+    assert set(call_random.drawn_on(program, elsewhere)) == {elsewhere, here}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -352,14 +355,14 @@ def test_a_copy_to_another_device_stays(device):
 @pytest.mark.parametrize("rng", ["exact", "fast"])
 def test_every_generator_that_is_drawn_from_is_wound_back(monkeypatch, rng):
     states = {"cpu": 3, "cuda": 7}
-    monkeypatch.setattr(draws, "get_state", lambda device: states[device.type])
-    monkeypatch.setattr(draws, "set_state", lambda state, device: states.__setitem__(device.type, state))
+    monkeypatch.setattr(call_random, "get_state", lambda device: states[device.type])
+    monkeypatch.setattr(call_random, "set_state", lambda state, device: states.__setitem__(device.type, state))
     seeded = types.SimpleNamespace(manual_seed=lambda seed: types.SimpleNamespace(get_state=lambda: 11))
-    monkeypatch.setattr(draws.torch, "Generator", lambda device: seeded)
+    monkeypatch.setattr(call_random.torch, "Generator", lambda device: seeded)
     drawn = [types.SimpleNamespace(meta=meta) for meta in ({}, {"on_host": True})]
     program = types.SimpleNamespace(draws=rng, drawn=drawn)
     first = {"cpu": 3, "cuda": 7} if rng == "exact" else {"cpu": 11, "cuda": 11}
-    with draws.one_stream(program, [torch.tensor([5])], torch.device("cuda", 0)) as rewind:
+    with call_random.one_stream(program, [torch.tensor([5])], torch.device("cuda", 0)) as rewind:
         for _ in range(2):
             rewind()
             assert states == first

@@ -12,8 +12,8 @@ import zoo
 from random_models import MODELS, trained
 
 import autopart
-from autopart.compat import tree_flatten
-from autopart.runtime.agree.checksums import checksum
+from autopart.compat.torch_internals import tree_flatten
+from autopart.runtime.consistency.checksums import checksum
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.tracing.skeleton import NoSkeleton, Source, skeleton_of
+from autopart.tracing.meta_copy import NoSkeleton, Source, skeleton_of
 
 SIZE = 8
 

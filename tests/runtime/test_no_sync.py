@@ -10,7 +10,7 @@ import zoo
 import autopart
 from autopart.errors import UsageError
 from autopart.ir.mesh import Mesh
-from autopart.runtime.state import gradients, reducing, unsummed
+from autopart.runtime.gradients import no_sync, reducer, step_reduction
 
 TIMEOUT_S = 150.0
 SIZES = {"hidden": 32, "heads": 4, "vocab": 32, "rows": 4, "seq": 8}
@@ -43,7 +43,7 @@ class Counter:
 
     def __init__(self, monkeypatch):
         self.sums = 0
-        for module, name in ((gradients, "_sum_bucket"), (reducing.SumBucket, "_sum")):
+        for module, name in ((step_reduction, "_sum_bucket"), (reducer.SumBucket, "_sum")):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
 
     def counted(self, function):
@@ -251,5 +251,5 @@ def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
 
 def without_begin(mesh):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unsummed.Unsummed, "_counts_here", lambda self, name: True)
+        patch.setattr(no_sync.Unsummed, "_counts_here", lambda self, name: True)
         accumulated(mesh)

@@ -18,12 +18,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import autopart
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.runtime.comm.stage_ranks import stages_at
-from autopart.runtime.loop import norms
-from autopart.runtime.state.state import shard_parameters
+from autopart.runtime.shards.shard_state import shard_parameters
+from autopart.runtime.training import gradient_norms
 from autopart.tracing.trace import bind_call
 
 TIMEOUT_S = 180.0
@@ -66,24 +66,26 @@ def with_grad(module: nn.Module) -> list[Tensor]:
 def test_norms_of_parts_make_up_the_norm(norm_type):
     grads = [torch.randn(size, dtype=torch.float64) for size in (3, 40, 0, 7)]
     parts = [grads[:1], [], grads[1:]]
-    found = norms.norm_of([norms.local_norm(part, norm_type).item() for part in parts], norm_type)
+    found = gradient_norms.norm_of([gradient_norms.local_norm(part, norm_type).item() for part in parts], norm_type)
     close(found, torch.linalg.vector_norm(torch.cat(grads), norm_type).item())
 
 
 def test_a_norm_that_is_not_finite_stays_so():
-    assert math.isnan(norms.norm_of([1.0, math.nan, math.inf]))
-    assert norms.norm_of([1.0, math.inf]) == math.inf and norms.norm_of([]) == 0.0
-    assert math.isnan(norms.norm_of([math.nan, 1.0], math.inf))
-    assert norms.norm_of([3e200, 4e200], 3.0) < math.inf  # 3e200 to the third power is not a float
+    assert math.isnan(gradient_norms.norm_of([1.0, math.nan, math.inf]))
+    assert gradient_norms.norm_of([1.0, math.inf]) == math.inf and gradient_norms.norm_of([]) == 0.0
+    assert math.isnan(gradient_norms.norm_of([math.nan, 1.0], math.inf))
+    assert gradient_norms.norm_of([3e200, 4e200], 3.0) < math.inf  # 3e200 to the third power is not a float
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float16, torch.float32), (torch.complex64,)])
 def test_a_norm_has_the_dtype_that_torch_gives(dtypes):
     grads = [torch.randn(9).to(dtype) for dtype in dtypes]
     expected = get_total_norm(grads)
-    assert norms.norm_dtype(grad.dtype for grad in grads) == expected.dtype
+    assert gradient_norms.norm_dtype(grad.dtype for grad in grads) == expected.dtype
     exact = torch.cat([grad.flatten().abs().double() for grad in grads]).norm()
-    torch.testing.assert_close(norms.local_norm(grads), exact, rtol=1e-6, atol=0.0)  # halves are not summed as halves
+    torch.testing.assert_close(
+        gradient_norms.local_norm(grads), exact, rtol=1e-6, atol=0.0
+    )  # halves are not summed as halves
 
 
 @pytest.mark.few
@@ -112,7 +114,7 @@ def test_norms_in_lockstep_are_one_devices(mesh, zero, schedule):
         for parameter in ranks[rank].values():
             parameter.grad = parameter.detach()
     for norm_type in NORM_TYPES:
-        found = norms.grad_norm_lockstep(ranks, program, norm_type, stage_style)
+        found = gradient_norms.grad_norm_lockstep(ranks, program, norm_type, stage_style)
         close(found, get_total_norm(with_grad(model), norm_type))
 
 
@@ -284,7 +286,7 @@ def test_lists_that_do_not_fit_are_refused_on_every_rank():
 
 
 def test_torchs_functions_keep_their_signatures_and_their_answers():
-    norms.recognise_in_torch()
+    gradient_norms.recognise_in_torch()
     assert list(inspect.signature(clip_grad_norm_).parameters)[:3] == ["parameters", "max_norm", "norm_type"]
     assert list(inspect.signature(get_total_norm).parameters)[:2] == ["tensors", "norm_type"]
     with pytest.warns(UserWarning, match="empty generator"):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autopart.errors import CheckpointError
-from autopart.runtime.saving.shard_tensor import ShardTensor
+from autopart.runtime.checkpoint.saved_shard import ShardTensor
 
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
-from autopart.runtime.loop import optimizers
+from autopart.runtime.training import optimizer_checks
 
 TIMEOUT_S = 120.0
 CPU = torch.device("cpu")
@@ -81,18 +81,20 @@ class Adaptive(Signs):
 
 
 def test_optimizers_of_single_tensors_are_told_from_others():
-    for name in optimizers.ELEMENTWISE:
+    for name in optimizer_checks.ELEMENTWISE:
         if name != "SparseAdam":  # which takes sparse gradients alone
             optimizer = getattr(torch.optim, name)(one(), lr=0.1)
-            assert optimizers.is_separable(optimizer, CPU) is True, name
-            assert optimizers._known_elementwise(optimizer)
+            assert optimizer_checks.is_separable(optimizer, CPU) is True, name
+            assert optimizer_checks._known_elementwise(optimizer)
     for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
-        assert optimizers.is_separable(kind(one(), lr=0.1), CPU) is True, kind
-    assert optimizers.is_separable(Adaptive(one(), lr=0.1), CPU) is False
-    assert optimizers.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
-    assert optimizers.is_separable(Sealed(one()), CPU) is None
-    assert optimizers.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
-    assert optimizers._known_elementwise(Mine(one())) and not optimizers._known_elementwise(Signs(one(), 0.1))
+        assert optimizer_checks.is_separable(kind(one(), lr=0.1), CPU) is True, kind
+    assert optimizer_checks.is_separable(Adaptive(one(), lr=0.1), CPU) is False
+    assert optimizer_checks.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
+    assert optimizer_checks.is_separable(Sealed(one()), CPU) is None
+    assert optimizer_checks.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
+    assert optimizer_checks._known_elementwise(Mine(one())) and not optimizer_checks._known_elementwise(
+        Signs(one(), 0.1)
+    )
 
 
 def test_trying_an_optimizer_draws_no_number():
@@ -103,7 +105,7 @@ def test_trying_an_optimizer_draws_no_number():
                     parameter.data.add_(torch.randn_like(parameter))
 
     before = torch.get_rng_state()
-    assert optimizers.is_separable(Noisy(one(), 0.1), CPU) is False
+    assert optimizer_checks.is_separable(Noisy(one(), 0.1), CPU) is False
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -111,7 +113,7 @@ def test_every_optimizer_of_torch_is_judged():
     """A new one has to be looked at."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     names = {kind.__name__ for kind in kinds if issubclass(kind, torch.optim.Optimizer)} - {"Optimizer"}
-    assert names == {*optimizers.ELEMENTWISE, "Muon", "Adafactor", "LBFGS"}
+    assert names == {*optimizer_checks.ELEMENTWISE, "Muon", "Adafactor", "LBFGS"}
 
 
 # --- on processes ----------------------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class Halves(torch.optim.Optimizer):
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:
-        assert (optimizers.__file__ in files()) is self.on_shards
+        assert (optimizer_checks.__file__ in files()) is self.on_shards
         with torch.no_grad():
             self.param_groups[0]["params"][0].mul_(0.5)
 
@@ -227,10 +229,10 @@ def files() -> set[str]:
 def test_hooks_run_outside_of_local_values_of_an_optimizer_that_was_made_before():
     parameter = nn.Parameter(torch.ones(2))
     optimizer, hooks = Halves([parameter]), []
-    optimizer.register_step_pre_hook(lambda *_: hooks.append(optimizers.__file__ in files()))
-    optimizer.register_step_post_hook(lambda *_: hooks.append(optimizers.__file__ in files()))
+    optimizer.register_step_pre_hook(lambda *_: hooks.append(optimizer_checks.__file__ in files()))
+    optimizer.register_step_post_hook(lambda *_: hooks.append(optimizer_checks.__file__ in files()))
     optimizer.step()
-    optimizers.step_on_shards(Halves)
+    optimizer_checks.step_on_shards(Halves)
     Halves.on_shards = True
     optimizer.step()
     Halves([parameter]).step()

@@ -15,20 +15,20 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.compiler import Compiler
 from autopart.errors import StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE, can_run, schedule_for
+from autopart.ir.run.schedules import SCHEDULES, SINGLE_STAGE, can_run, schedule_for
 from autopart.options import Options
-from autopart.passes.choose.batch import fit_rows
-from autopart.passes.choose.codec import decode
+from autopart.passes.choose.plan_codec import decode
+from autopart.passes.choose.solve.batch_axis import fit_rows
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Schedule
-from autopart.recipe import prepare
+from autopart.recipe.compiler import Compiler
+from autopart.recipe.make_plan import prepare
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.state.state import settled, shard_parameters
-from autopart.tracing.calls import MANY_CALLS, Recent, call_key
+from autopart.runtime.shards.shard_state import settled, shard_parameters
+from autopart.tracing.call_cache import MANY_CALLS, Recent, call_key
 from autopart.tracing.trace import bind_call, flatten_call
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5}
@@ -76,7 +76,7 @@ def test_any_number_of_rows_runs(schedule):
 
 def rows_of(rows, mesh, **schedule):
     """(microbatches, whether every rank of dp computes all rows) for a batch of so many rows."""
-    from autopart.recipe import prepare
+    from autopart.recipe.make_plan import prepare
 
     model, batch = zoo.skip_mlp(num_layers=2, rows=rows)
     found = fit_rows(prepare(model, batch), Mesh.parse(mesh), Schedule(**schedule))
@@ -144,8 +144,8 @@ def train_on(name, mesh, shapes):
     optimizers = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
     tensors = {name: id(p) for name, p in pm.named_parameters()}
     with (
-        mock.patch("autopart.recipe.trace", wraps=autopart.recipe.trace) as traces,
-        mock.patch("autopart.passes.choose.codec.fit_around", side_effect=AssertionError("solved again")),
+        mock.patch("autopart.recipe.make_plan.trace", wraps=autopart.recipe.make_plan.trace) as traces,
+        mock.patch("autopart.passes.choose.plan_codec.fit_around", side_effect=AssertionError("solved again")),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -214,7 +214,7 @@ def generate(mesh):
         expected = model(input_ids=ids, use_cache=False)
         with (
             torch.no_grad(),
-            mock.patch("autopart.passes.choose.codec.fit_around", side_effect=AssertionError("solved again")),
+            mock.patch("autopart.passes.choose.plan_codec.fit_around", side_effect=AssertionError("solved again")),
         ):
             found = pm(input_ids=ids)
         zoo.assert_close_outputs(found, expected)

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.runtime.state.local_batch import LocalBatch
+from autopart.runtime.batch.local_batch import LocalBatch
 
 TIMEOUT_S = 150.0
 

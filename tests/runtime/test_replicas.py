@@ -13,7 +13,7 @@ from torch import nn
 
 import autopart
 from autopart.errors import OptionError, ReplicaError
-from autopart.runtime.agree.replicas import is_due
+from autopart.runtime.consistency.replicas import is_due
 
 WIDTH = 8
 

@@ -12,19 +12,19 @@ import torch.distributed as td
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopart.compat import tree_flatten
-from autopart.compat_pipelines import schedule_class
+from autopart.compat.pipelining_internals import schedule_class
+from autopart.compat.torch_internals import tree_flatten
 from autopart.errors import RuntimeSetupError, StageError, TraceError
 from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
-from autopart.ir.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
+from autopart.ir.run.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of, stages_at
+from autopart.runtime.gradients.step_reduction import SummedTogether, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.state.gradients import SummedTogether, axis_buckets, sync_gradients_lockstep
-from autopart.runtime.state.state import join, shard_parameters
+from autopart.runtime.shards.shard_state import join, shard_parameters
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
 OPS = torch.ops.autopart

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import UsageError
-from autopart.runtime.shards.sharded_tensor import ShardedParameter, ShardedTensor
-from autopart.runtime.shards.tensor_functions import REFUSED
+from autopart.runtime.sharded_tensor.sharded_tensor import ShardedParameter, ShardedTensor
+from autopart.runtime.sharded_tensor.tensor_functions import REFUSED
 
 TIMEOUT_S = 240.0
 MESHES = [("tp2", 0), ("pp2", 0), ("dp2", 3)]

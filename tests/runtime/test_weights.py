@@ -37,15 +37,15 @@ from transformers import (
 )
 
 import autopart
-from autopart.cli import main
+from autopart.cli.main import main
 from autopart.errors import AutopartError, CheckpointError, OptionError
 from autopart.ir.layout import section_sizes
-from autopart.ir.pieces import Cut, boxes, spans_of
-from autopart.runtime.shards.sharded_tensor import ShardedTensor
-from autopart.runtime.state import constructed
-from autopart.runtime.state.constructed import Constructor, constructor_of, held_tensors
-from autopart.runtime.state.safetensors_files import Files
-from autopart.runtime.state.unread import CannotFollow, Unread
+from autopart.ir.sharding import Cut, boxes, spans_of
+from autopart.runtime.sharded_tensor.sharded_tensor import ShardedTensor
+from autopart.runtime.weights import deferred_init
+from autopart.runtime.weights.deferred_init import Constructor, constructor_of, held_tensors
+from autopart.runtime.weights.lazy_tensors import CannotFollow, Unread
+from autopart.runtime.weights.safetensors_files import Files
 
 ROWS, SEQ, VOCAB = 4, 8, 64
 SIZES = {
@@ -617,13 +617,13 @@ def test_a_constructor_gives_the_same_bits_with_one_tensor_in_memory(build: Call
 
 def test_a_constructor_has_few_parameters_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    use = constructed._OneAtATime._use
+    use = deferred_init._OneAtATime._use
 
     def watching(self: Any, keys: Any) -> None:
         use(self, keys)
         held.append(sum(t.parameter.untyped_storage().nbytes() for t in self._tracked.values()))
 
-    monkeypatch.setattr(constructed._OneAtATime, "_use", watching)
+    monkeypatch.setattr(deferred_init._OneAtATime, "_use", watching)
     build = constructor_of(real("llama").float())
     assert build is not None
     constructor = Constructor(build)

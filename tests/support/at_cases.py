@@ -25,9 +25,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from autopart.compiler import make_plan, prepare
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
+from autopart.recipe.compiler import make_plan, prepare
 from autopart.tracing.trace import bind_call
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed
 
 PRELOAD = ["torch", "torch.distributed.pipelining", "torch._dynamo", "scipy.optimize", "transformers.modeling_utils",
-           "autopart", "autopart.recipe"]  # fmt: skip
+           "autopart", "autopart.recipe.make_plan"]  # fmt: skip
 START_S = 120.0  # for workers to import torch on a busy machine
 CLOSE_S = 10.0  # for workers to leave the process group after a task
 GRACE_S = 5.0  # for the other ranks once one of them has failed

@@ -1,8 +1,8 @@
 """Random graphs over the rule tables, in random legal layouts, for property tests.
 
-`cases()` is a hypothesis strategy of `autopart.proof.subgraph.Subgraph`: a graph of operators on parameters and inputs,
-a mesh, and for every operator any strategy that its rule allows, not only what a solver would choose, so that every
-conversion is exercised. `str(case)` is text that can be pasted as a test.
+`cases()` is a hypothesis strategy of `autopart.proof.localize.subgraph.Subgraph`: a graph of operators on parameters
+and inputs, a mesh, and for every operator any strategy that its rule allows, not only what a solver would choose, so
+that every conversion is exercised. `str(case)` is text that can be pasted as a test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rule_samples import SAMPLES, Sample
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from autopart.compat import tree_flatten, tree_map
+from autopart.compat.torch_internals import tree_flatten, tree_map
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
@@ -35,14 +35,14 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.passes.choose.partition import crossing_bytes
-from autopart.passes.choose.pins import FREE, Pinned
+from autopart.passes.choose.solve.layout_pins import FREE, Pinned
+from autopart.passes.choose.stages.stage_partition import crossing_bytes
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.strategies import strategies
 from autopart.passes.normalize import NORMALIZE
-from autopart.passes.pipeline import run_passes
-from autopart.proof.subgraph import Subgraph
-from autopart.proof.subject import Arrangement, Subject
+from autopart.passes.pass_pipeline import run_passes
+from autopart.proof.comparison import Arrangement, Subject
+from autopart.proof.localize.subgraph import Subgraph
 from autopart.tracing.trace import Call, Trace
 
 aten = torch.ops.aten

@@ -12,14 +12,14 @@ from typing import Any
 from zoo import skip_mlp
 
 import autopart
-from autopart.cost import hardware
-from autopart.cost.hardware import Hardware
+from autopart.cost.hardware import profile
+from autopart.cost.hardware.profile import Hardware
 
 FILE = Path(tempfile.gettempdir()) / f"autopart-{os.getpid()}.json"
-A100 = json.loads((Path(hardware.__file__).parent / "profiles" / "a100-80gb-sxm.json").read_text())
+A100 = json.loads((Path(profile.__file__).parent / "profiles" / "a100-80gb-sxm.json").read_text())
 WHERE = (
     f'\n  where  {FILE}\n  try    "name": {{"value": 1.0, "unit": "s", "source": "measured"}} for each, as in '
-    "autopart/cost/profiles"
+    "autopart/cost/hardware/profiles"
 )
 
 

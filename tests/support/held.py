@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
 
 import autopart
-from autopart.compat_shards import on_local_values
-from autopart.cost.count.footprint import walked
-from autopart.cost.count.peaks import stage_memory
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.cost.count.memory_peaks import stage_memory
+from autopart.cost.count.stage_footprint import walked
 from autopart.ir.facts import times
-from autopart.ir.masks import with_bands
+from autopart.ops.stage_masks import with_bands
 from autopart.runtime.executable import Executable
-from autopart.runtime.pipeline import StageModule
+from autopart.runtime.pipeline_stages import StageModule
 
 
 class Saved:

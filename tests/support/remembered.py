@@ -2,10 +2,10 @@
 one small model, and that takes longer than what they look at.
 
 In tests of traces and passes the zoo's models and those of transformers are remembered, in others all; on ranks, which
-trace and plan alike, plans too. Only `autopart.recipe` and its compiler remember, through which plans and programs
-go; `autopart.tracing.trace.trace` always traces. A model is the same if it pickles to the same bytes: its tensors by
-shapes and dtypes, buffers and inputs by values, code by its name and the numbers beside it, so one with a function or
-class that was made in another is traced. So is one whose trace has no bytes.
+trace and plan alike, plans too. Only `autopart.recipe.make_plan` and its compiler remember, through which plans and
+programs go; `autopart.tracing.trace.trace` always traces. A model is the same if it pickles to the same bytes: its
+tensors by shapes and dtypes, buffers and inputs by values, code by its name and the numbers beside it, so one with a
+function or class that was made in another is traced. So is one whose trace has no bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autopart import compiler, recipe
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
-from autopart.tracing.eager_semantics import ambient_autocast
-from autopart.tracing.skeleton import has_memory
+from autopart.recipe import compiler, make_plan
+from autopart.tracing.meta_copy import has_memory
+from autopart.tracing.python.eager_semantics import ambient_autocast
 from autopart.tracing.trace import Trace, flatten_call
 from autopart.tracing.with_loss import users_model, users_name
 
@@ -44,9 +44,9 @@ _OF_ONE_PROCESS = "autograd_function"
 """The namespace of operators that a trace makes."""
 _CODE = type, types.FunctionType, types.ModuleType
 _NO_BYTES = TypeError, AttributeError, RuntimeError, pickle.PicklingError
-_trace = recipe.trace
-_make_plan = recipe.make_plan
-_checked = recipe.with_gradients_checked
+_trace = make_plan.trace
+_make_plan = make_plan.make_plan
+_checked = make_plan.with_gradients_checked
 _DIGESTS = WeakKeyDictionary[fx.Graph, str]()
 """Of the graphs of traces that are remembered: which they are of."""
 _ALL = False
@@ -55,7 +55,7 @@ _ALL = False
 
 def remember() -> None:
     """From here on the traces of models that many tests have."""
-    recipe.trace, recipe.with_gradients_checked = _remembered, _checked_once
+    make_plan.trace, make_plan.with_gradients_checked = _remembered, _checked_once
 
 
 def remember_all(all_models: bool = True) -> None:

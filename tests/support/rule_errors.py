@@ -9,7 +9,7 @@ import torch
 from custom_ops import custom_model
 
 import autopart
-from autopart.passes.rules.registered import REGISTERED
+from autopart.passes.rules.registered_rules import REGISTERED
 
 MATMUL, SUMS = "autopart_test::scaled_mm", "autopart_test::running_sums"
 NOTATION = "autopart.rule('mylib::op', 'b s h, h o -> b s o', sum='h')"

@@ -10,7 +10,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.proof.verify import Verification, VerificationRun
-from autopart.recipe import make_plan
+from autopart.recipe.make_plan import make_plan
 from autopart.tracing.trace import bind_call
 
 

@@ -21,8 +21,8 @@ from traced import run_of, verified
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.passes.normalize import statistics
-from autopart.recipe import prepare
+from autopart.passes.normalize import batch_statistics
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 ROWS, SIZE = 8, 8
@@ -317,8 +317,8 @@ def test_training_over_four_processes(name, mesh):
 
 def test_a_wrong_new_value_is_found(monkeypatch):
     """The variance of running statistics is the unbiased one."""
-    right = statistics._Formula._moved
-    monkeypatch.setattr(statistics._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
+    right = batch_statistics._Formula._moved
+    monkeypatch.setattr(batch_statistics._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
     found = autopart.verify(build("batch norm"), "dp2", example_kwargs=batch("batch norm"))
     assert not found.ok
     assert found.errors["buffer norm1.running_var"] > 1e-4
@@ -327,7 +327,7 @@ def test_a_wrong_new_value_is_found(monkeypatch):
 
 def test_a_buffer_that_the_trace_misses_is_found(monkeypatch):
     monkeypatch.setattr(autopart.tracing.trace, "traceable", lambda *given: nullcontext())
-    monkeypatch.setattr(autopart.tracing.exported, "_writes", lambda node: False)
+    monkeypatch.setattr(autopart.tracing.exported_graph, "_writes", lambda node: False)
     found = autopart.verify(build("instance norm").eval().requires_grad_(), "dp2", example_kwargs=batch("batch norm"))
     assert found.ok, str(found)
     model = build("instance norm")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.compat import has_values
+from autopart.compat.torch_internals import has_values
 from autopart.errors import TraceError
-from autopart.tracing.caches import places_of
+from autopart.tracing.python.hidden_tensors import places_of
 
 TABLE: dict[Any, Any] = {}
 ORDERED: OrderedDict[Any, Any] = OrderedDict()

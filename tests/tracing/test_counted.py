@@ -16,7 +16,7 @@ import autopart
 from autopart.errors import OptionError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.selection import is_selection
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 ROWS, TOKENS, SIZE, EXPERTS = 4, 6, 16, 4

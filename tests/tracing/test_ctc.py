@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.ir.graph import operator_name
-from autopart.tracing.written_out import WRITTEN_OUT
+from autopart.tracing.autograd.decompositions import WRITTEN_OUT
 
 TIME, ROWS, CLASSES = 6, 4, 8
 TARGETS = torch.tensor([[1, 2, 3], [4, 4, 0], [5, 0, 0], [1, 1, 1]])

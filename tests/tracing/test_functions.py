@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import StageError, TraceError
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.registered import REGISTERED
+from autopart.passes.rules.registered_rules import REGISTERED
 
 SIZE = 8
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 ACTIVATIONS = {

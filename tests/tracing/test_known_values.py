@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import TraceError
 from autopart.ir.graph import operator_name
-from autopart.recipe import prepare
+from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace import bind_call
 
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autopart
-from autopart.compat import Tracing
+from autopart.compat.torch_internals import Tracing
 from autopart.errors import TraceError
 from autopart.plans.plan import Plan
-from autopart.recipe import prepare
-from autopart.tracing import eager_semantics, lost_gradients
-from autopart.tracing.eager_semantics import EagerSemantics
-from autopart.tracing.entry import Entry
-from autopart.tracing.lost_gradients import with_gradients_checked
+from autopart.recipe.make_plan import prepare
+from autopart.tracing import gradient_check
+from autopart.tracing.call_signature import Entry
+from autopart.tracing.gradient_check import with_gradients_checked
+from autopart.tracing.python import eager_semantics
+from autopart.tracing.python.eager_semantics import EagerSemantics
 from autopart.tracing.trace import bind_call, trace
 
 SIZE = 8
@@ -261,7 +262,7 @@ def test_a_plan_says_where_nothing_could_be_compared(monkeypatch: pytest.MonkeyP
     def fails(*given: Any) -> Any:
         raise RuntimeError("no values here\nand more")
 
-    monkeypatch.setattr(lost_gradients, "_call", fails)
+    monkeypatch.setattr(gradient_check, "_call", fails)
     notes = checked(Partly().double(), batch())
     assert "its gradients were not compared with the model's (RuntimeError: no values here)" in notes
 

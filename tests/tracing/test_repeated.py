@@ -14,9 +14,9 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
-from autopart.passes.pipeline import run_passes
-from autopart.tracing import repeated
+from autopart.passes.pass_pipeline import run_passes
 from autopart.tracing import trace as tracing
+from autopart.tracing.blocks import repeated_blocks
 from autopart.tracing.trace import Trace, bind_call, trace
 
 LAYERS = 4
@@ -28,15 +28,15 @@ ROWS, SEQ = 8, 12
 def full_trace(model: nn.Module, batch: dict[str, Any]) -> Trace:
     """A trace in which every block is traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated, "_alike", lambda model: iter(()))
+        patch.setattr(repeated_blocks, "_alike", lambda model: iter(()))
         return trace(model, bind_call(model, (), batch))
 
 
-def trace_with_repeats(model: nn.Module, batch: dict[str, Any]) -> tuple[Trace, "repeated.Repeats | None"]:
+def trace_with_repeats(model: nn.Module, batch: dict[str, Any]) -> tuple[Trace, "repeated_blocks.Repeats | None"]:
     """A trace, and what was found to repeat in it (None where it had to be made again in full)."""
     found: list[Any] = []
 
-    class Noted(repeated.Repeats):
+    class Noted(repeated_blocks.Repeats):
         def expand(self, graph):
             super().expand(graph)
             found.append(self)
@@ -478,7 +478,7 @@ def test_a_fault_in_the_repeats_is_told_and_costs_only_time(monkeypatch):
 
     model, batch = zoo.gpt2(num_layers=LAYERS)
     whole = full_trace(model, batch)
-    monkeypatch.setattr(repeated.Repeats, "_expand", broken)
+    monkeypatch.setattr(repeated_blocks.Repeats, "_expand", broken)
     with pytest.warns(UserWarning, match=r"GPT2LMHeadModel that repeat .* longer: ZeroDivisionError: planted"):
         traced = trace(model, bind_call(model, (), batch))
     assert [str(node) for node in traced.graph.nodes] == [str(node) for node in whole.graph.nodes]

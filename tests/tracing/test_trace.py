@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from zoo import gpt2
 
 import autopart
-from autopart import compat_tracing
+from autopart.compat import export_internals
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, module_path, operator_name, source_line
-from autopart.recipe import prepare
-from autopart.tracing import entry
+from autopart.recipe.make_plan import prepare
+from autopart.tracing import call_signature
 from autopart.tracing.trace import Trace, bind_call, trace
 
 ROWS, SIZE = 4, 8
@@ -279,17 +279,17 @@ def test_source_lines_and_module_paths_are_kept():
 
 def test_lines_are_looked_up_no_further_out_than_the_models_call(monkeypatch):
     """Who calls autopart is no concern of an operator's: only what torch asks outside of the call sees all frames."""
-    outermost, summary = [], compat_tracing._Stack.summary
+    outermost, summary = [], export_internals._Stack.summary
 
     def seen(stack):
         frames = summary(stack)
         outermost.append((frames[0].filename, frames[0].name))
         return frames
 
-    monkeypatch.setattr(compat_tracing._Stack, "summary", seen)
+    monkeypatch.setattr(export_internals._Stack, "summary", seen)
     model = Block()
     called = [n for n in trace(model, bind_call(model, (X,), {})).graph.nodes if n.op == "call_function"]
-    assert outermost.count((entry.__file__, "forward")) >= len(called) >= 3
+    assert outermost.count((call_signature.__file__, "forward")) >= len(called) >= 3
 
 
 def test_a_pass_that_adds_operators_keeps_where_they_come_from():

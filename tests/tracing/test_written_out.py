@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
-from autopart.tracing.written_out import WRITTEN_OUT
+from autopart.tracing.autograd.decompositions import WRITTEN_OUT
 
 GAUSSIAN = {
     "as large": ((4, 8), {}),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import TraceError
 from autopart.runtime import lockstep
-from autopart.runtime.state import weight_changes
+from autopart.runtime.graphs import apply_weight_updates
 
 WIDTH = 8
 
@@ -256,7 +256,7 @@ def test_a_part_of_a_table_that_is_not_seen_is_found(columns, monkeypatch):
     if columns:
         monkeypatch.setattr(lockstep, "_summed", lambda mesh, axis, values: values)
     else:
-        monkeypatch.setattr(weight_changes, "part_of", lambda rows, cuts: rows[: len(rows) // 2])
+        monkeypatch.setattr(apply_weight_updates, "part_of", lambda rows, cuts: rows[: len(rows) // 2])
     pins = {"words.weight": {"tp": "S(1)" if columns else "S(0)"}}
     assert not autopart.verify(Table(), "tp2", example_args=ids(), pins=pins).ok
 

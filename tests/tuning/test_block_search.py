@@ -12,8 +12,8 @@ import zoo
 from test_formula import gpt
 
 import autopart
-from autopart.cost.methods import Found, Method, solve
-from autopart.cost.per_block import BlockChoice, BlockProblem, Blocks
+from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem, Blocks
+from autopart.cost.block_search.search_methods import Found, Method, solve
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.tuning.block_search import blocks_of, completed

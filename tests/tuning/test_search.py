@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from test_formula import gpt
 
 import autopart
-from autopart.cli import main
-from autopart.cost import hardware
-from autopart.cost.table import Setting, predict
+from autopart.cli.main import main
+from autopart.cost.hardware import profile
+from autopart.cost.predict.table import Setting, predict
 from autopart.errors import InputError, MemoryLimitError, OptionError
 from autopart.tuning.alternatives import reasons, why_others_lose
 from autopart.tuning.search import LayoutKind, space_of
@@ -78,7 +78,7 @@ def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
 def test_any_model_can_be_searched(name, tmp_path):
     """Few places to cut, or blocks of two kinds; with a profile of one's own."""
     model, batch = zoo.ZOO[name]()
-    data = json.loads((Path(hardware.__file__).parent / "profiles" / "h100-80gb-sxm.json").read_text())
+    data = json.loads((Path(profile.__file__).parent / "profiles" / "h100-80gb-sxm.json").read_text())
     (tmp_path / "own.json").write_text(json.dumps(data | {"name": "own"}))
     (plan,) = autopart.search(model, 4, hardware=str(tmp_path / "own.json"), example_kwargs=batch, count=1)
     assert plan.hardware == "own" and plan.cost.at().step_time_s > 0

@@ -1,0 +1,97 @@
+"""What commands print: words for people, or one JSON object; errors as their text, once for all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import click
+
+from autopart.common import progress
+from autopart.errors import AutopartError
+
+Command = Callable[..., Any]
+
+WIDTH = 80
+"""Columns of help and of errors."""
+
+LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
+"""How lines begin that go on under their text, not under their label."""
+
+MISTAKE = 2
+"""The exit code where what was asked cannot be."""
+
+OTHER_RANKS_WAIT_S = 10.0
+"""How long the others leave an error to the first rank, which mostly meets the same one."""
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
+
+
+def tell(as_json: bool, data: Mapping[str, Any], text: str, ok: bool = True) -> None:
+    """The result of a command on standard output: as one JSON object, or in words. Where it is not `ok` the command
+    ends here, with status 1."""
+    click.echo(json.dumps(data) if as_json else text)
+    if not ok:
+        raise click.exceptions.Exit(1)
+
+
+def note(text: str) -> None:
+    """Words beside the result, on standard error; of the first rank alone."""
+    if rank() == 0:
+        click.echo(wrapped(text), err=True)
+
+
+def rank() -> int:
+    """The rank of this process as torchrun, or whatever else started it, says it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def wrapped(text: str, width: int = WIDTH) -> str:
+    """Lines of at most `width` columns; what goes on stands under the text that it belongs to.
+
+    >>> print(wrapped("a mesh\\n  why    it has 3 devices, and 4 are needed", 30))
+    a mesh
+      why    it has 3 devices, and
+             4 are needed
+    """
+    return "\n".join(line if len(line) <= width else _wrapped_line(line, width) for line in text.splitlines())
+
+
+def _wrapped_line(line: str, width: int) -> str:
+    spaces = len(line) - len(line.lstrip())
+    is_labelled = line.startswith(LABELS)
+    indent = " " * (9 if is_labelled else spaces + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def told(command: Command) -> Command:
+    """A command whose long work shows what it does, and whose errors are printed as their text, with exit code 2.
+
+    Of several ranks the first prints. Another one prints where it is still there some seconds later: then it is alone
+    with its error, or nobody ends the processes that are left.
+    """
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with progress.shown(note):
+                return command(*args, **kwargs)
+        except AutopartError as error:
+            _tell_error(error, bool(kwargs.get("as_json")))
+            raise click.exceptions.Exit(MISTAKE) from None
+
+    return run
+
+
+def _tell_error(error: AutopartError, as_json: bool) -> None:
+    number = rank()
+    if number != 0:
+        time.sleep(OTHER_RANKS_WAIT_S)  # torchrun ends this process as soon as the first rank has ended
+    elif as_json:
+        click.echo(json.dumps({"error": str(error), "kind": type(error).__name__}))
+    click.echo(wrapped(str(error) if number == 0 else f"rank {number}: {error}"), err=True)

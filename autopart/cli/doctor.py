@@ -1,0 +1,201 @@
+"""What autopart makes of a model, on one page: whether it is traced, and on each mesh what is divided, what runs whole
+and why, or what is refused. A page to paste into an issue."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopart
+from autopart.cli.console import wrapped
+from autopart.cost.flops import matrix_work
+from autopart.errors import AutopartError, InputError
+from autopart.ir.graph import active_operators
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.passes.choose.explain.unsharded_operators import divided
+from autopart.passes.choose.plan_codec import decode
+from autopart.plans.headlines import quantity, whole_rows, whole_text
+from autopart.recipe.make_plan import make_plan, prepare
+from autopart.tracing.trace import Trace, WithLoss, bind_call, flatten_call
+
+MESHES = ("tp2", "dp2", "pp2")
+"""What is tried where no mesh is named."""
+
+MOST_WHOLE, MOST_NOTES = 4, 2
+"""How many kinds of operators that run whole, and how many notes, a mesh gets lines for."""
+
+NEGLIGIBLE = 0.005
+"""A share of the matrix work that gets no words."""
+
+GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
+"""What is said of a rule to try."""
+
+
+def versions() -> dict[str, str]:
+    """What the page is of."""
+    return {"autopart": autopart.__version__, "torch": torch.__version__, "Python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a model on a mesh.
+
+    `refused`: the error, with why, where and what to try; "" where there is a plan, and then the rest is of the plan.
+    `divided`: {axis: the share of the matrix work that it divides}. `heaviest_stage`: its share of the FLOPs.
+    `whole`: kinds of operators that every rank runs whole, the largest first, with their share of the matrix work.
+    `change`: what would help the largest of them that something helps.
+    """
+
+    mesh: str
+    refused: str = ""
+    divided: Mapping[str, float] = field(default_factory=dict)
+    num_stages: int = 1
+    heaviest_stage: float = 1.0
+    whole: Sequence[Mapping[str, Any]] = ()
+    change: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.refused:
+            yield f"{self.mesh} is refused: {self.refused}"
+            return
+        shares = [f"{axis} divides {100 * share:.3g} %" for axis, share in self.divided.items()]
+        counted = "" if all(row["share"] for row in self.whole) else " that is counted"
+        parts = [f"{' and '.join(shares)} of the matrix work{counted}"] if shares else []
+        if self.num_stages > 1:
+            parts.append(f"the heaviest of {self.num_stages} stages has {100 * self.heaviest_stage:.3g} % of the work")
+        number = sum(row["count"] for row in self.whole)
+        if number:
+            parts.append(f"{number} operator{'s run' if number > 1 else ' runs'} whole")
+        yield f"{self.mesh} works: {', '.join(parts) or 'there is no matrix work'}"
+        yield from (f"  whole  {whole_text(row)}" for row in self.whole[:MOST_WHOLE])
+        rest = self.whole[MOST_WHOLE:]
+        if rest:
+            yield f"  whole  {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
+        if self.change:
+            yield f"  try    {self.change}{GUESSED * self.change.startswith('autopart.rule')}"
+        yield from _note_lines(self.notes)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found. Print it.
+
+    `refused`: the error where the model cannot be traced; then no mesh was tried. `num_operators`, `matrix_flops`: what
+    was traced, of the forward of the global batch. `ok`: nothing was refused.
+    """
+
+    model: str
+    num_parameters: int
+    mode: str
+    inputs: Mapping[str, str]
+    refused: str = ""
+    num_operators: int = 0
+    matrix_flops: int = 0
+    notes: tuple[str, ...] = ()
+    meshes: tuple[Outcome, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+    @property
+    def ok(self) -> bool:
+        return not self.refused and not any(outcome.refused for outcome in self.meshes)
+
+    def as_data(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        head = [f"{self.model}: {self.num_parameters:,} parameters, in {self.mode} mode"]
+        head.append(f"inputs: {', '.join(f'{name} {text}' for name, text in self.inputs.items())}")
+        if self.refused:
+            verdict = [f"it is refused: {self.refused}"]
+        else:
+            operators = f"{self.num_operators} operator{'s' * (self.num_operators != 1)}"
+            verdict = [f"it is traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} of matrix work"]
+            verdict += _note_lines(self.notes)
+        last = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = ["\n".join(head), "\n".join(verdict), "\n".join(map(str, self.meshes)), last]
+        return wrapped("\n\n".join(part for part in parts if part))
+
+
+def doctor(
+    model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
+) -> Diagnosis:  # fmt: skip
+    """What autopart makes of a model: whether it is traced, what is divided, what runs whole and why, what is refused.
+
+    Nothing is run: `verify` proves what this page says works.
+
+    Args:
+        model, example_args, example_kwargs: as `plan`.
+        mesh: axes and their sizes, as `plan`; without it `tp2`, `dp2` and `pp2` are tried, each alone.
+        loss_fn, target: for a model that returns no loss, as `verify`.
+    Raises InputError where the example does not fit the model; what the model itself meets is in the page.
+
+    Example:
+        >>> print(autopart.doctor(model, example_kwargs=batch))    # doctest: +SKIP
+    """
+    if not example_args and example_kwargs is None:
+        raise InputError("doctor() needs an example call", why="the model is traced on it",
+                         hint="doctor(model, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
+    tried = [Mesh.parse(one) for one in (MESHES if mesh is None else (mesh,))]
+    arguments = bind_call(model, example_args, example_kwargs or {})
+    call = flatten_call(arguments)
+    inputs = {name: _text(tensor) for name, tensor in zip(call.names, call.tensors, strict=True)}
+    number = sum(parameter.numel() for parameter in model.parameters())
+    page = (type(model).__name__, number, "train" if model.training else "eval", inputs)
+    if loss_fn is not None:
+        model, arguments = WithLoss(model, loss_fn).train(model.training), {"target": target, "call": arguments}
+    try:
+        trace = prepare(model, arguments)
+    except AutopartError as error:
+        return Diagnosis(*page, refused=str(error))
+    operators = active_operators(trace.graph)
+    flops = sum(map(matrix_work, operators))
+    outcomes = tuple(_outcome(model, trace, flops, one) for one in tried)
+    return Diagnosis(*page, "", len(operators), flops, trace.notes, outcomes)
+
+
+def _outcome(model: nn.Module, trace: Trace, flops: int, mesh: Mesh) -> Outcome:
+    try:
+        plan = make_plan(model, trace, mesh, Options())
+    except AutopartError as error:
+        return Outcome(str(mesh), str(error))
+    loads = [stage["flops"] for stage in plan.stages]
+    rows = whole_rows(plan, flops)
+    shares = divided(trace, decode(trace, plan, mesh))
+    notes = [note for note in plan.notes if note not in trace.notes]
+    listed = sum(row["share"] for row in rows)
+    for axis in mesh.along("rows"):
+        rest = 1 - listed - shares.get(axis, 1.0)
+        if rest >= NEGLIGIBLE:
+            notes.insert(0, f"{100 * rest:.3g} % of the matrix work is not over rows that {axis} can cut: it is of "
+                         "weights alone, or takes all rows")  # fmt: skip
+    return Outcome(
+        str(mesh),
+        divided={axis: round(share, 6) for axis, share in shares.items()},
+        num_stages=len(loads),
+        heaviest_stage=round(max(loads) / (sum(loads) or 1), 6),
+        whole=rows,
+        change=next((row["try"] for row in rows if "try" in row), ""),
+        notes=tuple(notes),
+    )
+
+
+def _note_lines(notes: Sequence[str]) -> Iterator[str]:
+    yield from (f"  note   {note}" for note in notes[:MOST_NOTES])
+    if len(notes) > MOST_NOTES:
+        yield f"  note   {len(notes) - MOST_NOTES} more: see autopart explain"
+
+
+def _text(tensor: Tensor) -> str:
+    """`float32[8,16]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")

@@ -1,0 +1,355 @@
+"""The command line, also `python -m autopart`.
+
+A model is named `--model package.module:callable` or `--hf-config gpt2`. Exit codes: 0 done, 1 a difference was found
+(`verify`, `diff`), or something is missing or refused (`doctor`), 2 a mistake in what was asked, reported without a
+traceback. Each command imports what it needs: help, and what only reads plans, do without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopart import __version__
+from autopart.cli.console import JSON, WIDTH, rank, tell, told
+from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, Asked, facts, shared, training_of
+from autopart.common.files import check_place
+from autopart.common.progress import phase
+from autopart.errors import OptionError, PlanError
+from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
+from autopart.plans.headlines import headlines
+from autopart.plans.plan import WRITABLE, Plan, schema
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH})
+@click.version_option(__version__, prog_name="autopart")
+def main() -> None:
+    """Partition an unmodified PyTorch model over a device mesh."""
+
+
+def _print_schema(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(json.dumps(schema(), indent=2))
+        context.exit()
+
+
+@main.command()
+@MODEL
+@META
+@MESH
+@shared(PlanOptions)
+@click.option("--output", "-o", metavar="PATH", help="Where to write the plan.  [default: standard output]")
+@click.option(
+    "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+    help="Print the JSON Schema of plans.",
+)  # fmt: skip
+@JSON
+@told
+def plan(output: str | None, as_json: bool, **options: Any) -> None:
+    """Choose how a model is laid out on a mesh: no devices and no process group are needed.
+
+    \b
+    Example:
+      autopart plan --hf-config llama-8b --mesh pp4,tp8 -o plan.json
+    """
+    if output is not None:
+        check_place(Path(output), PlanError, WRITABLE)
+    new_plan = Asked(options).plan()
+    if output is None:
+        click.echo(new_plan.to_json(), nl=False)
+        return
+    new_plan.save(output)
+    wrote = f"wrote {output}: {new_plan.model['class']} on {new_plan.mesh_object()}; autopart explain {output}"
+    tell(as_json, {"wrote": output, **facts(new_plan)}, "\n".join([wrote, *headlines(new_plan)]))
+
+
+@main.command()
+@click.argument("path", required=False, metavar="[PLAN.JSON]")
+@MODEL
+@META
+@MESH
+@shared(PlanOptions)
+@JSON
+@told
+def explain(path: str | None, as_json: bool, **options: Any) -> None:
+    """Print a plan as one table: stages, blocks, layouts, FLOPs, collectives, bytes; then balance and cost.
+
+    \b
+    Example:
+      autopart explain plan.json
+      autopart explain --hf-config gpt2 --mesh tp2
+    """
+    if path is not None and (options["model"] or options["hf_config"]):
+        raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
+    shown_plan = Plan.load(path) if path is not None else Asked(options).plan()
+    tell(as_json, facts(shown_plan), shown_plan.explain().rstrip("\n"))
+
+
+@main.command()
+@MODEL
+@META
+@click.option("--devices", type=click.IntRange(1), required=True, help="How many there are.")
+@shared(SearchOptions)
+@click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="How many plans to make.")
+@click.option("--dp-sync", multiple=True, metavar="METHOD", help="A method of data parallelism that may be used, as "
+              "plan takes it: powersgd:4, local:16. Again for more.")  # fmt: skip
+@click.option("--output", "-o", metavar="PATH", help="Where to write the best plan.")
+@JSON
+@told
+def search(
+    devices: int, count: int, dp_sync: tuple[str, ...], output: str | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Find the best mesh, schedule, microbatches, recomputation and storage for a number of devices.
+
+    \b
+    Example:
+      autopart search --hf-config llama-8b --batch 512 --devices 64 -o plan.json
+    """
+    if output is not None:
+        check_place(Path(output), PlanError, WRITABLE)
+    asked = Asked(options)
+    planning = asked.planning(SearchOptions)
+    source = asked.source(meta=options["model"] is None)
+    from autopart.tuning.search import search as search_plans
+
+    plans = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
+    lines = [plan.notes[-1].removeprefix("found by search: ") for plan in plans]
+    lines += ["", *(f"  {note}" for note in plans[0].notes[:-1])]
+    if output is not None:
+        plans[0].save(output)
+        lines += [f"wrote {output}; autopart explain {output}", *headlines(plans[0])]
+    data = {"plans": [facts(plan) for plan in plans], "wrote": output}
+    tell(as_json, data, "\n".join(lines))
+
+
+@main.command()
+@click.argument("path", metavar="PLAN.JSON")
+@click.option("--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="Where to write it.")
+@JSON
+@told
+def report(path: str, output: str, as_json: bool) -> None:
+    """Write a plan as one page of HTML: the predicted step, its timeline and memory, layouts, notes.
+
+    \b
+    Example:
+      autopart report plan.json -o plan.html
+    """
+    Plan.load(path).report(output)
+    tell(as_json, {"wrote": output}, f"wrote {output}")
+
+
+@main.command()
+@click.argument("path", metavar="PLAN.JSON")
+@JSON
+@told
+def simulate(path: str, as_json: bool) -> None:
+    """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
+
+    \b
+    Example:
+      autopart simulate plan.json
+    """
+    plan = Plan.load(path)
+    from autopart.cost.predict.simulate import simulate as simulate_plan
+
+    simulation = simulate_plan(plan)
+    tell(as_json, simulation.as_data(), str(simulation))
+
+
+@main.command()
+@click.argument("first", metavar="A.JSON")
+@click.argument("second", metavar="B.JSON")
+@JSON
+@told
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Compare what two plans mean: mesh, schedule, layouts, cuts, collectives, cost; exit code 1 if they differ.
+
+    \b
+    Example:
+      autopart diff yesterday.json today.json
+    """
+    difference = Plan.load(first).diff(Plan.load(second))
+    rows = [asdict(row) for row in difference.rows]
+    table = difference.table(first, second).rstrip("\n")
+    tell(as_json, {"same": not difference, "differences": rows}, table, ok=not difference)
+
+
+@main.command()
+@MODEL
+@MESH
+@shared(PlanOptions)
+@PLAN
+@click.option(
+    "--tolerance", default=TOLERANCE, show_default=True, help="The largest relative error that counts as equal."
+)
+@click.option(
+    "--meta/--no-meta",
+    default=None,
+    help="Weights without memory, random in the scaled copy.  [default: with values where there is room]",
+)
+@click.option(
+    "--scaled/--no-scaled",
+    default=None,
+    help="Verify a copy with two of every run of equal blocks, and smaller sizes if it has to be.  "
+    "[default: where the model does not fit]",
+)
+@TRAINING
+@click.option("--shrink", is_flag=True, help="Where they differ, also find the smallest part that is wrong alone.")
+@click.option(
+    "--rng", metavar=OPTIONS["rng"].form, default="exact", show_default=True,
+    help="fast: without dropout, for models whose random numbers cannot be repeated.",
+)  # fmt: skip
+@JSON
+@told
+def verify(
+    tolerance: float, shrink: bool, scaled: bool | None, rng: Any, as_json: bool, **options: Any
+) -> None:  # fmt: skip
+    """Run all ranks of the partitioned model in this process and compare with the model; exit code 1 if they differ.
+
+    With --steps whole training steps too: norm, clipping, optimizer and scaler. What is verified is chosen to fit the
+    free memory, and said before.
+
+    \b
+    Example:
+      autopart verify --model my_models:small_gpt --mesh dp2,pp2,tp2
+      autopart verify --hf-config llama-8b --mesh tp2 --steps 3 --max-norm 1.0
+    """
+    training = training_of(options)
+    asked = Asked({**options, "dtype": options["dtype"] or "float32"})
+    chosen, planning = asked.given_plan(), asked.planning()
+    mesh = asked.mesh(chosen)
+    is_config = options["model"] is None
+    source = asked.source(meta=is_config, short=True)
+    from autopart.api import plan as make_plan
+    from autopart.proof.verify import has_room
+    from autopart.proof.verify import verify as verify_model
+
+    if chosen is None:
+        phase("planning")
+        chosen = make_plan(source.model, mesh, example_kwargs=source.example, **planning)
+    if is_config and options["meta"] is None and not scaled and has_room(source, mesh, training, scaled):
+        source = asked.source(meta=False, short=True, again=True)
+    result = verify_model(
+        source.model,
+        mesh,
+        example_kwargs=source.example,
+        plan=chosen,
+        tolerance=tolerance,
+        shrink=shrink,
+        scaled="auto" if scaled is None else scaled,
+        rng=rng,
+        **training,
+    )
+    first = str(result.first_mismatch) if result.first_mismatch else None
+    data = {"ok": result.ok, "mesh": result.mesh, "max_error": result.max_error, "errors": dict(result.errors),
+            "first_mismatch": first, "notes": list(result.notes), "steps": [asdict(step) for step in result.steps],
+            "not_finite": str(result.not_finite) if result.not_finite else None}  # fmt: skip
+    tell(as_json, data, str(result), result.ok)
+
+
+@main.command()
+@MODEL
+@MESH
+@shared(RunOptions)
+@PLAN
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Training steps, all on one batch.")
+@click.option("--learning-rate", default=1e-3, show_default=True, help="Of AdamW.")
+@click.option("--compare", is_flag=True, help="Also train the plain model; both in eval mode, so without dropout.")
+@JSON
+@told
+def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **options: Any) -> None:
+    """Partition a model and train it for some steps; rank 0 prints the loss of each.
+
+    Start it with torchrun, one process per rank of the mesh; a mesh of one rank runs by itself.
+
+    \b
+    Example:
+      torchrun --nproc-per-node 4 -m autopart run --hf-config gpt2 \\
+        --mesh pp2,tp2 --compare
+      torchrun --nproc-per-node 4 -m autopart run --hf-config folder/config.json \\
+        --mesh pp2,tp2 --weights folder
+    """
+    asked = Asked(options)
+    chosen = asked.given_plan()
+    mesh = asked.mesh(chosen)
+    planning = asked.planning(RunOptions)
+    if compare and options["weights"] is not None:
+        raise OptionError("--compare with --weights", why="the plain model would need all of them on one rank",
+                          hint="leave one of them out")  # fmt: skip
+    source = asked.source(meta=options["weights"] is not None and options["model"] is None, short=True)
+    from autopart.cli.run_command import TrainingRun
+
+    TrainingRun(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
+
+
+@main.command()
+@click.option("--out", "-o", metavar="PATH", help="Where to write the profile, a .json file.  [default: nowhere]")
+@click.option("--name", help="The profile's.  [default: the file's, or the device's]")
+@click.option("--base", metavar="NAME|PATH", help="A profile that has what cannot be measured here.  [default: chosen]")
+@click.option("--quick", is_flag=True, help="Few sizes, once: seconds, and less exact.")
+@click.option("--raw", metavar="PATH", help="Where to write every measurement, a .json file.  [default: nowhere]")
+@click.option("--of", metavar="PATH", help="Make the profile of measurements that --raw has written.")
+@JSON
+@told
+def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
+    """Measure this machine as a hardware profile; predicted against measured.
+
+    Started with torchrun it measures on every process at once, and collectives between them; rank 0 writes and prints.
+
+    \b
+    Example:
+      autopart calibrate --out here.json
+      torchrun --nproc-per-node 2 -m autopart calibrate --out here.json
+      autopart plan --hardware here.json ...
+    """
+    from autopart.cli.run_command import ending_processes
+    from autopart.tuning.calibrate import calibrate as calibrate_machine
+
+    with ending_processes():
+        calibration = calibrate_machine(out, progress=True, **options)
+    if rank() != 0:
+        return
+    lines = [str(calibration)]
+    if out is not None:
+        lines.append(f"wrote {out}: autopart plan --hardware {out} ...")
+    tell(as_json, calibration.as_data(), "\n".join(lines))
+
+
+@main.command()
+@click.argument("name", required=False, metavar="[MODULE:CALLABLE]")
+@MODEL
+@META
+@MESH
+@JSON
+@told
+def doctor(name: str | None, as_json: bool, **options: Any) -> None:
+    """Say on one page what autopart makes of a model, to be pasted into an issue; exit code 1 if something is refused.
+
+    The page says whether the model is traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names) what is
+    divided, what runs whole and why, and what would help. MODULE:CALLABLE is what --model takes. Without a model:
+    versions, backends and devices of this machine; exit code 1 if something is missing.
+
+    \b
+    Example:
+      autopart doctor my_models:small_gpt
+      autopart doctor
+    """
+    if name is not None and options["model"]:
+        raise OptionError("two models are named", hint=f"autopart doctor {name}")
+    options["model"] = name or options["model"]
+    if options["model"] is None and options["hf_config"] is None:
+        from autopart.cli.machine import as_data, findings, table
+
+        all_findings = findings()
+        tell(as_json, as_data(all_findings), table(all_findings), all(finding.ok for finding in all_findings))
+        return
+    asked = Asked(options)
+    source = asked.source(meta=options["model"] is None)
+    from autopart.cli.doctor import doctor as diagnose
+
+    page = diagnose(source.model, options["mesh"], example_kwargs=source.example)
+    tell(as_json, page.as_data(), str(page), page.ok)

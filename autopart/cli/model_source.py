@@ -1,0 +1,320 @@
+"""Models named on the command line: `package.module:callable`, or a transformers `config.json`, of which some published
+ones are shipped by name. Nothing is fetched.
+
+transformers is not a dependency: it is imported where a config is read, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.common.files import read_text
+from autopart.common.progress import phase
+from autopart.common.scoped import default_dtype
+from autopart.compat.torch_internals import tree_map
+from autopart.errors import InputError, OptionError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+CONFIGS = Path(__file__).parent.parent / "configs"
+"""Configs by name, with the sizes as published: GPT-2 (Radford 2019), GPT-3 (Brown 2020; the padded vocabulary of
+Narayanan 2021), Llama 2 and 3 (Touvron 2023, Grattafiori 2024), Mixtral (Jiang 2024)."""
+
+BATCH, SEQUENCE, COMPUTED_SEQUENCE = 8, 512, 128
+"""Rows, and tokens of a row where the config has no length of its own, and at most where the model is computed."""
+
+LONGEST = 2048
+"""Tokens of a row that an example is given where nobody said how many."""
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+"""What configs call the most tokens that a row may have."""
+
+_TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model and one call of it, by keyword; `example` is None where the callable gave none. `note`: what was chosen
+    for the example."""
+
+    model: nn.Module
+    example: Mapping[str, Any] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How to make the model and its example.
+
+    `meta`: weights that have shapes and no values. `dtype`: a key of `DTYPES`; None: as the callable makes it, the
+    config's own on `meta`, else float32. `batch`, `sequence`: of the example, for configs; None: 8 rows of as many
+    tokens as the config has positions. `short`: of at most 128, for what is computed and not only planned.
+    """
+
+    meta: bool = False
+    dtype: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    seed: int = 0
+    short: bool = False
+
+
+def from_callable(name: str, options: SourceOptions) -> ModelSource:
+    """The model that `package.module:callable` returns, with its example call if it returns `(model, kwargs)`.
+
+    Modules are found as Python finds them, and in the current directory.
+    Raises InputError where there is no such callable or it returns something else, OptionError for batch and sequence.
+    """
+    for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
+        if value is not None:
+            raise OptionError(f"{option} is for --hf-config", why=f"{name} makes its own example inputs")
+    build = _find(name)
+    torch.manual_seed(options.seed)
+    with _making(options.meta, None):
+        built = build()
+    model, example = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module) or not (example is None or isinstance(example, Mapping)):
+        raise InputError(
+            f"{name}() returned {_kinds(built)}",
+            why="--model needs an nn.Module, or (nn.Module, dict of keyword arguments)",
+            hint="def build(): return model, {'input_ids': ids, 'labels': labels}",
+        )
+    if options.dtype is not None:
+        dtype = DTYPES[options.dtype]
+        model = model.to(dtype)
+        example = tree_map(lambda x: _cast(x, dtype), example)
+    return ModelSource(model, example)
+
+
+def _kinds(built: Any) -> str:
+    """`a tuple of Linear, int`: what a callable returned, for errors."""
+    inner = f" of {', '.join(type(part).__name__ for part in built)}" if isinstance(built, tuple) else ""
+    return f"a {type(built).__name__}{inner}"
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _find(name: str) -> Any:
+    """The callable that `package.module:callable` names."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise InputError(f"--model {name} names no callable", hint="--model package.module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # a module that the user's own module imports
+        raise InputError(
+            f"--model {name}: there is no module '{error.name}'",
+            why="searched the Python path and the current directory",
+            hint="run in the directory that holds it, or set PYTHONPATH",
+        ) from None
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            public = [n for n, v in vars(target).items() if callable(v) and not n.startswith("_")]
+            raise InputError(f"--model {name}: '{module_name}' has no '{attribute}'", hint=", ".join(public[:8]))
+        target = getattr(target, part)
+    if not callable(target):
+        raise InputError(
+            f"--model {name} is a {type(target).__name__}, not a callable", hint="a function that returns the model"
+        )
+    return target
+
+
+@contextmanager
+def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
+    """Modules made inside are on `meta` and of this dtype, where asked for."""
+    with default_dtype(dtype), torch.device("meta" if meta else "cpu"):
+        yield
+
+
+# transformers configs
+
+
+def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
+    """A transformers model with random (or no) weights from its `config.json`, and random tokens as its example call.
+
+    The class is the first of the config's `architectures`, else the language model that fits the config.
+    Raises InputError where the file, its `model_type` or its class is unknown, or the model does not take tokens.
+    """
+    phase("reading the config")  # imports transformers, of which a model takes a large part
+    config = _read_config(_config_path(path))
+    kind = _model_class(config, path)
+    config_dtype = str(config.dtype).removeprefix("torch.") if options.meta and config.dtype is not None else "float32"
+    dtype = DTYPES.get(options.dtype or config_dtype, torch.float32)
+    torch.manual_seed(options.seed)
+    phase("making the model")
+    with _making(options.meta, dtype):
+        model: Any = kind(config)
+    if getattr(model, "loss_type", "") is None:  # what transformers falls back to, with a warning every time
+        model.loss_type = "ForCausalLM"
+    example = _tokens(model, config, options)
+    return ModelSource(model, example, _note(example, config, options))
+
+
+def config_names() -> list[str]:
+    """The configs that autopart ships, by name."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def _config_path(named: str | Path) -> Path:
+    """The file of a config: one that autopart ships, by its name, or a path. Raises InputError where there is none."""
+    path = Path(named)
+    if path.exists() or path.suffix == ".json":
+        return path
+    if str(named) in config_names():
+        return CONFIGS / f"{named}.json"
+    raise InputError(
+        f"there is no config at {named}",
+        why="it is neither a file nor one of the configs that autopart has; none is fetched from a hub",
+        hint=f"one of {', '.join(config_names())}, or the path of a config.json",
+    )
+
+
+def _longest(config: Any) -> int | None:
+    """The most tokens of a row by the config; None where it does not say."""
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in _LENGTHS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def _sequence(config: Any, options: SourceOptions) -> int:
+    longest = _longest(config)
+    if options.sequence is not None:
+        return options.sequence
+    return min(longest or SEQUENCE, COMPUTED_SEQUENCE) if options.short else longest or SEQUENCE
+
+
+def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) -> str:
+    """`8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; --batch and --sequence change it`."""
+    rows, tokens = example["input_ids"].shape
+    longest = _longest(config)
+    allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
+    unsaid = [f"--{name}" for name in ("batch", "sequence") if getattr(options, name) is None]
+    change = f"; {' and '.join(unsaid)} change{'s' * (len(unsaid) == 1)} it" if unsaid else ""
+    return f"{rows:,} row{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
+
+
+def example_of(model: nn.Module) -> dict[str, Tensor]:
+    """Two rows of random tokens, as long as the model takes them but at most `LONGEST`, for a transformers model.
+
+    Raises InputError for any other model.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise InputError(
+            f"there are no example inputs for {type(model).__name__}", why="they are made from a transformers config",
+            hint="example_kwargs={'input_ids': ids, 'labels': labels}",
+        )  # fmt: skip
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    return _tokens(model, config, SourceOptions(batch=2, sequence=min(limit, LONGEST)))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "--hf-config needs transformers",
+            why=str(error),
+            hint="pip install transformers, or --model package.module:callable",
+        ) from None
+    return transformers
+
+
+def _read_config(path: Path) -> Any:
+    if not path.exists():
+        raise InputError(f"there is no config at {path}", hint="--hf-config path/to/config.json")
+    if path.is_dir():
+        raise InputError(f"{path} is a directory", hint=f"--hf-config {path / 'config.json'}")
+    try:
+        data = json.loads(read_text(path, "a config", InputError, "--hf-config path/to/config.json"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise InputError(f"{path} is not a transformers config", why="it has no entry 'model_type'",
+                         hint='{"model_type": "llama", "num_hidden_layers": 32, ...}')  # fmt: skip
+    transformers = _transformers()
+    kind = data.pop("model_type")
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in known:
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} has no model_type '{kind}'",
+            hint="a type that it has, such as gpt2, llama, bert or t5, or --model package.module:callable",
+        )
+    config = transformers.AutoConfig.for_model(kind, **data)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # labels are shifted behind it
+    return config
+
+
+def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
+    """The class that `architectures` names, else an encoder-decoder, masked or causal language model."""
+    transformers = _transformers()
+    names = config.architectures or []
+    if names:
+        if not hasattr(transformers, names[0]):
+            raise InputError(
+                f"{path}: transformers {transformers.__version__} has no class '{names[0]}'",
+                why="the config's 'architectures' names it",
+                hint="leave 'architectures' out, or --model package.module:callable",
+            )
+        return getattr(transformers, names[0])
+    auto = transformers.models.auto.modeling_auto
+    mappings = [auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING]
+    if config.is_encoder_decoder:
+        mappings = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    elif getattr(config, "is_decoder", False):
+        mappings.reverse()
+    for mapping in mappings:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise InputError(
+        f"{path}: transformers has no language model for model_type '{config.model_type}'",
+        hint="name the class in the config's 'architectures', or --model package.module:callable",
+    )
+
+
+def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, Tensor]:
+    """Random tokens, and as labels the same (a second draw for encoder-decoders)."""
+    name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
+    if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):
+        raise InputError(
+            f"there are no example inputs for {name}",
+            why="--hf-config makes tokens and their labels, for language models",
+            hint="--model package.module:callable, where the callable returns (model, {'pixel_values': ...})",
+        )
+    text = config.get_text_config()
+    limit, sequence = getattr(text, "max_position_embeddings", None), _sequence(config, options)
+    if limit is not None and sequence > limit:
+        raise OptionError(
+            f"--sequence {sequence} is too long for {name}",
+            why=f"its config has {limit} positions",
+            hint=f"--sequence {limit}",
+        )
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def draw() -> Tensor:
+        ids = torch.randint(text.vocab_size, (options.batch or BATCH, sequence), generator=generator)
+        padding = getattr(text, "pad_token_id", None)
+        return ids if padding is None else ids.where(ids != padding, (padding + 1) % text.vocab_size)
+
+    example = {"input_ids": draw()}
+    if "labels" in inputs:
+        example["labels"] = draw() if config.is_encoder_decoder else example["input_ids"].clone()
+    return example

@@ -1,0 +1,1 @@
+"""Helpers without dependencies: files, flags, progress, scoped values."""

@@ -1,0 +1,1 @@
+"""Private parts of torch. No other package of autopart uses any."""

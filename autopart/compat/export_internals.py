@@ -1,0 +1,162 @@
+"""Private parts of torch for what a trace takes in another form: conditions, transforms, lazy modules."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import FrameSummary, StackSummary
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch import overrides as torch_overrides
+from torch._functorch import apis as functorch_apis
+from torch._functorch import eager_transforms as functorch
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops import utils as higher_order
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopart.common.scoped import attributes
+
+
+def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
+    reads of the trace is an attribute. What nothing reads is left out."""
+    popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
+    try:
+        with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
+            traced = make_fx(function)(*tensors)
+    finally:
+        for mode in reversed(popped):
+            torch_overrides._push_mode(mode)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def quiet_shapes() -> AbstractContextManager[None]:
+    """Inside, an operator that refuses what it is called with raises as ever, and torch does not log it as well."""
+    return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
+
+
+def compiled_when_called() -> AbstractContextManager[None]:
+    """Graphs that are made in it turn into Python when they are first called, not at every change. torch's compiler
+    makes its graphs so; `torch.export` compiles each of its own about thirty times and calls none."""
+    return _use_lazy_graph_module(True)
+
+
+def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
+    """Inside, the lines that a trace notes of an operator are looked up no further out than the function `outermost`.
+    torch looks up every frame of the process for each operator, and keeps those of the model's call."""
+    if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
+        return nullcontext()
+    return attributes({(fx.proxy, "CapturedTraceback"): _Stack(outermost)})
+
+
+class _Stack:
+    """What a trace asks of torch's `CapturedTraceback`."""
+
+    def __init__(self, outermost: CodeType):
+        self.outermost = outermost
+
+    def extract(self) -> _Stack:
+        return self
+
+    def summary(self) -> StackSummary:
+        """The frames from the outermost on. The text of a line is read when it is asked for."""
+        frames = list[FrameSummary]()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+            frame = frame.f_back if code is not self.outermost else None
+        return StackSummary.from_list(frames[::-1])
+
+
+def noted(call: Callable[[], Any], note: str) -> Any:
+    """What a call gives; the operators that it adds to the innermost trace have `note` in their meta."""
+    tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    graph = tracer.fx_tracer.graph
+    before = len(graph.nodes)
+    result = call()
+    for node in list(graph.nodes)[before:]:
+        node.meta[note] = True
+    return result
+
+
+def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
+    name = "_hop_compile_and_call"
+    original: Any = getattr(higher_order, name, None)
+    if original is None:  # a torch in which torch.cond is refused
+        return nullcontext()
+
+    def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        if getattr(function, "__qualname__", "").startswith("cond."):
+            return to(*args)
+        return original(function, args, *rest, **options)
+
+    return attributes({(higher_order, name): call})
+
+
+def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Inside, what does the work of `torch.func`'s transforms is `to(name, original, args, kwargs)`, for torch's own.
+
+    A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
+    """
+    places = [(functorch_apis, "vmap_impl")]
+    places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
+
+    def instead(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: to(name, original, args, kwargs)
+
+    redirected = {(place, name): instead(name, getattr(place, name)) for place, name in places}
+    return attributes({**redirected, (functorch, "jacfwd"): functorch.jacrev})
+
+
+def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Let a lazy module become what it is once it was called with these."""
+    if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
+        lazy: Any = module
+        lazy._infer_parameters(lazy, args, dict(kwargs))
+
+
+def keep_calls(target: Any) -> None:
+    """Let calls of an operator stay in a graph although nothing reads what they give."""
+    fx.node.has_side_effect(target)
+
+
+def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
+    """Inside, `tensor.tolist()` is `to(tensor)` of a tensor of a trace, where that is not None."""
+
+    def instead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def tolist(tensor: Any) -> Any:
+            stand_in = to(tensor)
+            return original(tensor) if stand_in is None else stand_in
+
+        return tolist
+
+    return attributes({(kind, "tolist"): instead(kind.tolist) for kind in (FakeTensor, FunctionalTensor)})
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Take off the hooks on what autograd saves, and put them back. `torch.func` refuses to run inside any."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while top := autograd._top_saved_tensors_default_hooks(True):
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

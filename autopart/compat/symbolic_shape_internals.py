@@ -1,0 +1,125 @@
+"""Private parts of torch that have to do with sizes and numbers that depend on values, beside
+`autopart/compat/torch_internals.py`."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx.experimental import _config as shapes_config
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from autopart.common.scoped import attributes
+
+Symbol: TypeAlias = Any
+"""What torch calls a size that it does not know: a symbol of sympy's."""
+
+
+def is_symbol(size: Any) -> bool:
+    return isinstance(size, sympy.Symbol)
+
+
+def expression(size: Any) -> Any:
+    """A size or number of a trace as sympy has it; a plain number as it is."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size
+    known = size.node.expr  # with what torch has found out since
+    return int(known) if isinstance(size, torch.SymInt) and known.is_Integer else known
+
+
+def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
+    """A value of a trace, as fake tensors, with these sizes in place of torch's symbols; others stay open."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(with_sizes(part, sizes) for part in value)
+    if isinstance(value, torch.SymInt):
+        known = sympy.sympify(expression(value)).subs(sizes)
+        return int(known) if known.is_Integer else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = ([with_sizes(size, sizes) for size in numbers] for numbers in (value.shape, value.stride()))
+    with value.fake_mode:  # type: ignore[attr-defined]
+        like = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return like.requires_grad_(value.requires_grad) if value.is_leaf else like
+
+
+def symbolic_functions() -> dict[Any, str]:
+    """What torch writes in a graph for `math.sqrt` and the like of a number that is not known, by operator."""
+    names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
+    return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
+
+
+def free_symbols(size: Any) -> set[Symbol]:
+    """torch's symbols in a size."""
+    return getattr(expression(size), "free_symbols", set())
+
+
+def many_elements(
+    answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
+) -> AbstractContextManager[None]:
+    """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
+    not: kernels are right for such sizes too. Code of the model that asks for the truth of a comparison is told what
+    `answer_model` says of its frame and of what makes that truth a tensor; where that is None, that nobody knows."""
+    ask: Any = ShapeEnv.evaluate_expr
+
+    def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask(env, asked, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            frame = _asking_frame()
+            if frame is None or (told := _told(env, asked, frame)) is None:
+                raise
+            return sympy.sympify(told)
+
+    def _told(env: Any, asked: Any, frame: types.FrameType) -> Any:
+        if "/torch/" in frame.f_code.co_filename:
+            many = asked.subs(dict.fromkeys(asked.free_symbols, MANY))
+            return many if many in (sympy.true, sympy.false) and asked.free_symbols <= env.size_like else None
+        is_comparison = type(asked) in _COMPARISONS
+        return answer_model(frame, lambda: _truth(env, asked)) if is_comparison else None
+
+    divide = staticmethod(operator.truediv)  # torch's own fails on what a graph is made of
+    return attributes({(ShapeEnv, "evaluate_expr"): answer, (PythonReferenceAnalysis, "int_truediv"): divide})
+
+
+def all_selected() -> AbstractContextManager[Any]:
+    """Inside, a mask without values is taken to be true everywhere."""
+    patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
+    return patch
+
+
+def _truth(env: Any, asked: Any) -> torch.Tensor:
+    """A comparison of numbers that a trace does not know, as a tensor."""
+    left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
+    kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
+    tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
+    return _COMPARISONS[type(asked)](tensor, int(right) if right.is_integer else float(right))
+
+
+def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A number that a trace does not know, as a tensor of it."""
+    return torch.full((), number, dtype=dtype)
+
+
+_COMPARISONS: Mapping[Any, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    sympy.Eq: torch.eq, sympy.Ne: torch.ne, sympy.Gt: torch.gt, sympy.Ge: torch.ge, sympy.Lt: torch.lt,
+    sympy.Le: torch.le,
+}  # fmt: skip
+MANY = 1_000_003
+"""A size of which no other size is a multiple."""
+_ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
+
+
+def _asking_frame() -> types.FrameType | None:
+    """The frame of the code that needs the answer."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,447 @@
+"""Private parts of torch are touched here, and in the other files `compat_*.py`, alone. Each name says what it is."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopart.common.scoped import attributes
+
+AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
+GRAD_MODE = torch._C._set_grad_enabled
+BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
+InstanceNorm = _InstanceNorm
+TreeSpec = pytree.TreeSpec
+tree_flatten = pytree.tree_flatten
+tree_map = pytree.tree_map
+tree_unflatten = pytree.tree_unflatten
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name, as functional collectives name it."""
+    return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
+
+
+def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
+    """The function compiled; in torch's caches on disk what has been compiled is found under the same tag alone."""
+    inductor = torch._dynamo.lookup_backend("inductor")
+    config = cast(Any, torch.compiler.config)
+
+    def backend(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        before = config.cache_key_tag
+        with config.patch(cache_key_tag=f"{before}; {tag}" if before else tag):
+            return inductor(graph, inputs)
+
+    return torch.compile(function, backend=backend, dynamic=False)
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a node's target is an operator of torch's dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def targets_in(graph: fx.Graph) -> list[Any]:
+    """What the calls of a graph call, each once; also what they called before a pass."""
+    return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an operator, or a plain function, is written in terms of others."""
+    return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target is a higher-order operator, which holds a region of the graph."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def keeping_draws() -> Any:
+    """A context in which tracing keeps calls that draw random numbers although nothing reads them: the model itself
+    makes them, and they move its generator on."""
+    import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
+
+    return inductor_config.patch(fallback_random=True)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; of a sparse one those of the entries it holds, and of their places."""
+    if not tensor.is_sparse:
+        return tensor.nbytes
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
+@functools.cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    return cast(Mapping[Any, Callable[..., Any]], torch.export.default_decompositions())
+
+
+def decomposition(target: Any) -> Callable[..., Any] | None:
+    """Torch's own way of computing an operator by smaller ones, or None where it has none."""
+    if target in _decompositions():
+        return _decompositions()[target]
+    is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    return cast(Callable[..., Any], target.decompose) if is_composite else None
+
+
+def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function of fake tensors calls, every composite one as its parts."""
+    with torch.no_grad():
+        return make_fx(function)(*tensors)
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Inside, operators run as they do outside of a trace, on real tensors. Python's dispatcher is off too: of padding,
+    it makes a tensor that requires grad also under `no_grad`."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls on tensors like these, outside of any trace that is being made."""
+    with outside_of_tracing(), FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+        return make_fx(function)(*fakes)
+
+
+class Tracing:
+    """A trace that torch is making at this moment: its graph, and which node each tensor is."""
+
+    def __init__(self, tracer: Any):
+        self.tracer = tracer
+
+    @classmethod
+    def current(cls) -> Tracing | None:
+        """The innermost one; None outside of any, or where no modules are noted."""
+        made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
+        tracer = made_by.fx_tracer if made_by is not None else None
+        return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
+
+    @property
+    def modules(self) -> list[tuple[str, Any]]:
+        """Path and class of every module that runs, outermost first."""
+        return list(self.tracer.module_stack.values())
+
+    @property
+    def last(self) -> fx.Node:
+        """The node that was added last."""
+        return cast(fx.Node, self.tracer.graph._root.prev)
+
+    def nodes_after(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that were added after one."""
+        nodes = []
+        while node.next is not self.tracer.graph._root:
+            node = node.next
+            nodes.append(node)
+        return nodes
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
+        slot = proxy_tensor.get_proxy_slot(tensor, self.tracer, None)
+        return cast(fx.Node, slot.proxy.node) if slot is not None else None
+
+    def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
+        """Add a call on a list of tensors that gives those of `tensors`."""
+        name = operator_name(target)
+        create = self.tracer.create_node
+        with torch._C.DisableTorchFunction():
+            whole = create("call_function", target, (list(nodes),), {}, name)
+            for i, tensor in enumerate(tensors):
+                part = fx.Proxy(create("call_function", operator.getitem, (whole, i), {}, f"{name}_part"), self.tracer)
+                proxy_tensor.track_tensor_tree(tensor, part, constant=None, tracer=self.tracer)
+        whole.meta["val"] = [user.meta["val"] for user in whole.users]
+        return cast(fx.Node, whole)
+
+    def tracked(self) -> list[torch.Tensor]:
+        """All tensors that are nodes of the trace, and still there."""
+        return list(self.tracer.tensor_tracker.keys())
+
+    def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
+        """Add a call of `base` that gives this tensor, which is no node as yet."""
+        with torch._C.DisableTorchFunction():
+            args, name = (self.node_of(base), *options), operator_name(target)
+            node = self.tracer.create_node("call_function", target, args, {}, name)
+            proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
+
+    def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
+        """Let what reads `tensor`, now or later, read `replacement` instead, which is made of it by one call.
+
+        False where the call needs something that is younger than a reader. `before`: {what was put in place: of what}.
+        """
+        old, new = self.node_of(tensor), self.node_of(replacement)
+        assert old is not None and new is not None and old in new.all_input_nodes
+        base = old
+        while base in before:  # what was put in place first stays the one that is read
+            base = before[base]
+        new.replace_input_with(old, base)
+        order = {node: i for i, node in enumerate(self.tracer.graph.nodes)}
+        readers = [user for user in base.users if user is not new]
+        last = max(new.all_input_nodes, key=order.__getitem__)
+        if any(order[user] < order[last] for user in readers):
+            return False
+        last.append(new)
+        base.replace_all_uses_with(new, lambda user: user is not new)
+        before[new] = base
+        if base is old:
+            with torch._C.DisableTorchFunction():
+                proxy_tensor.track_tensor_tree(tensor, fx.Proxy(new, self.tracer), constant=None, tracer=self.tracer)
+        return True
+
+    def counts(self) -> Any:
+        """How often which module has run so far, and which run now."""
+        tracer, scope = self.tracer, self.tracer.scope
+        return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
+
+    def restore(self, counts: Any) -> None:
+        """Go back to what `counts` gave."""
+        tracer = self.tracer
+        for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
+            held.clear()
+            held.update(was)
+        tracer.scope.module_path, tracer.scope.module_type = counts[2:]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, calls are not part of the trace."""
+        with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
+            yield
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """A context in which what is asked of a tensor reaches it without passing through any mode."""
+    return cast(AbstractContextManager[Any], torch._C.DisableTorchFunction())
+
+
+def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Inside, whatever a trace meets goes through `to(run, tracer, function, args, kwargs)`: every operator, and every
+    entry into and exit from a region of a grad mode or of autocast. `run()` is what torch does."""
+    mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
+    dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
+    kept = {GRAD_MODE, *AUTOCAST}
+
+    def of_operator(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return dispatch(self, func, types, args, kwargs)
+        return to(lambda: dispatch(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
+
+    def of_region(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in kept:
+            return enter(self, func, types, args, kwargs)
+        return to(lambda: enter(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
+
+    return attributes({(mode, "__torch_dispatch__"): of_operator, (regions, "__torch_function__"): of_region})
+
+
+class _Redirected:
+    """Holds the code that `torch.autograd.Function.apply` has inside `redirected_functions`."""
+
+    to: Callable[..., Any]
+    """What is called with torch's own `apply`, the class, and the call's arguments."""
+
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        from autopart.compat.torch_internals import _Redirected
+
+        __class__  # type: ignore[name-defined]  # noqa: B018  # the cell that torch's own code has for super()
+        return _Redirected.to(_Redirected.own, cls, args, kwargs)
+
+    own: Callable[..., Any]
+
+
+@contextmanager
+def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `F.apply(*args, **kwargs)` of every autograd.Function is `to(apply, F, args, kwargs)`.
+
+    The code of `apply` is exchanged, so that this holds of `f = F.apply` as well, which was bound before.
+    """
+    function = vars(torch.autograd.Function)["apply"].__func__
+    code = function.__code__
+    if code is _Redirected.apply.__code__:  # a trace inside another
+        yield
+        return
+    _Redirected.own = staticmethod(types.FunctionType(code, function.__globals__, "apply", None, function.__closure__))
+    _Redirected.to = staticmethod(to)
+    function.__code__ = _Redirected.apply.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        del _Redirected.to  # it may hold a model
+
+
+def exporting() -> AbstractContextManager[None]:
+    """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
+    return attributes({(torch.compiler, flag): True for flag in ("_is_exporting_flag", "_is_compiling_flag")})
+
+
+def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """Inside, `torch.utils.checkpoint(function, ..., use_reentrant=False)` is a plain call of the function, in
+    `around(function)`: it saves and draws nothing."""
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with around(function):
+            yield
+
+    return attributes({(torch_checkpoint, "_checkpoint_without_reentrant_generator"): generator})
+
+
+def gather_collective() -> Callable[..., Any]:
+    """Gathers one tensor into one tensor; torch 2.13 has given it another name."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def scatter_collective() -> Callable[..., Any]:
+    """Sums one tensor and scatters it into one tensor; torch 2.13 has given it another name."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group moves tensors of this device with gloo, which on a GPU can only all-reduce and broadcast."""
+    return group._get_backend(device).name() == "gloo"
+
+
+def runs_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend for tensors in the host's memory."""
+    return runs_on(group, torch.device("cpu"))
+
+
+def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors on this kind of device."""
+    return torch.device(device.type) in group._device_types
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds numbers, and not its form alone."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes, strides and memory of their own, but no data."""
+    return cast(AbstractContextManager[Any], FakeTensorMode())
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long a rank of the group waits for the others; the device mesh's own groups have no argument for it."""
+    _set_pg_timeout(timeout, group)
+
+
+def default_store() -> dist.Store:
+    """The store in which torch.distributed's processes have met."""
+    return _get_default_store()
+
+
+def clone_of(store: dist.Store) -> dist.Store:
+    """Another client of the same store, for another thread."""
+    return cast(dist.Store, cast(Any, store).clone())
+
+
+def keep_for_ever(*things: Any) -> None:
+    """Never destroy these objects: a process group that is destroyed waits for its pending collectives."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """The leaves of a call's arguments with readable names: `mask`, `batch.ids`, `states.0`."""
+    if _is_flat(arguments):
+        return list(arguments.items())
+    named = []
+    for path, leaf in pytree.tree_leaves_with_path(dict(arguments)):
+        keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
+        named.append((".".join(keys), leaf))
+    return named
+
+
+def structure_of(arguments: Mapping[str, Any]) -> Hashable:
+    """What a call's arguments are made of, beside their leaves."""
+    return tuple(arguments) if _is_flat(arguments) else str(tree_flatten(dict(arguments))[1])
+
+
+def _is_flat(arguments: Mapping[str, Any]) -> bool:
+    """Whether no argument is made of others, as in most calls: torch's trees are slow Python."""
+    return all(isinstance(value, _LEAVES) for value in arguments.values())
+
+
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str)
+
+
+WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a Tensor class whose operators give what its `__torch_dispatch__` gives."""
+
+
+def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
+    """A tensor of class `kind` without memory of its own, of the shape, strides, type and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
+    )
+
+
+def operator_name(func: Any) -> str:
+    """The name of an operator without its namespace and overload: `add`."""
+    return cast(str, func._schema.name.rpartition("::")[2])
+
+
+@functools.cache
+def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
+    """Lets what `StateDictOptions(full_state_dict=True)` gathers pass `put_together` before, and what
+    `broadcast_from_rank0=True` has filled from the first rank's pass `check_loaded` after."""
+    from torch.distributed.checkpoint import state_dict as state_dicts
+
+    gather, broadcast = state_dicts._gather_state_dict, state_dicts._broadcast_state_dict
+
+    @functools.wraps(gather)
+    def gathered(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(put_together(state_dict), *args, **kwargs)
+
+    @functools.wraps(broadcast)
+    def filled(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
+        broadcast(full, local, *args, **kwargs)
+        check_loaded(local)
+
+    state_dicts._gather_state_dict = gathered
+    state_dicts._broadcast_state_dict = filled  # type: ignore[assignment]  # its arguments have other names
+
+
+def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [m, n] of float8 matrices [m, k] and, by columns, [k, n], each times a scale []."""
+    return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
+
+
+def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of what softmax over the last dim has made weights of, in the place of theirs."""
+    return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Inside an operator of one's own, which autograd does not look into, what is called is recorded for it again."""
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+    for key in keys:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, was_excluded in zip(keys, before, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was_excluded)

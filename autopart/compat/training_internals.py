@@ -1,0 +1,148 @@
+"""Private parts of torch that a training loop meets: norms of gradients and the scaling of a loss."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run this when the backward that runs now has ended, as DistributedDataParallel does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_transform() -> str:
+    """The innermost transform of `torch.func` that runs now, such as "grad" or "vmap", or forward-mode AD; else ""."""
+    level: Any = torch._C._functorch.peek_interpreter_stack()
+    if level is not None:
+        return str(level.key().name).lower()
+    return "forward-mode AD" if forward_ad._current_level >= 0 else ""
+
+
+class _Norms:
+    """Holds the code that two functions of `torch.nn.utils` have once `redirect_norms` has run, and torch's own."""
+
+    clip: Callable[..., Any]
+    total: Callable[..., Any]
+    own_clip: Callable[..., Any] | None = None
+    own_total: Callable[..., Any]
+
+    def clip_code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat.training_internals import _Norms
+
+        return _Norms.clip(_Norms.own_clip, *args, **kwargs)
+
+    def total_code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat.training_internals import _Norms
+
+        return _Norms.total(_Norms.own_total, *args, **kwargs)
+
+
+def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
+    """From now on `torch.nn.utils.clip_grad_norm_(...)` is `clip(torch's own, ...)`, and `get_total_norm(...)` is
+    `total(torch's own, ...)`, under `torch.no_grad()`.
+
+    The code is exchanged, so that this holds of names that were imported before as well.
+    """
+    if _Norms.own_clip is not None:
+        return
+    _Norms.clip, _Norms.total = staticmethod(clip), staticmethod(total)
+    total_function, clip_function = (
+        f.__wrapped__ for f in (torch.nn.utils.get_total_norm, torch.nn.utils.clip_grad_norm_)
+    )
+    _Norms.own_total = staticmethod(_exchanged(total_function, _Norms.total_code, {}))
+    own_total = {total_function.__name__: _Norms.own_total}
+    _Norms.own_clip = staticmethod(_exchanged(clip_function, _Norms.clip_code, own_total))
+
+
+def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
+    scope = {**function.__globals__, **names}
+    original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(function)
+    function.__code__ = code.__code__
+    return original
+
+
+def redirect_unscale(to: Callable[..., Any]) -> None:
+    """From now on every `torch.amp.GradScaler` that divides an optimizer's gradients by the scale, and looks for
+    infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}."""
+    scalers: Any = torch.amp.GradScaler
+    original = scalers._unscale_grads_
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def unscale(self: Any, *args: Any) -> Any:
+        return to(original, self, *args)
+
+    scalers._unscale_grads_ = unscale
+
+
+def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of every tensor, in its dtype or float32, whichever is larger: a vector for each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [
+        torch.stack(torch._foreach_norm(same, norm_type, dtype=torch.float32 if dtype in HALVES else None))
+        for (_, dtype), same in kinds.items()
+    ]
+
+
+def before_wrappers(check: Callable[[Any, str], None]) -> None:
+    """From now on modules that DistributedDataParallel, DataParallel, FSDP and `fully_shard` wrap go to `check` first.
+
+    Args:
+        check: Is passed the module, or a list of modules, and what wraps it. Nothing is sent before.
+    """
+    for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
+        _check_first(kind, check)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # its import takes long: only if the user imported it
+    if fsdp is not None and _FullyShard.own is None:
+        _check_first(fsdp.FullyShardedDataParallel, check)
+        function = inspect.unwrap(fsdp.fully_shard)
+        _FullyShard.check = staticmethod(check)
+        _FullyShard.own = staticmethod(_exchanged(function, _FullyShard.code, {}))
+
+
+def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
+    original = kind.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def made(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        check(module, kind.__name__)
+        original(self, module, *args, **kwargs)
+
+    kind.__init__ = made
+
+
+class _FullyShard:
+    """Holds torch's own `fully_shard` once `before_wrappers` has run, and what is checked before it."""
+
+    own: Callable[..., Any] | None = None
+    check: Callable[[Any, str], None]
+
+    def code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat.training_internals import _FullyShard
+
+        _FullyShard.check(kwargs["module"] if "module" in kwargs else args[0], "fully_shard()")
+        assert _FullyShard.own is not None
+        return _FullyShard.own(*args, **kwargs)

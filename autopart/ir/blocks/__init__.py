@@ -1,0 +1,1 @@
+"""Repeated blocks of a traced graph."""

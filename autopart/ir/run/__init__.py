@@ -1,0 +1,1 @@
+"""Settings of a training step as data: schedules, precision, recomputation, ZeRO, gradient methods."""

@@ -1,0 +1,1 @@
+"""Custom operators `torch.ops.autopart.*`: schemas, kernels and their backward."""

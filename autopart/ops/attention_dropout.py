@@ -1,0 +1,322 @@
+"""Attention that drops weights, as one operator whose mask is drawn where it is, from a seed that ranks know.
+
+On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
+and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
+the mask again: the same mask as `dropout` draws of the weights. Both work on a piece of them at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopart.compat.torch_internals import recording_gradients, softmax_backward_
+from autopart.ops.differentiate_once import check_differentiated_once
+from autopart.ops.seeded_random import PART, Masks, seeded
+
+OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
+
+
+def attention_dropout(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
+    salt: int | None, shard: Sequence[int], is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` whose mask of dropout depends on nothing but `seed`, `salt`, `shard` and the shape
+    of the weights (see `dropout`). A query that sees no key gives zeros.
+
+    query [b, h, q, d], key [b, g, k, d], value [b, g, k, e] -> [b, h, q, e]
+    """
+    if type(query) is Tensor and _has_kernel(query, dropout_p):
+        with seeded(query.device, seed, salt, shard):
+            return _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as kernels are given it, and keep it
+        hidden = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, -math.inf)
+    drawn = attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa
+    return attention_dropout_forward(query, key, value, *drawn)[0]
+
+
+def _has_kernel(query: Tensor, dropout_p: float) -> bool:
+    return query.is_cuda and query.numel() > 0 and dropout_p < 1
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Torch's own. Its kernels take groups of heads in 16 bits and without a mask, and heads whose numbers lie beside
+    each other."""
+    if enable_gqa and (attn_mask is not None or query.dtype.itemsize != 2):
+        key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+        enable_gqa = False
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+@torch.library.custom_op("autopart::attention_dropout_forward", mutates_args=())
+def attention_dropout_forward(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
+    salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output, and of every query a number, as a kernel keeps one. A compiler does not look inside; on a GPU, there
+    alone, the backward runs the kernel's forward again and needs no numbers."""
+    if _has_kernel(query, dropout_p):
+        with seeded(query.device, seed, salt, shard):
+            output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _in_order(output), _numbers(query, dropout_p)
+    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    return call.forward(query.dtype)
+
+
+@torch.library.custom_op("autopart::attention_dropout_backward", mutates_args=())
+def attention_dropout_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, output: Tensor, largest: Tensor,
+    dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None,
+    enable_gqa: bool, of_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, and of the mask where it is asked for (else an empty tensor)."""
+    if _has_kernel(query, dropout_p):
+        with seeded(query.device, seed, salt, shard):
+            return _backward_of_kernel(
+                grad, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, of_mask
+            )
+    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    of_mask = of_mask and attn_mask is not None
+    of_query, of_key, of_value, of_scores = call.backward(grad, largest, of_mask)
+    of_key, of_value = _of_groups(of_key, key), _of_groups(of_value, value)
+    if of_mask and attn_mask is not None:
+        of_scores = of_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+    return _like(of_query, query), _like(of_key, key), _like(of_value, value), of_scores
+
+
+def _backward_of_kernel(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, of_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The kernel's, behind its forward once more. Inside, the generator is where it was at the forward."""
+    with recording_gradients():
+        query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+        towards = [query, key, value]
+        if attn_mask is not None and of_mask:
+            attn_mask = attn_mask.detach().requires_grad_()
+            towards.append(attn_mask)
+        output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        grads = torch.autograd.grad(output, towards, grad)
+    of_query, of_key, of_value, *of_the_mask = (g.contiguous() for g in grads)
+    return of_query, of_key, of_value, of_the_mask[0] if of_the_mask else grad.new_empty(0)
+
+
+_FEWEST = 16
+"""Queries of a piece at least, where a head has them: products of fewer are slow."""
+_BLOCK = 128
+"""Queries of a piece of causal attention, which leaves out the keys behind the last of them. Of fewer, or where there
+are few pieces, the calls cost more than the keys."""
+
+
+class _Piece(NamedTuple):
+    """A piece of the weights that stays in a cache: all of some rows, of some heads of one, or of some queries of one
+    head."""
+
+    rows: slice
+    heads: slice
+    queries: slice
+    keys: slice
+
+    @property
+    def of_queries(self) -> tuple[slice, slice, slice]:
+        return self.rows, self.heads, self.queries
+
+    @property
+    def of_keys(self) -> tuple[slice, slice, slice]:
+        return self.rows, self.heads, self.keys
+
+
+def _pieces(num_rows: int, num_heads: int, num_queries: int, num_keys: int, is_causal: bool) -> Iterator[_Piece]:
+    """In the order in which the weights lie in memory."""
+    queries = min(num_queries, max(_FEWEST, PART // max(1, num_keys)))
+    if is_causal and num_queries >= 4 * _BLOCK:
+        queries = min(queries, _BLOCK)
+    heads = max(1, min(num_heads, PART // max(1, num_queries * num_keys))) if queries >= num_queries else 1
+    rows = max(1, PART // max(1, num_heads * num_queries * num_keys)) if heads >= num_heads else 1
+    for row in range(0, num_rows, rows):
+        for head in range(0, num_heads, heads):
+            for query in range(0, num_queries, queries):
+                stop = min(query + queries, num_queries)
+                keys = min(stop, num_keys) if is_causal else num_keys
+                yield _Piece(slice(row, row + rows), slice(head, head + heads), slice(query, stop), slice(keys))
+
+
+@dataclass
+class _OnHost:
+    """A call on a CPU, in the precision in which it is computed, a key for each head of queries."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    factor: float
+    masks: Masks
+
+    @functools.cached_property
+    def hidden(self) -> Tensor:
+        """What causal attention adds to the scores of a piece's queries with the keys from the first of them on."""
+        queries = next(self.pieces()).queries
+        return self.query.new_full((queries.stop, queries.stop), -math.inf).triu_(1)
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
+        salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
+    ) -> _OnHost:  # fmt: skip
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        query, key, value = (x.to(wide) for x in (query, key, value))
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+        mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.size(-2))
+        factor = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+        masks = Masks(dropout_p, seed, salt, shard)
+        return cls(query, key, value, mask, is_causal, scale or query.size(-1) ** -0.5, factor, masks)
+
+    def pieces(self) -> Iterator[_Piece]:
+        rows, heads, queries, _ = self.query.shape
+        return _pieces(rows, heads, queries, self.key.size(-2), self.is_causal)
+
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The output, and the largest score of every query; zeros without a mask, as every query sees a key then."""
+        output = _in_order(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
+        largest = self.query.new_zeros(self.query.shape[:-1])
+        rooms = [self.query.new_empty(0) for _ in range(3)]
+        for piece in self.pieces():
+            value, to = self.value[piece.of_keys].flatten(0, 1), output[piece.of_queries]
+            scores = self._scores(piece, rooms[0])
+            if self.mask is not None:
+                torch.amax(scores.view(*to.shape[:-1], -1), -1, out=largest[piece.of_queries])
+            weights = self._weights(scores, largest[piece.of_queries])
+            weights.mul_(self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2)))
+            products = torch.bmm(weights, value, out=_room(rooms[2], (*weights.shape[:-1], value.size(-1))))
+            torch.mul(products.view(to.shape), self.factor, out=to)
+        return output, largest
+
+    def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of query, key (of every head of queries), value (the same) and, where that of the mask is asked
+        for, all scores (else an empty tensor)."""
+        operands = self.query, self.key, self.value
+        of_query, of_key, of_value = (x.new_zeros(x.shape) for x in operands)
+        of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)
+        rooms = [self.query.new_empty(0) for _ in range(3)]
+        grad = grad.to(self.query.dtype) * self.factor
+        for piece in self.pieces():
+            query, of_output, to_query = (x[piece.of_queries].flatten(0, 1) for x in (self.query, grad, of_query))
+            keyed = self.key, self.value, of_key, of_value
+            key, value, to_key, to_value = (x[piece.of_keys].flatten(0, 1) for x in keyed)
+            weights = self._weights(self._scores(piece, rooms[0]), largest[piece.of_queries])
+            mask = self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2))
+            of_weights = torch.bmm(of_output, value.mT, out=_room(rooms[2], weights.shape)).mul_(mask)
+            to_value.baddbmm_(mask.mul_(weights).mT, of_output)
+            of_piece = softmax_backward_(of_weights, weights)
+            to_key.baddbmm_(of_piece.mT, query, alpha=self.scale)
+            to_query.baddbmm_(of_piece, key, alpha=self.scale)
+            if of_mask:
+                to_scores = of_scores[piece.of_queries][..., piece.keys]
+                to_scores.copy_(of_piece.view(to_scores.shape))
+        return of_query, of_key, of_value, of_scores
+
+    def _scores(self, piece: _Piece, room: Tensor) -> Tensor:
+        query, key = self.query[piece.of_queries].flatten(0, 1), self.key[piece.of_keys].flatten(0, 1)
+        scores = _room(room, (*query.shape[:-1], key.size(-2)))
+        if self.mask is None:
+            torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
+        else:
+            mask = self.mask[piece.of_queries][..., piece.keys].to(scores.dtype).flatten(0, 1)
+            torch.baddbmm(mask, query, key.mT, alpha=self.scale, out=scores)
+        if self.is_causal:
+            last = scores[..., piece.queries.start :]  # of keys that some of these queries do not see
+            last += self.hidden[: last.size(-2), : last.size(-1)]
+        return scores
+
+    def _weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+        """The softmax of scores, in their place; zeros for queries that see no key."""
+        weights = torch.softmax(scores, -1, out=scores)
+        if self.mask is not None and (sees_none := largest == -math.inf).any():
+            weights.masked_fill_(sees_none.view(*weights.shape[:-1], 1), 0.0)
+        return weights
+
+
+def _room(room: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of such a shape where another one was."""
+    if room.numel() < (number := math.prod(shape)):
+        room.resize_(number)
+    return room[:number].view(shape)
+
+
+def _of_groups(grad: Tensor, heads: Tensor) -> Tensor:
+    """The gradient of heads that were repeated for several of queries."""
+    return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
+
+
+def _like(grad: Tensor, operand: Tensor) -> Tensor:
+    return grad.to(operand.dtype).contiguous()
+
+
+def _in_order(output: Tensor) -> Tensor:
+    """An output in the order in memory that the kernels give it: heads beside each other."""
+    return output.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+
+def _numbers(query: Tensor, dropout_p: float) -> Tensor:
+    """Room for a number for every query, which a kernel's backward here does not read."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
+
+
+@attention_dropout_forward.register_fake
+def _like_output(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return _in_order(query.new_empty(*query.shape[:-1], value.size(-1))), _numbers(query, dropout_p)
+
+
+@attention_dropout_backward.register_fake
+def _like_operands(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_mask = others[-1] and attn_mask is not None
+    mask = attn_mask.new_empty(attn_mask.shape) if of_mask and attn_mask is not None else grad.new_empty(0)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
+    return dq, dk, dv, mask
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, attn_mask, ctx.dropout_p, seed, *ctx.others = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    rest = (None,) * 7
+    if grad is None:
+        return None, None, None, None, *rest
+    check_differentiated_once(
+        "attention with dropout",
+        "it makes its weights again in its backward, which has no gradient of its own",
+        "attention that is written as matrix products and a softmax, or pm.eval()",
+    )
+    *tensors, seed = ctx.saved_tensors
+    of_mask = bool(ctx.needs_input_grad[3])
+    *grads, mask = attention_dropout_backward(grad, *tensors, ctx.dropout_p, seed, *ctx.others, of_mask)
+    return *grads, mask if of_mask else None, *rest
+
+
+attention_dropout_forward.register_autograd(_backward, setup_context=_keep)

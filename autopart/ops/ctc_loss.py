@@ -1,0 +1,74 @@
+"""Connectionist temporal classification (Graves et al., 2006) as an operator whose sizes do not depend on values.
+
+Torch's own keeps a table that is as long as the longest target, which is a value: no trace can hold that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.ops.differentiate_once import check_differentiated_once
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("autopart::ctc_loss", mutates_args=())
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    """How unlikely each row's target is.
+
+    Args:
+        log_probs: [time, rows, classes], of each class at each time.
+        targets: [rows, longest], or all of them one behind the other: [sum of target_lengths].
+        input_lengths, target_lengths: [rows], how much of each row counts.
+        blank: the class that stands for none.
+        zero_infinity: 0 in place of inf, without a gradient, where a target is longer than its input.
+    Returns:
+        [rows].
+    """
+    arguments = log_probs, targets, input_lengths, target_lengths
+    loss: Tensor = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)[0]
+    return torch.where(loss == torch.inf, 0, loss) if zero_infinity else loss
+
+
+@torch.library.custom_op("autopart::ctc_loss_grad", mutates_args=())
+def ctc_loss_grad(
+    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    zero_infinity: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of `log_probs`, see `ctc_loss`."""
+    arguments = log_probs, targets, input_lengths, target_lengths
+    loss, table = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)
+    gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, *arguments, loss, table, blank, zero_infinity)
+    return gradient
+
+
+@ctc_loss.register_fake
+def _like_rows(log_probs: Tensor, *others: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.size(1))
+
+
+@ctc_loss_grad.register_fake
+def _like_log_probs(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    check_differentiated_once("a CTC loss", "its gradient has none of its own, as on one device", "another loss")
+    return ctc_loss_grad(grad.contiguous(), *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *(None,) * 5
+
+
+OPERATORS = ("ctc_loss", "ctc_loss_grad")
+ctc_loss.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,259 @@
+"""What attention masks let be seen, as intervals of keys, without the masks: of a hundred thousand positions a mask of
+all pairs is no longer made.
+
+A mask is mostly made of comparisons of a value that queries have with one that keys have: positions, the numbers of
+documents, what is padding. Where the keys' values are in order, every query sees the keys of one interval, and of two
+masks together the interval in which both overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.sharding import Cut
+from autopart.ops.masked_attention import Band, Run
+
+_LARGEST = 2**24
+"""Elements up to which a value is made as it is."""
+
+_MOST_RUNS, _WORTH_IT = 64, 0.9
+"""How many calls attention may be made of, and which share of all keys they may read, for it to be worth it."""
+
+Told = Band | tuple[Run, ...]
+"""What a mask is: a band, or of some of the queries runs."""
+
+_COMPARED: Mapping[str, tuple[str, str]] = {
+    "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
+}  # fmt: skip
+"""By a comparison of keys with a query: on which side of equal keys the interval begins and ends."""
+_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
+_AND = {"__and__", "bitwise_and", "logical_and"}
+
+
+class Intervals(NamedTuple):
+    """Of every query the keys that it sees: from `first` to before `end`, both [..., queries], of `keys`."""
+
+    first: Tensor
+    end: Tensor
+    keys: int
+
+    def also(self, other: Intervals) -> Intervals:
+        """What is seen through both masks."""
+        return Intervals(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
+
+    def of_all_rows(self) -> tuple[Tensor, Tensor] | None:
+        """`first` and `end` [queries], if they are the same in all rows and every query sees a key."""
+        rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
+        first, end = (part[0] for part in rows)
+        is_alike = first.numel() and not any((part != part[:1]).any() for part in rows)
+        return (first, end) if is_alike and (end > first).all() else None
+
+    def runs(self) -> list[Run]:
+        """The queries in runs, if they are the same in all rows; else none."""
+        bounds = self.of_all_rows()
+        if bounds is None:
+            return []
+        first, end = (part.tolist() for part in bounds)
+        runs, start = [], 0
+        for stop in range(1, len(first) + 1):
+            if stop == len(first) or not _goes_on(first, end, start, stop):
+                runs.append(_run(first[start:stop], end[start:stop]))
+                start = stop
+        return runs
+
+    def band(self) -> Band | None:
+        """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
+        bounds = self.of_all_rows()
+        if bounds is None:
+            return None
+        first, end = bounds
+        query = torch.arange(first.numel(), device=first.device)
+        before, after = int((first == 0).sum()) - 1, int(end[0]) - 1
+        is_band = before >= 0 and after >= 0
+        is_band = is_band and bool((first == (query - before).clamp(min=0)).all())
+        return Band(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
+
+
+def _goes_on(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
+    """Whether the intervals of a run go on with this query's: beginnings stay, then rise by one each; ends rise by one
+    each, then stay."""
+    begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
+    has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]
+    return begins in ((1,) if has_risen else (0, 1)) and ends in ((0,) if has_stayed else (0, 1))
+
+
+def _run(first: Sequence[int], end: Sequence[int]) -> Run:
+    """The run of these intervals, [first, end) of each query."""
+    rises = sum(begin == first[0] for begin in first)
+    begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
+    return Run(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
+
+
+def told_of(intervals: Intervals, queries: int, keys: int) -> Told | None:
+    """What the masks of these intervals are for attention: a band, or runs where they leave out keys enough."""
+    band = intervals.band()
+    if band is not None and queries == keys:
+        return band
+    runs = tuple(intervals.runs())
+    seen = sum(run.queries * (run.high - run.low) for run in runs)
+    return runs if runs and len(runs) <= _MOST_RUNS and seen <= _WORTH_IT * queries * keys else band
+
+
+def intervals_of(mask: Tensor) -> Intervals | None:
+    """Those of a mask [..., queries, keys] of booleans; None where a query sees keys that are not side by side."""
+    keys, counts = mask.size(-1), mask.sum(-1)
+    first = mask.to(torch.uint8).argmax(-1)
+    end = torch.where(counts > 0, first + counts, first)
+    position = torch.arange(keys, device=mask.device)
+    inside = (position >= first.unsqueeze(-1)) & (position < end.unsqueeze(-1))
+    return Intervals(first, end, keys) if bool((inside == mask).all()) else None
+
+
+def intervals_of_band(band: Band, queries: int, keys: int) -> Intervals:
+    """Those of a band of attention with [queries, keys] scores."""
+    query = torch.arange(queries)
+    return Intervals((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
+
+
+class Seen:
+    """What masks let be seen, from the values of what they are made of.
+
+    >>> Seen({}).of(mask)    # doctest: +SKIP
+    Intervals(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
+    """
+
+    def __init__(
+        self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
+        rank: Mapping[str, tuple[int, int]] | None = None,
+    ):  # fmt: skip
+        """`values`: {node: its value}. `rank`: of a rank's graph, {axis: its place on it, and how many there are}."""
+        self.known: dict[fx.Node, Any] = dict(values)
+        self.device, self.rank = torch.device(device), rank or {}
+
+    @torch.no_grad()
+    def of(self, mask: fx.Node) -> Intervals | None:
+        """The intervals of a mask; None where it is not known to be made of such."""
+        result = self.made(mask)
+        if isinstance(result, Tensor) and result.dtype == torch.bool and result.dim() >= 2:
+            return intervals_of(result)
+        return result if isinstance(result, Intervals) else None
+
+    @torch.no_grad()
+    def made(self, node: fx.Node) -> Any:
+        """A value as a tensor or as intervals; None where it is neither."""
+        todo = [node]
+        while todo:
+            one = todo[-1]
+            missing = [used for used in one.all_input_nodes if used not in self.known]
+            if one in self.known or not missing:
+                todo.pop()
+                self.known.setdefault(one, None) if one.op != "call_function" else self._keep(one)
+            else:
+                todo += missing
+        return self.known[node]
+
+    def _keep(self, node: fx.Node) -> None:
+        if node not in self.known:
+            read = [self.known[used] for used in node.all_input_nodes]
+            self.known[node] = None if any(each is None for each in read) else self._computed(node)
+
+    def _computed(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.known.__getitem__)
+        name = operator_name(node).removeprefix("aten::")
+        output = value(node)
+        if name == "autopart::slice":
+            return self._part(args[0], *args[1:], dims=len(shape(node)))
+        if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
+            return _of_intervals(name, args, len(shape(node)))
+        if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
+            return _compared(name, *args)
+        if name == "expand" and output.dim() >= 2 and output.numel() > _LARGEST:
+            return _expanded(args[0], *output.shape[-2:])
+        if not isinstance(output, Tensor) or output.numel() > _LARGEST:
+            return None
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
+        return node.target(*args, **kwargs)
+
+    def _part(
+        self, whole: Tensor | Intervals, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
+    ) -> Any:
+        """A rank's shard: of intervals where it is of the queries, or of rows that are all alike."""
+        index, ranks = self.rank[axis]
+        if isinstance(whole, Tensor):
+            return Cut(dim, size, tuple(sections), ranks).take(whole, index)
+        if dim < dims - 2:
+            return whole if whole.of_all_rows() is not None else None
+        if dim == dims - 1:
+            return None
+        parts = (part.expand(*part.shape[:-1], size) for part in whole[:2])
+        first, end = (Cut(part.dim() - 1, size, tuple(sections), ranks).take(part, index) for part in parts)
+        return Intervals(first, end, whole.keys)
+
+
+def _compared(name: str, one: Any, other: Any) -> Intervals | None:
+    """The intervals of a comparison of what queries have [..., q, 1] with what keys have [..., 1, k]."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return None
+    if one.size(-1) != 1:
+        one, other = other, one
+    else:
+        name = _MIRRORED[name]
+    if one.dim() < 2 or one.size(-1) != 1 or (other.dim() >= 2 and other.size(-2) != 1):
+        return None
+    queries, keys = one.squeeze(-1), other.squeeze(-2) if other.dim() >= 2 else other
+    if bool((keys[..., 1:] < keys[..., :-1]).any()):
+        return None
+    rows = torch.broadcast_shapes(queries.shape[:-1], keys.shape[:-1])
+    queries = queries.expand(*rows, -1).contiguous()
+    keys = keys.expand(*rows, -1).contiguous()
+    begins, ends = _COMPARED[name]
+    first = torch.searchsorted(keys, queries, side=begins) if begins else torch.zeros_like(queries, dtype=torch.int64)
+    number = keys.size(-1)
+    end = torch.searchsorted(keys, queries, side=ends) if ends else torch.full_like(first, number)
+    return Intervals(first, end, number)
+
+
+def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
+    """What an operator makes of masks that are intervals."""
+    intervals = args[0] if isinstance(args[0], Intervals) else None
+    if name in _AND:
+        keys = next(part.keys for part in args if isinstance(part, Intervals))
+        one, other = (part if isinstance(part, Intervals) else _of_rows(part, keys) for part in args)
+        return one.also(other) if one is not None and other is not None else None
+    if intervals is None:
+        return None
+    if name in ("to", "_to_copy", "expand"):
+        return intervals  # a mask is of as many rows as it broadcasts to
+    if name == "unsqueeze" and args[1] % dims < dims - 2:
+        at, before = args[1] % dims, dims - 2  # as many dims as the mask had, but for its keys
+        first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in intervals[:2])
+        return Intervals(first, end, intervals.keys)
+    if name == "where" and isinstance(args[1], (int, float)) and isinstance(args[2], (int, float)):
+        return intervals if args[1] == 0 and args[2] <= torch.finfo(torch.bfloat16).min / 2 else None
+    return None
+
+
+def _expanded(seen: Any, queries: int, keys: int) -> Intervals | None:
+    """A mask that is the same for all queries, for all keys or for both, spread over them."""
+    few = _of_rows(seen, keys)
+    if few is None:
+        return None
+    first, end = (part.expand(*part.shape[:-1], queries) for part in few[:2])
+    return Intervals(first, end, keys)
+
+
+def _of_rows(seen: Any, keys: int) -> Intervals | None:
+    """A mask that is the same for all queries, or for all keys, as intervals."""
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        return None
+    seen = seen.expand(1, 1) if seen.dim() == 0 else seen.unsqueeze(0) if seen.dim() == 1 else seen
+    if seen.size(-1) == 1:
+        some = seen.squeeze(-1).to(torch.int64)
+        return Intervals(torch.zeros_like(some), some * keys, keys)
+    return intervals_of(seen) if seen.size(-2) == 1 else None

@@ -1,0 +1,250 @@
+"""The custom operators `torch.ops.autopart.*` that stand in partitioned graphs: their schemas, and those that need no
+process group.
+
+Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
+
+    all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
+    slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
+    all_to_all                              (x, axis, source_dim, target_dim, source_sections, target_sections)
+    axis_index                                                    (axis) -> int
+
+Rows go to the ranks of their experts and back (`routes.py`) by
+
+    exchange_counts (expert, axis, num_experts, num_ranks) -> [2, ranks], on the host
+    dispatch        (x, axis, expert, counts, times, num_experts)
+    combine         (x, axis, expert, counts, times, num_experts)
+
+Keys and values go around the ranks (`ring.py`) in
+
+    ring_attention  (query, axis, key, value, mask, size, sections, scale, runs)
+
+Of a parameter in mixed precision conversions also have `dtype`, to which `x` is cast before it moves, and
+`grad_dtype`, to which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast`
+(x, dtype) is the same where nothing moves.
+
+`size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
+they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
+(`embedding_shard`, `pick_class`, and `expert_linear` of `grouped_matmul.py`), draw what each shard drops (`dropout`,
+    and
+`attention_dropout` of the file of that name), leave out what a mask hides (`window_attention` of `attention.py`,
+`attention_runs` of `visits.py`), or say where a mask is true (`positions` of `selection.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from autopart.ir import selection
+from autopart.ir.layout import CONVERSIONS, ROUTING
+from autopart.ops import attention_dropout, ctc_loss, grouped_matmul
+from autopart.ops.blockwise_attention import attention_runs
+from autopart.ops.masked_attention import window_attention
+from autopart.ops.seeded_random import kept, seeded
+
+OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
+MOVES = OPERATORS | ROUTING
+"""The operators that work on all ranks of an axis and have a backward; those without one follow."""
+WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
+ROTATING = ("ring_attention",)
+"""Operators in which tensors of all ranks of an axis go around."""
+CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
+
+
+def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1, num_rows: int = -1) -> Tensor:
+    """Rows of an embedding table of which this rank holds rows [start, start + weight.size(0)).
+
+    weight [rows, width], ids [...] in global numbering -> [..., width], zeros where the row is on another rank: a
+    partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient. An id that is none of the `num_rows`
+    rows of the whole table (-1: not checked) fails as it does in the whole table: IndexError, on a GPU an assertion.
+    """
+    local = ids - start
+    mine = (local >= 0) & (local < weight.size(0))
+    if weight.size(0) == 0:  # a rank that holds no row runs the same operators
+        weight = F.pad(weight, (0, 0, 0, 1))
+    elsewhere: Tensor | int = 0
+    if num_rows >= 0:
+        elsewhere = torch.where((ids >= 0) & (ids < num_rows), 0, weight.size(0))
+    rows = F.embedding(torch.where(mine, local, elsewhere), weight) * mine.unsqueeze(-1)
+    if padding_idx < 0:
+        return rows
+    # The padding row keeps its value and loses its gradient.
+    return torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
+    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator; None
+    where it is `with_salt`), `shard` (which shard of the value this is) and the form of `x`: the same on ranks that
+    hold the same value, else independent."""
+    if type(x) is Tensor:
+        return _seeded_dropout(x, p, seed, salt, shard)[0]
+    # A compiler's stand-in: it takes the draw as it is, and joins the product with what is around.
+    mask = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
+    return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+
+def with_salt(seed: Tensor, salt: int) -> Tensor:
+    """A seed that has the salt of an operator as its second number."""
+    return torch.tensor([int(seed), salt])
+
+
+def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
+    """The mask of `dropout` for a value like `x`, true for what is kept. A compiler does not look inside."""
+    return _seeded_dropout(x, p, seed, salt, shard)[1]
+
+
+def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The value without what is dropped, and the mask; on a GPU by torch's one kernel."""
+    if not x.numel():
+        return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
+    if x.device.type != "cpu":
+        with seeded(x.device, seed, salt, shard):
+            return torch.native_dropout(x, p, True)
+    mask = kept(x.detach(), p, seed, salt, shard)
+    return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
+    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before.
+
+    In 16 bits 1 / (1 - p) is rounded. A CPU's dropout rounds it as well; a GPU's multiplies in float32, so it is made
+    anew there.
+    """
+    if not _multiplies_in_float(x) or p >= 1:
+        return x * noise
+    return (x.float() * (noise != 0) * (1 / ctypes.c_float(1 - p).value)).to(x.dtype)
+
+
+def _multiplies_in_float(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def pick_class(logits: Tensor, target: Tensor, start: int, num_classes: int = -1, ignored: int = -100) -> Tensor:
+    """Logit of each target on this rank's shard of the classes.
+
+    logits [..., local classes], target [...] in global numbering -> [...]: 0 if the target is on another rank or is
+    `ignored`. A target that is neither `ignored` nor one of the `num_classes` classes (-1: not checked) raises
+    IndexError as on one device; on a GPU it is an assertion.
+    """
+    local = target - start
+    mine = (local >= 0) & (local < logits.size(-1))
+    elsewhere: Tensor | int = 0
+    if num_classes >= 0:  # such a target is outside every shard too, so `gather` rejects it on every rank
+        in_range = (target >= 0) & (target < num_classes) | (target == ignored)
+        elsewhere = torch.where(in_range, 0, target)
+    # One class more, so a rank that holds no class runs the same operators.
+    padded = F.pad(logits, (0, 1)) if logits.size(-1) == 0 else logits
+    try:
+        picked = padded.gather(-1, torch.where(mine, local, elsewhere).unsqueeze(-1)).squeeze(-1)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        bad = target[~in_range].flatten()[0].item()
+        raise IndexError(f"Target {bad} is out of bounds: there are {num_classes} classes.") from error
+    return torch.where(mine, picked, torch.zeros_like(picked))
+
+
+def _define_operators() -> torch.library.Library:
+    library = torch.library.Library("autopart", "DEF")
+
+    def define(name: str, arguments: str, implementation: Callable[..., Any]) -> None:
+        library.define(f"{name}({arguments}) -> Tensor")
+        library.impl(name, implementation, "CompositeImplicitAutograd")
+
+    for operator in OPERATORS:
+        arguments = "Tensor x, str axis"
+        if operator in CUTTING:
+            arguments += ", int dim, int size, int[] sections=[]"
+        elif operator == "all_to_all":
+            arguments += ", int source_dim, int target_dim, int[] source_sections=[], int[] target_sections=[]"
+        arguments += ", *, ScalarType? dtype=None, ScalarType? grad_dtype=None"
+        library.define(f"{operator}({arguments}) -> Tensor")
+    library.define("all_reduce_max(Tensor x, str axis) -> Tensor")
+    for operator in ROUTING:
+        library.define(
+            f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor"
+        )
+    library.define("exchange_counts(Tensor expert, str axis, int num_experts, int num_ranks) -> Tensor")
+    library.define(
+        "ring_attention(Tensor query, str axis, Tensor key, Tensor value, Tensor? mask, int size, int[] sections, "
+        "float? scale=None, int[] runs=[]) -> Tensor"
+    )
+    library.define("axis_index(str axis) -> int")
+    define("cast", "Tensor x, ScalarType dtype", Tensor.to)
+    define(
+        "embedding_shard", "Tensor weight, Tensor ids, int start, int padding_idx=-1, int num_rows=-1", embedding_shard
+    )
+    mask = "Tensor x, float p, Tensor seed, int? salt, int[] shard"
+    define("dropout", mask, dropout)
+    library.define(f"draw_mask({mask}) -> Tensor")
+    library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
+    torch.library.register_fake("autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library)
+    define("drop", "Tensor x, Tensor noise, float p", drop)
+    define("pick_class", "Tensor logits, Tensor target, int start, int num_classes=-1, int ignored=-100", pick_class)
+    window = "Tensor query, Tensor key, Tensor value, int before, int after, float? scale=None, bool enable_gqa=False"
+    define("window_attention", window, window_attention)
+    runs = "Tensor query, Tensor key, Tensor value, int[] runs, float? scale=None, bool enable_gqa=False"
+    define("attention_runs", runs, attention_runs)
+    dropped = (
+        "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, Tensor seed, int? salt, "
+        "int[] shard, bool is_causal=False, float? scale=None, bool enable_gqa=False"
+    )
+    define("attention_dropout", dropped, attention_dropout.attention_dropout)
+    return library
+
+
+LIBRARY = _define_operators()  # the operators live as long as this object
+
+autopart_ops = torch.ops.autopart
+"""The operators; a file that writes calls of them takes them from here, so that they are defined."""
+
+
+def all_operators() -> list[str]:
+    """The names of all operators of the namespace."""
+    local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
+             "attention_runs"]  # fmt: skip
+    families = (grouped_matmul, selection, ctc_loss, attention_dropout)
+    return [
+        *MOVES,
+        *WITHOUT_BACKWARD,
+        *ROTATING,
+        "axis_index",
+        *local,
+        *(name for family in families for name in family.OPERATORS),
+    ]
+
+
+def operator_name(node: fx.Node) -> str | None:
+    """`all_reduce` for a node that calls `torch.ops.autopart.all_reduce`; None for any other node."""
+    parts = str(node.target).split(".")
+    return parts[1] if node.op == "call_function" and parts[0] == "autopart" else None
+
+
+def axis_of(node: fx.Node) -> str | None:
+    """The mesh axis that a node's operator works on, if any."""
+    name = operator_name(node)
+    if name == "axis_index":
+        return str(node.args[0])
+    return str(node.args[1]) if name in MOVES or name in (*WITHOUT_BACKWARD, *ROTATING) else None
+
+
+_OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")
+
+
+def stored_source(node: fx.Node) -> fx.Node | None:
+    """The parameter that a gather or a cast reads as it is stored, through conversions of its gradient alone; None
+    where it reads another value."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and operator_name(source) in _OF_GRADIENTS:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to what is computed in, and does nothing else."""
+    return operator_name(node) == "cast" and stored_source(node) is not None

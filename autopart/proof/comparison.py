@@ -1,0 +1,396 @@
+"""A traced graph with its weights and inputs, computed twice: whole on one device, and cut over all ranks in lockstep.
+
+`Subject.expected` is what the graph computes on the global batch, `Subject.errors` how far the program of an
+`Arrangement` is from it: outputs, loss, and the gradient of every parameter on every rank that holds it. Both draw
+their random numbers from one seed, as `rng="exact"` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import facts
+from autopart.ir.layout import Placement
+from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.ir.run.weight_updates import WeightUpdate
+from autopart.ir.sharding import part_of
+from autopart.passes.write.lower import lower
+from autopart.plans.plan import Plan
+from autopart.runtime.batch.batch_split import merge_microbatches
+from autopart.runtime.comm.stage_ranks import owners
+from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
+from autopart.runtime.lockstep import OnValue, run_lockstep
+from autopart.runtime.shards.shard_state import cuts_at
+from autopart.tracing.trace import Trace
+
+FLOOR = 1e-3
+"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
+
+SEED = 0
+"""Of the random numbers that all runs draw: the model's own, the graph's, and those of the ranks."""
+
+GRAD_FLOOR = 1e-4
+"""The same for gradients: where all cancel to nothing (a shift of all classes), rounding alone is left."""
+
+Shards = dict[int, dict[str, nn.Parameter]]
+"""{rank: {name: its part of the parameter}}"""
+
+Tamper = Callable[[Program, Shards], None]
+"""Plants a fault in a program or its ranks' parameters, in place."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a graph is cut: the decisions, how stages are placed on ranks ("loop" or "V"), and a fault to plant, for
+    tests. `plan`: what the decisions are read from."""
+
+    decisions: Decisions
+    stage_style: str = "loop"
+    tamper: Tamper | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a graph computes: its flat outputs, the gradients of its parameters and of the inputs that need one, new
+    values of its buffers."""
+
+    outputs: list[Any]
+    grads: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    input_grads: Mapping[str, Tensor]
+
+    def distance(self, other: Results) -> float:
+        """The largest relative difference of anything; infinite where other parameters have gradients."""
+        if self.has_other_gradients(other):
+            return float("inf")
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        apart = [relative(a, b.to(a.dtype)) for a, b in pairs if isinstance(a, Tensor)]
+        for ours, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
+            apart += [relative(value, others[name].to(value.dtype)) for name, value in ours.items()]
+        scale = self.grad_scale
+        both = self.grads.keys() & other.grads.keys()
+        apart += [relative(self.grads[name], other.grads[name].to(self.grads[name].dtype), scale) for name in both]
+        return max(apart, default=0.0)
+
+    def has_other_gradients(self, other: Results) -> bool:
+        """Whether a parameter has a gradient in one alone, and not of zero: of skipped code there may be none."""
+        alone = self.grads.keys() ^ other.grads.keys()
+        return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
+
+    @property
+    def grad_scale(self) -> float:
+        """The largest finite entry of any gradient, at least `GRAD_FLOOR`."""
+        return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
+
+
+def held_tensor(model: nn.Module, name: str) -> Tensor:
+    """A buffer of a model, or a parameter."""
+    module, _, last = name.rpartition(".")
+    holder = model.get_submodule(module)
+    buffer = holder._buffers.get(last)
+    return holder.get_parameter(last) if buffer is None else buffer
+
+
+@contextmanager
+def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+    """What the model writes to its buffers inside is undone, and to the parameters `written`."""
+    parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
+    modules = [(module, dict(module._buffers)) for module in model.modules()]
+    before = [(b, b.clone()) for _, buffers in modules for b in buffers.values() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, buffers in modules:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for buffer, value in before:
+                buffer.copy_(value)
+            for parameter, value in parameters:
+                parameter.copy_(value)
+
+
+@contextmanager
+def one_seed(seed: int = SEED) -> Iterator[None]:
+    """Inside, the default generators begin in one and the same state; afterwards they are as they were."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
+    """A parameter as the graph reads it: itself, or a leaf with the value that it changes to before."""
+    if update is None:
+        return parameter
+    return update.of_whole(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
+
+
+class Subject:
+    """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
+    weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
+
+    def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
+        self.traced, self.loss, self.random_seed = traced, loss, random_seed
+        updates, inputs = traced.weight_updates, traced.call.tensors
+        self.weights = {name: _updated(p, updates.get(name), inputs) for name, p in traced.parameters.items()}
+        self.outputs = list(traced.graph.output_node().args[0])
+
+    # Whole
+
+    def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
+        """Every value of the graph on the global batch, where the weights are; `retain_grads`: each gets its `.grad`
+        when the graph is differentiated."""
+        tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
+        device = next((weight.device for weight in self.weights.values()), None)
+        inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
+        with one_seed(self.random_seed):
+            values = self.traced.values(inputs, tensors)
+        for value in values.values() if retain_grads else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.retain_grad()
+        return values
+
+    def flat_outputs(self, values: Mapping[fx.Node, Any]) -> list[Any]:
+        return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
+
+    def seed(self, flat: list[Any]) -> Tensor:
+        """The scalar to differentiate, from the flat outputs."""
+        if self.loss is not None:
+            return flat[self.outputs.index(self.loss)]
+        parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
+        return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
+
+    def expected(self) -> Results:
+        """What the graph computes on the global batch, in one piece."""
+        values = self.values()
+        buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
+        return self.differentiate(self.flat_outputs(values), buffers)
+
+    def differentiate(
+        self, flat: list[Any], buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> Results:
+        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere.
+        `weights`: of the run, where it is not one of the graph."""
+        trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
+        call = self.traced.call
+        inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
+        all_grads = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
+        pairs = zip(trained, all_grads, strict=False)
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+        names = self.traced.call.with_gradient
+        input_grads = {n: g for n, g in zip(names, all_grads[len(trained) :], strict=True) if g is not None}
+        # Copies: an output may be a buffer.
+        return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
+
+    # Cut
+
+    def called(self, decisions: Decisions) -> Program:
+        """The program of a call: all outputs, whole."""
+        return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
+
+    def step(self, decisions: Decisions) -> Program:
+        """The program of a training step: the loss as it is made; without a loss that of a call."""
+        if self.loss is None:
+            return self.called(decisions)
+        return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
+
+    def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
+        """Every rank's parameters. Ranks with the same part share its memory, unless they are to be `trained` or a
+        fault is to be planted."""
+        mesh, tamper = program.mesh, arrangement.tamper
+        shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
+        for name, stored in program.parameters.items():
+            homes = owners(program, stored, arrangement.stage_style)
+            parts: dict[tuple[int, ...], Tensor] = {}
+            for rank, local in shards.items():
+                at = mesh.coordinates(rank)
+                if at.get("pp", 0) not in homes:
+                    continue
+                cuts = cuts_at(stored, mesh, at)
+                place = tuple(index for _, index in cuts)
+                if place not in parts:
+                    parts[place] = part_of(self.traced.parameters[name].detach(), cuts)
+                changes = trained or tamper is not None or name in program.weight_updates
+                part = parts[place].clone() if changes else parts[place]
+                local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
+        if tamper is not None:
+            tamper(program, shards)
+        return shards
+
+    def lockstep(
+        self,
+        program: Program,
+        shards: Shards,
+        stage_style: str,
+        on_value: OnValue | None = None,
+        new_buffers: dict[int, dict[str, Tensor]] | None = None,
+    ) -> dict[int, list[tuple]]:
+        buffers, inputs = self.traced.buffers, self.traced.call.tensors
+        with one_seed(self.random_seed):
+            return run_lockstep(
+                program, shards, buffers, inputs, on_value, stage_style=stage_style, new_buffers=new_buffers
+            )  # fmt: skip
+
+    def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
+        """What every rank differentiates: its losses, or its weighted outputs."""
+        if self.loss is not None:
+            return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
+        return [
+            (value * weights_like(value)).sum()
+            for microbatches in results.values()
+            for value in merge_microbatches(program, microbatches)
+            if value.requires_grad
+        ]
+
+    # Compared
+
+    def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
+        """The error of the loss, of every output, parameter's and input's gradient and buffer that is written, by name.
+
+        Errors of outputs are relative to their largest entry, those of gradients to the largest of any. What a fault
+        in the program raises is raised here.
+        """
+        errors: dict[str, float] = {}
+        if self.loss is not None:
+            called = self.called(arrangement.decisions)
+            new_buffers: dict[int, dict[str, Tensor]] = {}
+            with torch.no_grad():
+                shards = self.shards(called, arrangement)
+                results = self.lockstep(called, shards, arrangement.stage_style, new_buffers=new_buffers)
+            errors |= output_errors(called, results, expected.outputs) | buffer_errors(new_buffers, expected)
+        step = self.step(arrangement.decisions)
+        shards = self.shards(step, arrangement)
+        new_buffers = {}
+        inputs = _InputGradients(self.traced)
+        results = self.lockstep(step, shards, arrangement.stage_style, inputs.keep, new_buffers)
+        for name, error in buffer_errors(new_buffers, expected).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+        seeds = self.seeds(step, results)
+        if seeds:
+            torch.autograd.backward(seeds)
+        if self.loss is not None:
+            loss = expected.outputs[self.outputs.index(self.loss)]
+            errors["loss"] = relative(whole_loss(step, results), loss)
+        else:
+            errors |= output_errors(step, results, expected.outputs)
+        sync_gradients_lockstep(shards, step, stage_style=arrangement.stage_style)
+        return errors | gradient_errors(step, shards, expected) | inputs.errors(expected)
+
+
+class _InputGradients:
+    """The inputs that need a gradient, as every rank has them."""
+
+    def __init__(self, traced: Trace):
+        nodes = traced.graph.find_nodes(op="placeholder")
+        self.names = {n.name: facts(n)["input_name"] for n in nodes if facts(n).get("input_grad")}
+        self.held: dict[str, list[Tensor]] = {}
+
+    def keep(self, stage: int, microbatch: int, node: fx.Node, value: Mapping[int, Any]) -> None:
+        name = self.names.get(facts(node).get("origin", "")) if node.op == "placeholder" else None
+        if name is not None:
+            self.held[name] = list(value.values())
+            for tensor in self.held[name]:
+                tensor.retain_grad()
+
+    def errors(self, expected: Results) -> dict[str, float]:
+        """The largest error over all ranks of every input's gradient: each rank has the whole of it."""
+        errors = {}
+        for name, whole in expected.input_grads.items():
+            apart = [relative(t.grad, whole) if t.grad is not None else float("inf") for t in self.held.get(name, ())]
+            errors[f"input {name}"] = max(apart, default=float("inf"))
+        return errors
+
+
+def output_errors(program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
+    """The largest error over all ranks of every output."""
+    errors: dict[str, float] = {}
+    for microbatches in results.values():
+        merged = merge_microbatches(program, microbatches)
+        for i, output in enumerate(program.outputs):
+            if output.position is not None:
+                error = relative(merged[output.position], expected[i])
+                errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), error)
+    return errors
+
+
+def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict[str, float]:
+    """The largest error over all ranks of every parameter's gradient; one that should be there and is not, or should
+    not be there and is not zero, counts as infinitely wrong."""
+    scale = expected.grad_scale
+    errors: dict[str, float] = {}
+    for rank, local in shards.items():
+        at = program.mesh.coordinates(rank)
+        for name, parameter in local.items():
+            grad, whole = parameter.grad, expected.grads.get(name)
+            if whole is None:
+                if grad is not None and bool(grad.any()):
+                    errors[name] = float("inf")
+                continue
+            whole = part_of(whole, cuts_at(program.parameters[name], program.mesh, at))
+            apart = relative(grad, whole, scale) if grad is not None else float("inf")
+            errors[name] = max(errors.get(name, 0.0), apart)
+    return {name: float("inf") for name in expected.grads} | errors
+
+
+def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
+    """The largest error of every buffer that is written, over the ranks that make its new value."""
+    errors = {f"buffer {name}": float("inf") for name in expected.buffers}
+    for name, whole in expected.buffers.items():
+        differences = [relative(new[name], whole) for new in buffers.values() if name in new]
+        errors[f"buffer {name}"] = max(differences, default=float("inf"))
+    return errors
+
+
+def whole_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
+    """The loss of the global batch: partial sums over dp and microbatches added, whole ones taken once."""
+    layout = program.outputs[0].layout
+    at = {rank: program.mesh.coordinates(rank) for rank in results}
+    ranks = [r for r in results if all(p.kind == "P" or at[r].get(a, 0) == 0 for a, p in layout.items())]
+    parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
+    partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
+    return torch.stack([part.sum() if partial else part[0] for part in parts]).sum()
+
+
+def weights_like(output: Tensor) -> Tensor:
+    """Fixed weights between 0.5 and 1.5, different for every entry."""
+    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
+
+
+def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    """The largest difference relative to `scale` (the largest finite entry expected, at least `FLOOR`); infinite where
+    shapes differ, and where only one is infinite or not a number."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    actual, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (actual, expected))
+    if actual.is_complex() and expected.is_complex():
+        actual, expected = (torch.view_as_real(t.resolve_conj()) for t in (actual, expected))
+    if not expected.is_floating_point():
+        return float((actual != expected).any())
+    scale = scale or scale_of(expected)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, actual - expected).abs()
+    return float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) / scale
+
+
+def scale_of(value: Tensor) -> float:
+    """The largest finite entry, at least `FLOOR`."""
+    return max(largest(value), FLOOR)
+
+
+def largest(value: Tensor) -> float:
+    """The largest finite entry of a tensor, 0 of an empty one."""
+    if not value.numel():
+        return 0.0
+    value = value.detach()
+    size = value.abs().double() if value.is_complex() else value.double().abs()
+    return float(size.nan_to_num(0.0, 0.0, 0.0).max())

@@ -1,0 +1,176 @@
+"""What a model computes that is not finite: a comparison of such numbers proves nothing.
+
+A value that is compared must not hold NaN anywhere. Infinities are at home in outputs and buffers (masked logits), not
+in a loss or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, tensor_inputs
+from autopart.proof.comparison import Results, Subject
+
+SHOWN = 3
+"""How many values of one kind are named."""
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """What is not finite in the model itself.
+
+    `values`: what is compared and holds such numbers (`loss`, `output 1`, `gradient of h.0.up.weight`), with what it
+    holds. `begins`: parameters, inputs and buffers that hold some before anything is computed. `maker`: the first
+    operator that makes one, with its source line; "" where none does. `same`: whether the program has the same numbers
+    in the same places.
+    """
+
+    values: Mapping[str, str]
+    begins: Mapping[str, str]
+    maker: str
+    same: bool = True
+
+    def __str__(self) -> str:
+        lines = ["the model itself computes numbers that are not finite: nothing is proven"]
+        lines.append(f"  model    {_listed(self.values)}")
+        if self.begins:
+            lines.append(f"  begins   {_listed(self.begins)}")
+        if self.maker:
+            lines.append(f"  made by  {self.maker}")
+        lines.append(f"  program  {'the same in the same places' if self.same else 'others than the model'}")
+        hint = "finite weights and inputs" if self.begins else "other weights, a smaller input, or an epsilon there"
+        return "\n".join([*lines, f"  try      {hint}"])
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    named = [f"{name} {text}" for name, text in list(values.items())[:SHOWN]]
+    return "; ".join([*named, *([f"{len(values) - SHOWN} more"] if len(values) > SHOWN else [])])
+
+
+def held(value: Any) -> str:
+    """`is nan`, `holds 3 nan of 64`, `holds 2 inf of 8`; "" for what is finite."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return ""
+    value = value.detach()
+    nans, infinities = int(value.isnan().sum()), int(value.isinf().sum())
+    if not nans + infinities:
+        return ""
+    if value.dim() == 0:
+        return "is nan" if nans else f"is {float(value.real):g}"
+    counts = " and ".join(f"{count} {word}" for count, word in ((nans, "nan"), (infinities, "inf")) if count)
+    return f"holds {counts} of {value.numel()}"
+
+
+def not_finite(subject: Subject, results: Results) -> dict[str, str]:
+    """{what is compared: what it holds}, of what must not hold it."""
+    return {name: held(value) for name, value, infinities in _compared(subject, results)
+            if value.isnan().any() or (not infinities and held(value))}  # fmt: skip
+
+
+def infinite(subject: Subject, results: Results) -> dict[str, str]:
+    """{output or buffer: what it holds}, of those that hold infinities, as they may."""
+    return {name: held(value) for name, value, infinities in _compared(subject, results)
+            if infinities and not value.isnan().any() and held(value)}  # fmt: skip
+
+
+def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, value, whether it may hold infinities) of all floating values that are compared."""
+    loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
+    entries: list[tuple[str, Any, bool]] = []
+    for i, value in enumerate(results.outputs):
+        entries.append(("loss" if i == loss else f"output {i}", value, i != loss))
+    entries += [(f"gradient of {name}", grad, False) for name, grad in results.grads.items()]
+    entries += [(f"gradient of input {name}", grad, False) for name, grad in results.input_grads.items()]
+    entries += [(f"buffer {name}", value, True) for name, value in results.buffers.items()]
+    for name, value, infinities in entries:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            yield name, value.detach(), infinities
+
+
+def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
+    """Where the numbers come from that `values` (of `not_finite`) hold."""
+    computed = subject.values(retain_grads=True)
+    begins = dict(_beginnings(computed))
+    ends = [node for node in subject.outputs if isinstance(node, fx.Node)]
+    ends += list(subject.traced.buffer_updates.values())
+    maker = _first_forward(ends, computed, subject)
+    if not maker and not begins:
+        subject.seed(subject.flat_outputs(computed)).backward()
+        maker = _first_backward(computed)
+        for weight in subject.weights.values():
+            weight.grad = None
+    return NotFinite(values, begins, maker)
+
+
+def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
+    """Parameters and inputs that are not finite; constants and buffers hold infinities rightly, but no NaN."""
+    for node, value in computed.items():
+        text = held(value)
+        if not text:
+            continue
+        if node.op == "placeholder" and facts(node).get("input_name"):
+            yield f"input {facts(node)['input_name']}", text
+        elif node.op == "get_attr" and (isinstance(value, torch.nn.Parameter) or "nan" in text):
+            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
+            yield f"{kind} {node.target}", text
+
+
+def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: Subject) -> str:
+    """The operator in which a chain of NaN, or of infinities that reach a loss, begins."""
+    for end in ends:
+        node = _origin(end, computed, torch.isnan)
+        if node is not None and node.op == "call_function":
+            infinities = [source for source in tensor_inputs(node) if _has(computed[source], torch.isinf)]
+            if not infinities:
+                return f"{describe(node)} makes nan of finite numbers"
+            phrase = _infinity(infinities[0], computed)
+            return f"{describe(node)} makes nan of infinities" + (f", which {phrase}" if phrase else "")
+    phrase = _infinity(subject.loss, computed) if subject.loss is not None else ""
+    return f"infinities, which {phrase}" if phrase else ""
+
+
+def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
+    """Which operator makes the infinities that are in this value; "" where it holds none, or none is made."""
+    node = _origin(end, computed, torch.isinf)
+    if node is None or node.op != "call_function":
+        return ""
+    return f"{describe(node)} makes of finite numbers"
+
+
+def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
+    """The earliest node on the way to `end` whose value is bad and whose inputs are not."""
+    if not _has(computed[end], bad):
+        return None
+    node = end
+    while True:
+        worse = [source for source in tensor_inputs(node) if _has(computed[source], bad)]
+        if not worse:
+            return node
+        node = worse[0]
+
+
+def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
+    """The operator whose backward makes the first gradient that is not finite."""
+    grads = {
+        node: value.grad
+        for node, value in computed.items()
+        if isinstance(value, Tensor) and value.requires_grad and value.grad is not None
+    }
+    for node in reversed(list(grads)):
+        if held(grads[node]):
+            readers = [user for user in node.users if user.op == "call_function"]
+            kind = "nan" if _has(grads[node], torch.isnan) else "infinity"
+            return f"the backward of {describe(readers[-1])} makes {kind}" if readers else ""
+    return ""
+
+
+def _has(value: Any, bad: Callable[[Tensor], Tensor]) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has(part, bad) for part in value)
+    return isinstance(value, Tensor) and bool(bad(value).any())

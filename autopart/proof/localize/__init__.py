@@ -1,0 +1,1 @@
+"""Localization of the first wrong value, and the smallest graph that shows it."""

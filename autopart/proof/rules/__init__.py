@@ -1,0 +1,1 @@
+"""Sharding rules of users, and proofs of rules by execution."""

@@ -1,0 +1,156 @@
+"""Proof of a sharding rule by execution, both ways: what it claims holds, and what holds it claims."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.compat.torch_internals import tree_flatten, tree_map
+from autopart.ir.decisions import Decisions, Strategy
+from autopart.ir.facts import DATA, facts
+from autopart.ir.graph import operators
+from autopart.ir.mesh import Mesh
+from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.strategies import ANY_KIND, strategies
+from autopart.passes.normalize import AS_TRACED, NORMALIZE
+from autopart.passes.pass_pipeline import PassError, run_passes
+from autopart.passes.write.lower import lower
+from autopart.proof.comparison import relative, weights_like
+from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
+from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
+from autopart.runtime.lockstep import run_lockstep
+from autopart.tracing.trace import Call, Trace
+
+TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
+
+
+def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
+    """The annotated trace of a model whose parameters are the tensors of a call and whose outputs are the call's.
+
+    Values in the trace are real: `val` is what the call computes.
+    """
+    graph = fx.Graph()
+    weights: dict[str, nn.Parameter] = {}
+
+    def read(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        name = f"p{len(weights)}"
+        weights[name] = nn.Parameter(argument.detach().clone(), requires_grad=argument.requires_grad)
+        node = graph.get_attr(name)
+        node.meta |= {"val": weights[name], "parameter": True}
+        return node
+
+    node = graph.call_function(target, *tree_map(read, (tuple(args), dict(kwargs))))
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*arguments[0], **arguments[1])
+    outputs = _projections(graph, node)
+    graph.output(tuple(outputs))
+    run_passes(graph, (*AS_TRACED, *NORMALIZE))
+    _ask_for_every_section(graph)
+    _, spec = tree_flatten(tuple(outputs))
+    trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
+    annotate(trace)
+    graph.eliminate_dead_code()  # the splits have asked
+    return trace, weights
+
+
+def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The node, or a `getitem` for each of its outputs."""
+    values = node.meta["val"]
+    if isinstance(values, Tensor):
+        return [node]
+    parts = [graph.call_function(operator.getitem, (node, i)) for i in range(len(values))]
+    for part, value in zip(parts, values, strict=True):
+        part.meta["val"] = value
+    return parts
+
+
+def _ask_for_every_section(graph: fx.Graph) -> None:
+    """Let a later split ask for every dim of the outputs in sections, as a fused projection does: equal and unequal."""
+    (outputs,) = graph.output_node().args
+    with graph.inserting_before(graph.output_node()):
+        for node in outputs:
+            for dim, size in enumerate(node.meta["val"].shape):
+                for sizes in {4: ([2, 2],), 6: ([4, 2],), 12: ([8, 4], [6, 6], [4, 4, 4])}.get(size, ()):
+                    split = graph.call_function(torch.ops.aten.split_with_sizes.default, (node, list(sizes), dim))
+                    split.meta["val"] = node.meta["val"].split(sizes, dim)
+
+
+@dataclass
+class Proof:
+    """One traced call, what it computes on whole inputs, and its runs cut in all ways."""
+
+    trace: Trace
+    weights: dict[str, nn.Parameter]
+    nodes: list[fx.Node]
+    outputs: list[Tensor]
+    grads: dict[str, Tensor]
+
+    @staticmethod
+    def of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Proof:
+        trace, weights = trace_call(target, args, kwargs)
+        outputs = fx.GraphModule(weights, trace.graph)()
+        backward(outputs)
+        grads = {name: w.grad for name, w in weights.items() if w.grad is not None}
+        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but draws
+        return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
+
+    def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
+        """Replicated work, except for what is chosen on an axis."""
+        whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
+        on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
+        return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
+
+    def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
+        """What is wrong with the outputs and gradients of the program cut as chosen; "" if nothing is."""
+        outputs = list(self.trace.graph.output_node().args[0])
+        try:
+            program = lower(self.trace, self.decisions(mesh, chosen), outputs, whole_outputs=True)
+            local = {
+                rank: {n: nn.Parameter(w.detach().clone(), w.requires_grad) for n, w in self.weights.items()}
+                for rank in range(mesh.num_ranks)
+            }
+            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # of dropout
+            ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
+            by_rank = {rank: values for rank, (values,) in ran.items()}
+            backward([value for values in by_rank.values() for value in values])
+            sync_gradients_lockstep(local, program)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
+            cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ is not None else error
+            return f"{type(cause).__name__}: {str(cause).splitlines()[0][:160]}"
+        wrong = []
+        tolerance = max(TOLERANCE.get(o.dtype, 0.0) for o in self.outputs)
+        for rank, values in by_rank.items():
+            for i, (value, expected) in enumerate(zip(values, self.outputs, strict=True)):
+                wrong += [f"output {i} on rank {rank} by {e:.2g}" for e in [relative(value, expected)] if e > tolerance]
+            for name, grad in self.grads.items():
+                mine = local[rank][name].grad
+                difference = relative(torch.zeros_like(grad) if mine is None else mine, grad)
+                wrong += [f"gradient of {name} on rank {rank} by {difference:.2g}"] * (difference > tolerance)
+        return ", ".join(wrong[:3])
+
+
+def _uneven_sums(values: list[Tensor]) -> list[Tensor]:
+    """A whole value as a partial sum of which every rank has a part that is not zero: all of it on the first rank alone
+    would let `tanh` pass for linear."""
+    if not values[0].is_floating_point():
+        return LIST_PRIMITIVES["own"](values)
+    rest = [(rank + 1) * 0.3 * weights_like(value).sin() for rank, value in enumerate(values[1:])]
+    return [values[0] - sum(rest), *rest]
+
+
+UNEVEN_SUMS = {**LIST_PRIMITIVES, "own": _uneven_sums}
+
+
+def backward(values: Sequence[Tensor]) -> None:
+    """Differentiate a fixed weighting of all values."""
+    values = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
+    seeds = [(v * weights_like(v)).sum() for v in values if v.requires_grad]
+    if seeds:
+        torch.autograd.backward(seeds)

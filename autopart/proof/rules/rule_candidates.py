@@ -1,0 +1,262 @@
+"""Ways of running an operator on shards that hold, found by trying them: what a sharding rule could claim.
+
+No rule is read here. Every combination of placements of the inputs is run on two ranks, its outputs are recombined in
+every way there is and compared with the operator on whole inputs, then its gradients. What holds twice, on other values
+and with other shards, holds. The idea is that of `torch.distributed.tensor`'s strategy validation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.decisions import Strategy
+from autopart.ir.graph import tensor_inputs, value
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, section_sizes, shard
+from autopart.proof.comparison import relative
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+HALVES = (1, 2)
+"""The part of every sharded dim that the first rank holds: numerator and denominator."""
+UNEVEN = ((1, 4), (1, 3), HALVES)
+"""The parts tried the second time: the first that all sharded dims allow."""
+
+Edit = Callable[[Any, int, int], Any]
+"""`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""
+
+
+@dataclass(frozen=True)
+class Possibility:
+    """Placements on two ranks that hold. `inputs` has all placements that hold for each input (`R`, `R(grad P)`)."""
+
+    inputs: tuple[frozenset[Placement], ...]
+    outputs: tuple[Placement, ...]
+    is_edited: bool = False
+
+    def __str__(self) -> str:
+        inputs = ", ".join("R" if R in places else str(min(places)) for places in self.inputs)
+        edited = " with other arguments" if self.is_edited else ""
+        return f"{inputs} -> {', '.join(map(str, self.outputs))}{edited}"
+
+    def is_claimed_by(self, strategies: Sequence[Strategy]) -> bool:
+        return any(
+            s.outputs == self.outputs and all(p in places for p, places in zip(s.inputs, self.inputs, strict=True))
+            for s in strategies
+        )
+
+
+def candidates(node: fx.Node) -> Iterator[Possibility]:
+    """What holds for this call on two ranks, apart from replicated work. `val` of its inputs are real tensors.
+
+    Tried: every combination of whole and sharded inputs, and of whole inputs and partial sums; the call's integers as
+    they are and (one at a time, or a list of them together) scaled to a shard.
+    """
+    values = [value(source) for source in tensor_inputs(node)]
+    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):  # which is never cut
+        return
+    even = _Trial(node, values, (HALVES,))
+    other = _Trial(node, [_shuffled(v, i) for i, v in enumerate(values)], UNEVEN)
+    for inputs in _combinations(values):
+        for edit in (None, *_edits(node)):
+            if edit is None and all(p == R for p in inputs):
+                continue
+            first = even.holding(inputs, edit)
+            second = other.holding(inputs, edit) if first else {}
+            possibilities = [
+                Possibility(places, outputs, edit is not None)
+                for outputs in first if outputs in second
+                if all(places := tuple(map(frozenset.intersection, first[outputs], second[outputs])))
+            ]  # fmt: skip
+            yield from possibilities
+            if possibilities:
+                break  # as the call is, before other arguments
+
+
+def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
+    if not like.is_floating_point():
+        return like
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(like.shape, generator=generator, dtype=torch.float64) * (high - low) + low).to(like.dtype)
+
+
+def _shuffled(tensor: Tensor, seed: int) -> Tensor:
+    """Other values of the same kind: the tensor's own, in another order."""
+    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
+    shuffled = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
+    return shuffled.requires_grad_(tensor.requires_grad)
+
+
+def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
+    """Placements of the inputs: whole or sharded, then whole or (floating ones) partial sums."""
+    shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
+    sums = [[R, P] if v.is_floating_point() else [R] for v in values]
+    yield from itertools.product(*shards)
+    yield from (places for places in itertools.product(*sums) if P in places)
+
+
+class _Trial:
+    """One set of input values: what the operator computes on them whole, and on two ranks."""
+
+    def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
+        self.node, self.parts = node, parts
+        self.values = [v.detach().clone().requires_grad_(v.requires_grad) for v in values]
+        self.outputs = self._call(self.values)
+        self.weights = [_random(o, -1.0, 1.0, i) for i, o in enumerate(self.outputs)]
+        self.grads = _gradients(self.outputs, self.weights, self.values)
+
+    def _call(self, values: Sequence[Tensor], edit: Edit | None = None, part: tuple[int, int] = (1, 1)) -> list[Tensor]:
+        remaining = iter(values)
+        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda _: next(remaining))
+        if edit is not None:
+            args, kwargs = edit((args, kwargs), *part)
+        result = self.node.target(*args, **kwargs)
+        return list(result) if isinstance(result, (tuple, list)) else [result]
+
+    def holding(
+        self, inputs: Sequence[Placement], edit: Edit | None
+    ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
+        """{placements of the outputs: placements of every input} that hold for inputs placed so."""
+        cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
+        part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
+        if part is None:
+            return {}
+        numerator, denominator = part
+        parts = [part, (denominator - numerator, denominator)]
+        local = [_local(v, p, part, i) for i, (v, p) in enumerate(zip(self.values, inputs, strict=True))]
+        ranks = [list(values) for values in zip(*local, strict=True)]
+        try:
+            outputs = [self._call(values, edit, p) for values, p in zip(ranks, parts, strict=True)]
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return {}
+        if any(len(results) != len(self.outputs) for results in outputs):
+            return {}
+        summed = P in inputs
+        options = [
+            [p for p in _output_placements(whole, self.values, part, summed) if _recombines(whole, both, p, part)]
+            for whole, both in zip(self.outputs, zip(*outputs, strict=True), strict=True)
+        ]
+        allowed_by_places = {}
+        for places in itertools.product(*options):
+            allowed = self._gradients_hold(inputs, ranks, outputs, places, part)
+            if allowed is not None:
+                allowed_by_places[places] = allowed
+        return allowed_by_places
+
+    def _gradients_hold(
+        self, inputs: Sequence[Placement], ranks: list[list[Tensor]], outputs: list[list[Tensor]],
+        places: Sequence[Placement], part: tuple[int, int],
+    ) -> tuple[frozenset[Placement], ...] | None:  # fmt: skip
+        grads = []
+        for rank, (values, results) in enumerate(zip(ranks, outputs, strict=True)):
+            seeds = [_expected(w, p, part)[rank] for w, p in zip(self.weights, places, strict=True)]
+            grads.append(_gradients(results, seeds, values))
+        allowed = []
+        for place, whole, (first, second) in zip(inputs, self.grads, zip(*grads, strict=True), strict=True):
+            options = {R: R, R_GRAD_P: P} if place == R else {place: R if place == P else place}
+            allowed.append(frozenset(p for p, way in options.items() if _recombines(whole, (first, second), way, part)))
+        return tuple(allowed) if all(allowed) else None
+
+
+def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients by all values; zero for those that need none."""
+    wanted = [v for v in values if v.requires_grad]
+    used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
+    if not wanted or not used:
+        return [torch.zeros_like(v) for v in values]
+    differentiable, seeds = zip(*used, strict=True)
+    grads = iter(torch.autograd.grad(differentiable, wanted, seeds, retain_graph=True, materialize_grads=True))
+    return [next(grads) if v.requires_grad else torch.zeros_like(v) for v in values]
+
+
+def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -> list[Tensor]:
+    """The two ranks' parts of an input, as leaves of their own."""
+    if place == P:
+        first = _random(tensor, -2.0, 2.0, seed)
+        parts = [first, tensor.detach() - first]
+    else:
+        parts = _expected(tensor.detach(), place, part)
+    return [p.clone().requires_grad_(tensor.requires_grad) for p in parts]
+
+
+def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
+    """What the two ranks hold of a value that is sharded; all of it else."""
+    if not place.is_shard:
+        return [whole, whole]
+    numerator, denominator = part
+    sections = whole.split(section_sizes(whole.shape[place.dim], place.sections), place.dim)
+    pairs = [s.split([s.shape[place.dim] * numerator // denominator,
+                      s.shape[place.dim] - s.shape[place.dim] * numerator // denominator], place.dim)
+             for s in sections]  # fmt: skip
+    return [torch.cat(parts, place.dim) for parts in zip(*pairs, strict=True)]
+
+
+def _output_placements(
+    whole: Tensor, values: Sequence[Tensor], part: tuple[int, int], summed: bool
+) -> Iterator[Placement]:
+    """The ways to recombine an output: of partial sums a partial sum, else any."""
+    if whole.is_floating_point():
+        yield P
+    if summed:
+        return
+    yield R
+    for dim, size in enumerate(whole.shape):
+        joined = tuple(v.shape[dim] for v in values if v.dim() == whole.dim())
+        ways = [(), *((k,) for k in range(2, size // 2 + 1) if size % k == 0)]
+        ways += [joined] if len(set(joined)) > 1 and sum(joined) == size else []
+        for sections in ways:
+            if size > 1 and all(s % part[1] == 0 for s in section_sizes(size, sections)):
+                yield shard(dim, sections)
+
+
+def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
+    """Whether the two ranks' values are this value, placed so."""
+    first, second = both
+    tolerance = TOLERANCE.get(whole.dtype, 0.0)
+    if place == P:
+        return first.shape == whole.shape == second.shape and relative(first + second, whole) <= tolerance
+    expected = _expected(whole, place, part)
+    return all(relative(actual, wanted) <= tolerance for actual, wanted in zip(both, expected, strict=True))
+
+
+# Other arguments
+
+
+def _edits(node: fx.Node) -> list[Edit]:
+    """Ways to scale the integers of a call: each alone, and each list of them together."""
+    return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
+
+
+def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
+    """The places of integers above 1, and of lists of integers, among the arguments of a call."""
+    if isinstance(arguments, dict):
+        for name, argument in arguments.items():
+            yield from _integers(argument, (*path, name))
+    elif isinstance(arguments, (list, tuple)):
+        if arguments and all(type(a) is int for a in arguments):
+            yield path
+        for i, argument in enumerate(arguments):
+            yield from _integers(argument, (*path, i))
+    elif type(arguments) is int and arguments > 1:
+        yield path
+
+
+def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> Any:
+    """The arguments with what is at `path` times numerator / denominator.
+
+    Raises ValueError where that is not an integer.
+    """
+    if path:
+        copy = dict(arguments) if isinstance(arguments, dict) else list(arguments)
+        copy[path[0]] = _scaled(copy[path[0]], numerator, denominator, path[1:])
+        return copy
+    if isinstance(arguments, (list, tuple)):
+        return [_scaled(a, numerator, denominator, ()) for a in arguments]
+    if arguments * numerator % denominator:
+        raise ValueError(f"{arguments} times {numerator}/{denominator}")
+    return arguments * numerator // denominator

@@ -1,0 +1,261 @@
+"""Sharding rules for a user's own operators: `rule` registers one, `check_rule` proves it on an example."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.torch_internals import tree_map
+from autopart.errors import RuleError
+from autopart.ir.facts import facts
+from autopart.ir.graph import operator_name, tensor_inputs
+from autopart.ir.mesh import Mesh
+from autopart.passes.facts.strategies import ANY_KIND, strategies
+from autopart.passes.rules.notation import Rule, parse
+from autopart.passes.rules.registered_rules import REGISTERED, call_text, contracted, has_rule
+from autopart.proof.rules.check_rule import Proof
+from autopart.proof.rules.rule_candidates import candidates
+from autopart.tracing.autograd.autograd_functions import NAMESPACE as FUNCTIONS
+
+NOTATION = "autopart.rule('mylib::op', 'b s h, h o -> b s o', sum='h')"
+
+
+def rule(
+    operator: str, *lines: str, sum: str = "", whole: str = "", linear: Sequence[Sequence[int]] = (), flops: str = ""
+) -> None:
+    """Register how an operator may be sharded, for this process: your own `torch.library` operator, or one of torch's
+    that has no rule.
+
+    A line names the dims of every tensor input and output: dims with one name run over the same indices. `...` stands
+    for any dims, `(g r)` for one dim that holds two factors, the outer one first. autopart may run the operator, with
+    its other arguments as they are, on shards of any one factor; inputs without the factor are given whole.
+
+    Args:
+        operator: the name in the dispatcher, `"mylib::op"`, without an overload.
+        lines: one line; more for calls with other numbers of tensors or dims, tried in turn.
+        sum: the factors that an output lacks: sharding them leaves a partial sum that is added up. All must be named.
+        whole: the factors that may not be sharded.
+        linear: the sets of inputs in which the operator is linear, `[[0], [1]]`: they may be partial sums together.
+        flops: the factors whose sizes, multiplied and doubled, are its FLOPs: matrix work, to be divided over `tp`.
+    Raises:
+        RuleError: a line that cannot be read, factors it does not have, an operator that has a rule or does not exist.
+
+    The operator needs its fake kernel (`register_fake`) to be traced and `register_autograd` to be trained. See
+    `check_rule` to prove the rule; docs/rules.md has more.
+
+    Example:
+        >>> autopart.rule("mylib::op", "b s h, h o -> b s o", sum="h")    # doctest: +SKIP
+    """
+    if not lines:
+        raise RuleError(f"the rule of {operator} has no line", hint=NOTATION)
+    _check_operator(operator)
+    for line in lines:
+        _check_line(operator, line)
+    new_rule = Rule(
+        lines[0], " ".join(whole.split()), tuple(tuple(s) for s in linear), "", (flops,) if flops else (), lines[1:]
+    )
+    _check_factors(operator, new_rule, sum)
+    _check_signature(operator, new_rule)
+    if REGISTERED.get(operator, new_rule) != new_rule:
+        raise RuleError(
+            f"{operator} has another rule already", why=f"it is {call_text(operator, REGISTERED[operator])}",
+            hint="one rule per operator and process; several lines for several forms of a call",
+        )  # fmt: skip
+    if operator not in REGISTERED and has_rule(operator):
+        raise RuleError(
+            f"{operator} has a rule already", why="it is one of autopart's own", hint="nothing to register",
+        )  # fmt: skip
+    REGISTERED[operator] = new_rule
+
+
+def _overloads(operator: str) -> list[Any]:
+    """Raises AttributeError where there is none; those of an autograd.Function are made when it is first traced."""
+    namespace, _, name = operator.partition("::")
+    if namespace == FUNCTIONS and not hasattr(getattr(torch.ops, namespace), name):
+        return []
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def _check_operator(operator: str) -> None:
+    if not re.fullmatch(r"\w+::\w+", operator):
+        raise RuleError(
+            f"'{operator}' is not the name of an operator", why="a name is namespace::operator, without an overload",
+            hint=NOTATION,
+        )  # fmt: skip
+    try:
+        _overloads(operator)
+    except AttributeError:
+        raise RuleError(
+            f"there is no operator {operator}", why="no torch.library operator of this name is registered yet",
+            hint="call autopart.rule after the operator is defined (torch.library.custom_op), or after its import",
+        ) from None  # fmt: skip
+
+
+def _check_line(operator: str, line: str) -> None:
+    """Raises RuleError where a line is not of the notation."""
+
+    def wrong(why: str) -> RuleError:
+        return RuleError(f"the line '{line}' of {operator} cannot be read", why=why, hint=NOTATION)
+
+    sides = line.split("->")
+    if len(sides) != 2:
+        raise wrong(f"it has {len(sides) - 1} arrows; inputs -> outputs needs one")
+    for operand in ",".join(sides).split(","):
+        odd = re.sub(r"\(\s*\w+(\s+\w+)*\s*\)|\.\.\.|\w+|\s", "", operand)
+        if odd:
+            raise wrong(f"'{operand.strip()}' has '{odd}'; an operand is made of names, '...' and groups as in '(g r)'")
+        names = re.findall(r"\.\.\.|\w+", operand)
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise wrong(f"'{operand.strip()}' has '{twice[0]}' twice")
+
+
+def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
+    """Raises RuleError where options name factors that the lines lack, or a sum is not said."""
+    known: dict[str, None] = {}
+    made_up: list[str] = []
+    for text in (new_rule.text, *new_rule.also):
+        left, right = ({f: None for operand in side for dim in operand for f in dim} for side in parse(text))
+        known |= left | right
+        made_up += [f for f in right if f not in left and f not in new_rule.whole.split()]
+    for option, text in (("sum", summed), ("whole", new_rule.whole), ("flops", " ".join(new_rule.matmul))):
+        for factor in text.split():
+            if factor not in known:
+                raise RuleError(
+                    f"{option}='{text}' of {operator}: there is no factor '{factor}'",
+                    why=f"the factors are {', '.join(known)}", hint="the names of the line",
+                )  # fmt: skip
+    if made_up:
+        raise RuleError(
+            f"the rule of {operator} has '{made_up[0]}' in an output alone",
+            why="a shard of it cannot come from whole inputs", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
+        )  # fmt: skip
+    lacking = contracted(new_rule)
+    if sorted(summed.split()) != sorted(lacking):
+        stated = f"sum='{summed}'" if summed else "no sum="
+        names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
+        raise RuleError(
+            f"the rule of {operator} says {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
+            hint=f"sum='{' '.join(lacking)}', or whole= for what may not be sharded" if lacking else "leave sum out",
+        )  # fmt: skip
+
+
+def _check_signature(operator: str, new_rule: Rule) -> None:
+    """Raises RuleError where a line has another number of tensors than the operator, or `linear` more than a line."""
+    for text in (new_rule.text, *new_rule.also):
+        left, right = parse(text)
+        tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
+        overloads = _overloads(operator)
+        if overloads and not any(_fits(overload._schema, len(left), len(right)) for overload in overloads):
+            raise RuleError(
+                f"the line '{text}' of {operator} has {tensors}", why=f"it is {overloads[0]._schema}",
+                hint="one operand for every tensor, in the order of the call",
+            )  # fmt: skip
+        beyond = [position for positions in new_rule.linear for position in positions if not 0 <= position < len(left)]
+        if beyond:
+            raise RuleError(
+                f"linear={[list(s) for s in new_rule.linear]} of {operator} names input {beyond[0]}",
+                why=f"the line '{text}' has {tensors}; inputs are counted from 0", hint="linear=[[0]]",
+            )  # fmt: skip
+
+
+def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
+    """Whether an operator of this schema may be called with and return so many tensors (lists hold any number)."""
+    inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
+    many = any("List" in kind and "Tensor" in kind for kind in inputs)
+    least = sum(kind == "Tensor" for kind in inputs)
+    most = sum("Tensor" in kind for kind in inputs)
+    returns_list = any("List" in kind for kind in outputs)
+    return (least <= num_inputs and (many or num_inputs <= most)) and (returns_list or num_outputs == len(outputs))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What execution says of an operator's rule on one call.
+
+    `right`: what it claims and what holds, replicated work among it; `wrong`: what it claims and what does not hold, as
+    in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`; `missing`: what holds as well, found by trying. It prints as text.
+    """
+
+    operator: str
+    right: tuple[str, ...]
+    wrong: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that the rule claims holds."""
+        return not self.wrong
+
+    def __str__(self) -> str:
+        kinds = (("right", self.right), ("wrong", self.wrong), ("missing", self.missing))
+        lines = [f"{self.operator}: {', '.join(f'{len(texts)} {kind}' for kind, texts in kinds)}"]
+        lines += [f"  {kind:<9}{text}" for kind, texts in kinds for text in texts]
+        return "\n".join(lines)
+
+
+def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
+    """Prove the rule of an operator by running it on an example call, in this process.
+
+    Every sharding that the rule claims runs on two and on three ranks and is compared with the operator on whole
+    inputs, outputs and gradients; then every sharding there is is tried on two ranks, and what holds but is not claimed
+    is listed (of an operator without a rule: what a rule could claim).
+
+    Args:
+        operator: the name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
+        args, kwargs: the call. Small tensors with values that differ, dims of different sizes that 2 and 3 divide (6,
+            12, 24) and, if it can be, of dtype float64. Floating tensors get gradients.
+    Raises:
+        RuleError: no such operator, or a rule that does not fit the call.
+
+    Example:
+        >>> print(autopart.check_rule("mylib::op", torch.rand(6, 12), torch.rand(12, 24)))    # doctest: +SKIP
+    """
+    name, _, overload = operator.partition(".")
+    _check_operator(name)
+    target = next((o for o in _overloads(name) if o._overloadname == (overload or "default")), None)
+    if target is None:
+        names = ", ".join(f"{name}.{o._overloadname}" for o in _overloads(name))
+        raise RuleError(f"{name} has no overload '{overload or 'default'}'", hint=names)
+    args, kwargs = tree_map(_with_gradient, (args, kwargs))
+    proof = Proof.of(target, args, kwargs)
+    errors: dict[str, list[str]] = {}
+    missing: list[str] = []
+    axis = Mesh({}).tensor_axis
+    for node in proof.nodes:
+        _check_fits(node, name)
+        prefix = "" if operator_name(node) == name else f"{operator_name(node)} as "
+        for ranks in (2, 3):
+            for strategy in strategies(node, ranks, ANY_KIND):
+                error = proof.error(Mesh({axis: ranks}), {axis: {node: strategy}})
+                errors.setdefault(f"{prefix}{strategy}", []).extend([f"{error} (of {ranks})"] * bool(error))
+        claimed = strategies(node, 2, ANY_KIND)
+        missing += [f"{prefix}{c}" for c in candidates(node) if not c.is_claimed_by(claimed)]
+    right = tuple(text for text, failures in errors.items() if not failures)
+    wrong = tuple(f"{text}: {'; '.join(failures)}" for text, failures in errors.items() if failures)
+    return RuleCheck(name, right, wrong, tuple(missing))
+
+
+def _check_fits(node: fx.Node, name: str) -> None:
+    """Raises RuleError where a registered rule has no line for this call."""
+    if operator_name(node) == name and name in REGISTERED and facts(node)["pattern"] is None:
+        raise RuleError(
+            f"the rule of {name} does not fit this call", why=call_text(name, REGISTERED[name]),
+            where=", ".join(str(list(n.meta["val"].shape)) for n in tensor_inputs(node)),
+            hint="a line for these numbers of tensors and dims",
+        )  # fmt: skip
+
+
+def _with_gradient(value: Any) -> Any:
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().clone().requires_grad_() if floating else value

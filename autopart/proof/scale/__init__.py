@@ -1,0 +1,1 @@
+"""Reduced copies of a model that are small enough to verify in float64."""

@@ -1,0 +1,470 @@
+"""A copy of a model that is small enough to be verified in float64: fewer repeated blocks, then smaller sizes.
+
+Blocks of one kind (same class, same shapes) are right or wrong together, so a few stand for all: of every run of equal
+blocks, or of equal groups of alternating blocks, two are kept, so that what happens between two blocks is seen too.
+Sizes are made smaller through the config that the model is made from (`smaller.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopart.common.progress import announce, phase
+from autopart.common.scoped import default_dtype
+from autopart.compat.torch_internals import tree_map
+from autopart.errors import InputError
+from autopart.ir.blocks.block_index import blocks as blocks_of
+from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators, operators
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.recompute_spec import Recompute, word_of
+from autopart.passes.choose.stages.stage_partition import partition
+from autopart.plans.plan import Plan
+from autopart.proof.scale.smaller_config import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
+from autopart.proof.verify_estimate import (
+    MOST_FOR_COPY,
+    SHARE_COPY,
+    SHARE_WHOLE,
+    Estimate,
+    available_bytes,
+    seconds,
+    values_bytes,
+    weights_bytes,
+)
+from autopart.recipe.make_plan import prepare
+from autopart.tracing.meta_copy import copy_of
+from autopart.tracing.trace import Trace, device_of_weights
+
+_COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(num|count)|num_layers")
+
+
+@dataclass(frozen=True)
+class ScaledCopy:
+    """The copy. `kept`: {path of a container of blocks: (numbers of the kept ones, how many there were)}. `changes`: of
+    its config. `call`: how calls are made smaller, as (vocabulary, divisor of a row's tokens, number of ranks)."""
+
+    model: nn.Module
+    kept: Mapping[str, tuple[tuple[int, ...], int]]
+    is_random: bool
+    changes: Changes = field(default_factory=dict)
+    call: tuple[int, int, int] | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """`verified on a copy with 2 of 32 blocks (model.layers)`."""
+        notes = [f"verified on {self.text}"] if self.kept or self.changes else []
+        why = "of smaller sizes" if self.changes else "on the meta device"
+        return notes + [f"weights {why} are random here"] * self.is_random
+
+    @property
+    def text(self) -> str:
+        """`a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
+        sizes = [f"{name} {new} of {old}" for name, (old, new) in self.changes.items()]
+        return "a copy with " + ", ".join([*filter(None, [_told(self.kept)]), *sizes])
+
+    def with_weights(self) -> ScaledCopy:
+        """The copy, with random weights where it has none."""
+        _materialise(self.model)
+        return self
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A call of the model as one of the copy."""
+        shorter = smaller_call(arguments, *self.call) if self.call is not None else dict(arguments)
+        assert shorter is not None, "a call of tokens alone"
+        return shorter
+
+    def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
+        """A plan of the model for the copy: what it says of kept blocks, by name or pattern, and cuts made anew."""
+        nodes = list(operators(traced.graph))
+        known = {facts(node)[name] for node in nodes for name in ("key", "group")}
+        operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
+        weights = {renamed(key, self.kept): entry for key, entry in plan.parameters.items()}
+        stages = len(plan.cuts) + 1
+        active = active_operators(traced.graph)
+        cuts = partition(traced.graph, stages).cuts if stages > 1 else ()
+        return replace(
+            plan, model={**plan.model, **identity}, cuts=tuple(facts(active[cut])["key"] for cut in cuts),
+            parameters={key: entry for key, entry in weights.items() if key is not None},
+            operators={key: entry for key, entry in operators_.items() if key is not None and key in known},
+            recompute=self.recompute(plan.recompute, traced),
+        )  # fmt: skip
+
+    def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
+        """What holds for the blocks of the copy: as for those of the model that they are copies of."""
+        if isinstance(recompute, str):
+            return recompute
+        numbers = {
+            f"{path}.{i}": f"{path}.{was}" for path, (kept, _) in self.kept.items() for i, was in enumerate(kept)
+        }
+        blocks = filter(None, blocks_of(traced.graph).values())
+        copied = {block: word_of(recompute, numbers.get(block, block)) for block in blocks}
+        return copied | {"*": word_of(recompute, "")}
+
+
+@dataclass(frozen=True)
+class VerifyLoad:
+    """What a verification does besides one pass: on which mesh, how many training steps, and whether a loss function of
+    the user's is behind the model."""
+
+    mesh: Mesh | None = None
+    steps: int = 0
+    has_loss_fn: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the axes that cut tensors."""
+        return 1 if self.mesh is None else self.mesh.num_ranks // self.mesh.size("pp")
+
+    def estimate(self, model: nn.Module, arguments: Mapping[str, Any]) -> Estimate:
+        """What it takes to verify a model as it is. It is traced, without memory."""
+        phase("estimating what the verification needs")
+        parameters = list(model.parameters())
+        tokens = max(
+            [1, *(t.numel() for t in arguments.values() if isinstance(t, Tensor) and not t.is_floating_point())]
+        )
+        return Estimate(
+            weights_bytes(parameters, self.mesh, self.steps > 0),
+            values_bytes(prepare(model, arguments, double=True), self.mesh),
+            seconds(parameters, tokens, self.steps),
+        )
+
+
+ONE_PASS = VerifyLoad()
+
+
+def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
+    """A copy of `model` with as few repeated blocks as show every kind, without the weights of the others.
+
+    Weights on the meta device become random. A container is left whole where the model does not run without some of
+    its blocks on `arguments`. Where that copy takes more than a fair share of the free memory, and the model is made
+    from a transformers config, it gets smaller sizes as well. Raises InputError where the smallest copy does not fit.
+    """
+    free = available_bytes(device_of(model))
+    fair = min(SHARE_COPY * free, MOST_FOR_COPY)
+    few, needed = _with_fewer_blocks(model, arguments, work, free)
+    if few is None or needed.total > fair:
+        resized = _with_smaller_sizes(model, arguments, work, fair)
+        if resized is not None:
+            few, needed = resized
+    if few is None or needed.total > SHARE_WHOLE * free:
+        raise too_large(model, needed, free)
+    announce(f"verifying {few.text}, which needs {needed}; {free / 1e9:.3g} GB are free")
+    return few.with_weights()
+
+
+def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
+    """A copy for each kind of block, with no block of another kind in its container: each is smaller than one with all.
+
+    Without weights as yet where the model has none. Raises InputError where one does not fit, or the model does not run
+    without the others.
+    """
+    free, copies = available_bytes(device_of(model)), []
+    for path, kinds in _kinds(model):
+        others = {p: kept for p, kept in _repeated(model) if p != path}
+        for kind in dict.fromkeys(kinds):
+            blocks = {**others, path: tuple(i for i, k in enumerate(kinds) if k == kind)[:2]}
+            kept = {p: (numbers, len(_blocks(model, p))) for p, numbers in blocks.items()}
+            copied = _copy(model, blocks)
+            needed = work.estimate(copied, arguments)
+            if needed.total > SHARE_WHOLE * free:
+                raise too_large(copied, needed, free)
+            announce(f"verifying a copy with {_told(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
+            copies.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
+    return copies
+
+
+def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
+    """The outermost lists of blocks of several kinds, with the kind of each block."""
+    for name, child in model.named_children():
+        inner = f"{path}.{name}" if path else name
+        kinds = [_kind(block) for block in child] if isinstance(child, nn.ModuleList) else []
+        if len(set(kinds)) > 1:
+            yield inner, kinds
+        else:
+            yield from _kinds(child, inner)
+
+
+def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
+    repeated = {path: (numbers, len(_blocks(model, path))) for path, numbers in _repeated(model)}
+    with_blocks = f", with {_told(repeated)}" if repeated else ""
+    return InputError(
+        f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
+        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, what is "
+        f"computed {needed.values / 1e9:.3g} GB{with_blocks}",
+        hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
+    )
+
+
+def _with_fewer_blocks(
+    model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
+) -> tuple[ScaledCopy | None, Estimate]:
+    """The copy with the model's own sizes, without weights as yet where the model has none, and what it needs; None
+    where that is more than is free."""
+    repeated = dict(_repeated(model))
+    is_random = any(p.is_meta for p in model.parameters())
+    needed = Estimate(0, 0)
+    for blocks in [repeated, *({path: kept} for path, kept in repeated.items() if len(repeated) > 1), {}]:
+        kept = {path: (numbers, len(_blocks(model, path))) for path, numbers in blocks.items()}
+        stay = [p for name, p in model.named_parameters() if renamed(name, kept) is not None]
+        needed = Estimate(weights_bytes(stay, work.mesh, work.steps > 0), 0)
+        if needed.total > SHARE_WHOLE * free:
+            return None, needed
+        copied = _copy(model, blocks)
+        try:
+            if is_small(copied, arguments, work, free):
+                _materialise(copied)
+                with torch.no_grad():
+                    copied(**placed(arguments, device_of(copied)))
+            else:
+                needed = work.estimate(copied, arguments)
+        except Exception:  # whatever a model's own code raises when its blocks are fewer
+            if blocks:
+                continue
+            raise
+        return ScaledCopy(copied, kept, is_random), needed
+    raise AssertionError("no attempt keeps all blocks")
+
+
+def _with_smaller_sizes(
+    model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
+) -> tuple[ScaledCopy, Estimate] | None:
+    """The largest copy with fewer blocks and smaller sizes that takes no more than a fair share; None without one."""
+    config = getattr(model, "config", None)
+    if work.has_loss_fn or config is None or not is_scalable(config):
+        return None
+    with torch.device("meta"):
+        whole = type(model)(copy.deepcopy(config))
+    if _shapes(whole) != _shapes(model):  # changed since it was made from its config
+        return None
+    blocks = dict(_repeated(whole))
+    kept = {path: (numbers, len(_blocks(whole, path))) for path, numbers in blocks.items()}
+    few = _copy(whole, blocks)
+    for divisors in LADDER:
+        resized = _smaller_copy(model, few, divisors, arguments, work, fair)
+        if resized is not None:
+            return replace(resized[0], kept=kept), resized[1]
+    return None
+
+
+def _smaller_copy(
+    model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
+) -> tuple[ScaledCopy, Estimate] | None:
+    """A copy of `few`, a copy with fewer blocks and no weights, with smaller sizes; None where it needs too much."""
+    config, changes = smaller(few.config, divisors, work.num_ranks)
+    call = (config.vocab_size, divisors.sequence, work.num_ranks)
+    shorter = smaller_call(arguments, *call)
+    if shorter is None:
+        return None
+    try:
+        with torch.device("meta"):
+            empty = type(model)(copy.deepcopy(config))
+        if list(_shapes(empty)) != list(_shapes(few)):
+            return None
+        if weights_bytes(empty.parameters(), work.mesh, work.steps > 0) > fair:
+            return None
+        needed = work.estimate(empty.train(model.training), shorter)
+    except Exception:  # whatever a model's own code raises for sizes that it does not take
+        return None
+    if needed.total > fair:
+        return None
+    copied = _seeded(type(model), config).train(model.training).to(device_of(model))
+    trained = {name: p.requires_grad for name, p in few.named_parameters()}
+    for name, parameter in copied.named_parameters():
+        parameter.requires_grad_(trained[name])
+    tokens = {name: value.shape[1] for name, value in arguments.items() if isinstance(value, Tensor)}
+    fewer = {f"tokens of {n}": (size, shorter[n].shape[1]) for n, size in tokens.items() if size != shorter[n].shape[1]}
+    return ScaledCopy(copied, {}, True, {**changes, **fewer}, call), needed
+
+
+def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
+    """A model with the weights that its own code draws, in float64."""
+    with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is verified: where its weights are, or on the host where they are nowhere yet."""
+    device = device_of_weights(model)
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def placed(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The arguments of a call on a device: a batch may be on the host as a data loader leaves it."""
+    return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """A copy of `model` with as few repeated blocks as show every kind, and for every block that the model has which
+    block of the copy it is like: {path of a container: one number a block}. Weights stay where they are."""
+    repeated = dict(_repeated(model))
+    like = {}
+    for path, kept in repeated.items():
+        kinds = [_kind(block) for block in _blocks(model, path)]
+        like[path] = tuple(
+            max((k for k, number in enumerate(kept) if number <= i and kinds[number] == kind), default=0)
+            for i, kind in enumerate(kinds)
+        )
+    return _copy(model, repeated), like
+
+
+def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str | None:
+    """A name of the model's as a copy has it; None for what belongs to a dropped block.
+
+    >>> renamed("layers.7.mlp/mul", {"layers": ((0, 7), 8)})
+    'layers.1.mlp/mul'
+    """
+    for path, (blocks, _) in kept.items():
+        match = re.match(rf"{re.escape(path)}\.(\d+)(?=[./])", name)
+        if match is None:
+            continue
+        if int(match[1]) not in blocks:
+            return None
+        name = f"{path}.{blocks.index(int(match[1]))}{name[match.end() :]}"
+    return name
+
+
+def _told(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
+    return ", ".join(f"{len(blocks)} of {number} blocks ({path})" for path, (blocks, number) in kept.items())
+
+
+def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
+    """Whether a verification takes so little of what is free that nothing has to be estimated.
+
+    What is computed is taken for six numbers for each entry of the inputs and each row of a weight.
+    """
+    parameters = list(model.parameters())
+    entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
+    rows = sum(p.shape[0] for p in parameters if p.dim())
+    needed = weights_bytes(parameters, work.mesh, work.steps > 0) + 48 * entries * rows
+    return needed <= free / 50
+
+
+def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> bool:
+    """Whether a model can be verified as it is, had it values: there is room."""
+    free = available_bytes(device_of(model))
+    if is_small(model, arguments, work, free):
+        return True
+    most = SHARE_WHOLE * free
+    if weights_bytes(model.parameters(), work.mesh, work.steps > 0) > most:
+        return False
+    needed = work.estimate(model, arguments)
+    if needed.total <= most:
+        announce(f"verifying {type(model).__name__} as it is, which needs {needed}; {free / 1e9:.3g} GB are free")
+    return needed.total <= most
+
+
+def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
+    """Raises InputError where a model that is to be verified as it is takes more than is free."""
+    free = available_bytes(device_of(model))
+    if is_small(model, arguments, work, free):
+        return
+    needed = Estimate(weights_bytes(model.parameters(), work.mesh, work.steps > 0), 0)
+    if needed.total <= free:
+        needed = work.estimate(model, arguments)
+    if needed.total > free:
+        raise too_large(model, needed, free)
+
+
+def fewest(kinds: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of blocks to keep: what repeats a period, longer than two of it, goes.
+
+    >>> fewest("AAAA"), fewest("ABBBB"), fewest("ABABABAB")
+    ((0, 1), (0, 1, 2), (0, 1, 2, 3))
+    """
+    options = [
+        tuple(i for i in range(len(kinds)) if i < 2 * p or not kinds[i] == kinds[i - p] == kinds[i - 2 * p])
+        for p in range(1, len(kinds) // 2 + 1)
+    ]
+    every = [option for option in options if {kinds[i] for i in option} == set(kinds)]
+    return min(every, key=len, default=tuple(range(len(kinds))))
+
+
+def _repeated(model: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The outermost containers of blocks of which some can go."""
+    for name, child in model.named_children():
+        inner = f"{path}.{name}" if path else name
+        kept = fewest([_kind(block) for block in child]) if isinstance(child, (nn.ModuleList, nn.Sequential)) else ()
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(kept) < len(child):
+            yield inner, kept
+        else:
+            yield from _repeated(child, inner)
+
+
+def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
+    return cast("nn.ModuleList | nn.Sequential", model.get_submodule(path))
+
+
+def _kind(block: nn.Module) -> tuple:
+    """What two blocks have in common that are right or wrong together."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+    modes = tuple(
+        (name, key, setting)
+        for name, module in block.named_modules()
+        for key, setting in sorted(vars(module).items()) if isinstance(setting, (bool, str))
+    )  # fmt: skip
+    classes = tuple(type(module) for module in block.modules())
+    return classes, shapes, modes
+
+
+def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    memo: dict[int, Any] = {}
+    counts: dict[int, int] = {}
+    dropped: dict[str, list[int]] = {}
+    for path, blocks in kept.items():
+        container = _blocks(model, path)
+        dropped[path] = [i for i in range(len(container)) if i not in blocks]
+        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # copied instead of the block
+        counts[len(container)] = len(blocks)
+    copied = copy_of(model, memo)
+    for path, numbers in dropped.items():
+        container = _blocks(copied, path)
+        for i in reversed(numbers):
+            del container[i]
+    _recount(copied, counts, {len(_blocks(model, path)): blocks for path, blocks in kept.items()})
+    return copied
+
+
+def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
+    """Numbers of layers in configurations and modules follow, and lists with one entry a layer."""
+    holders = {id(m): vars(m) for m in model.modules()}
+    holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
+    for settings in holders.values():
+        for name, setting in list(settings.items()):
+            if isinstance(setting, int) and not isinstance(setting, bool) and _COUNTS.fullmatch(name):
+                settings[name] = counts.get(setting, setting)
+            elif isinstance(setting, list) and name.startswith("layer") and len(setting) in kept:
+                settings[name] = [setting[i] for i in kept[len(setting)]]
+
+
+def _materialise(model: nn.Module) -> None:
+    """Random values for what is on the meta device: small weights, scales near one, whole numbers 0."""
+    generator = torch.Generator().manual_seed(0)
+    materialised: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                if id(parameter) not in materialised:
+                    value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    scale = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.1
+                    value = value * scale + float(parameter.dim() == 1 and name == "weight")
+                    materialised[id(parameter)] = nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
+                setattr(module, name, materialised[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                value = torch.rand(buffer.shape, generator=generator)
+                drawn = value if buffer.is_floating_point() else torch.zeros(buffer.shape)
+                setattr(module, name, drawn.to(buffer.dtype))

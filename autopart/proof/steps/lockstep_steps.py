@@ -1,0 +1,365 @@
+"""Proof of the training loop: whole steps of all ranks in one process, against one device that does the same.
+
+A step is a forward and a backward, the loss scaled or not, the norm of all gradients, clipping, an optimizer for each
+rank's own parts of the weights, and what batch norm and the like carry over. What has to be the same on all ranks is
+computed by the functions that the runtime uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.common.progress import phase
+from autopart.compat.torch_internals import tree_flatten
+from autopart.errors import OptionError
+from autopart.ir.program import Program
+from autopart.ir.run.schedules import DELAYED
+from autopart.ir.run.weight_updates import update_whole_weights
+from autopart.passes.choose.plan_codec import decided_by, decode
+from autopart.proof.comparison import (
+    FLOOR,
+    GRAD_FLOOR,
+    SEED,
+    Arrangement,
+    Subject,
+    buffers_restored,
+    one_seed,
+    whole_loss,
+)
+from autopart.proof.reference import Reference
+from autopart.proof.steps.step_comparison import Compared, StepReport
+from autopart.proof.steps.training_options import SCALER_DEFAULTS, Named, Training, check_optimizer
+from autopart.recipe.make_plan import find_loss
+from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS
+from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
+from autopart.runtime.shards.shard_state import settled
+from autopart.runtime.training.gradient_norms import grad_norm_lockstep
+from autopart.tracing.call_cache import call_key
+from autopart.tracing.trace import flatten_call
+from autopart.tracing.with_loss import call
+
+
+@dataclass
+class _Outcome:
+    """What a step left on one side, gradients after clipping."""
+
+    losses: dict[int, Tensor]
+    norms: dict[int, Tensor]
+    scales: dict[int, float]
+    skips: dict[int, bool]
+
+
+class _OneDevice:
+    """The model itself, trained as its users train it: torch's own scaler, clipping and optimizer. Where the model
+    does not compute in float64, its trace."""
+
+    def __init__(self, reference: Reference, training: Training):
+        self.reference, self.training = reference, training
+        self.parameters: dict[str, Any] = dict(reference.traced.parameters)
+        self.optimizer = training.optimizer(list(self.parameters.items()))
+        check_optimizer(self.optimizer)
+        settings = {"enabled": False} if training.scaler is None else dict(training.scaler)
+        self.scaler = torch.amp.GradScaler("cpu", **settings)
+
+    def backward(self, subject: Subject, arguments: Mapping[str, Any]) -> _Outcome:
+        loss = subject.seed(self._forward(subject, arguments))
+        self.scaler.scale(loss).backward()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        scale = self.scaler.get_scale()
+        self.scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        if self.training.max_norm is None:
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_norm)
+        return _Outcome({0: loss.detach()}, {0: norm}, {0: scale}, {0: self.scaler.is_enabled() and not finite})
+
+    def _forward(self, subject: Subject, arguments: Mapping[str, Any]) -> list[Any]:
+        if not self.reference.is_lifted:
+            with one_seed(subject.random_seed):
+                return tree_flatten(call(self.reference.model, dict(arguments)))[0]
+        traced = subject.traced
+        update_whole_weights(traced.parameters, traced.weight_updates, traced.call.tensors)
+        subject = Subject(replace(traced, weight_updates={}), subject.loss, subject.random_seed)
+        values = subject.values()
+        with torch.no_grad():
+            for name, node in subject.traced.buffer_updates.items():
+                subject.traced.buffers[name].copy_(values[node])
+        return subject.flat_outputs(values)
+
+    def buffer(self, name: str) -> Tensor:
+        """As the last forward has left it."""
+        reference = self.reference
+        return reference.buffer(name) if reference.is_double else reference.traced.buffers[name]
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@dataclass
+class _Scale:
+    """A rank's scale of the loss, by the rule of `torch.amp.GradScaler`."""
+
+    value: float
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 1
+    steps: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any] | None) -> _Scale:
+        if settings is None:
+            return _Scale(1.0)
+        return _Scale(*(settings[name] for name in SCALER_DEFAULTS))
+
+    def update(self, infinite: bool) -> None:
+        self.steps = 0 if infinite else self.steps + 1
+        if infinite:
+            self.value *= self.backoff_factor
+        elif self.steps == self.growth_interval:
+            self.value, self.steps = self.value * self.growth_factor, 0
+
+
+def shared_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
+    """Whether any rank has found an infinity, on all ranks."""
+    return dict.fromkeys(infinite, any(infinite.values()))
+
+
+class _AllRanks:
+    """Every rank's parts of the weights, with an optimizer each."""
+
+    def __init__(self, subject: Subject, arrangement: Arrangement, training: Training):
+        self.arrangement, self.training = arrangement, training
+        self.program = subject.step(arrangement.decisions)
+        self.shards = subject.shards(self.program, arrangement, trained=True)
+        self.buffers = _copies(subject.traced.buffers)
+        self.optimizers = {rank: training.optimizer(_named(local)) for rank, local in self.shards.items()}
+        self.scales = {rank: _Scale.of(training.scaler) for rank in self.shards}
+
+    def backward(self, subject: Subject) -> _Outcome:
+        stage_style = self.arrangement.stage_style
+        new_buffers: dict[int, dict[str, Tensor]] = {}
+        subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
+        results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
+        # Copies: what a buffer becomes may be a weight, which the optimizer changes.
+        self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
+        seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
+        scale = scales[min(results)]  # the loss is where the last stage is
+        torch.autograd.backward([seed * scale for seed in seeds])
+        losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
+        sync_gradients_lockstep(self.shards, self.program, stage_style=stage_style)
+        self.infinite = shared_infinity({rank: self._unscale(rank) for rank in self.shards})
+        norms = self._norms()
+        self._clip(norms)
+        skips = {rank: self.training.scaler is not None and infinite for rank, infinite in self.infinite.items()}
+        return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
+
+    def _unscale(self, rank: int) -> bool:
+        """Whether a gradient of this rank's is infinite or not a number; all are divided by the scale."""
+        grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
+        for grad in grads:
+            grad.div_(self.scales[rank].value)
+        return not all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _norms(self) -> dict[int, Tensor]:
+        """The norm of all gradients as every rank has it."""
+        norm = grad_norm_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
+        return dict.fromkeys(self.shards, norm)
+
+    def _clip(self, norms: Mapping[int, Tensor]) -> None:
+        if self.training.max_norm is None:
+            return
+        for rank, local in self.shards.items():
+            torch.nn.utils.clip_grads_with_norm_(local.values(), self.training.max_norm, norms[rank])
+
+    def update(self) -> None:
+        for rank, optimizer in self.optimizers.items():
+            if self.training.scaler is None or not self.infinite[rank]:
+                optimizer.step()
+            self.scales[rank].update(self.infinite[rank])
+        with torch.no_grad():
+            for new in self.new_buffers.values():
+                for name, value in new.items():
+                    self.buffers[name].copy_(value)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+
+def _named(local: Mapping[str, nn.Parameter]) -> Named:
+    return list(local.items()) or [(NO_PARAMETERS, nn.Parameter(torch.empty(0, dtype=torch.float64)))]
+
+
+def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of buffers; one that has two names stays one."""
+    copies: dict[int, Tensor] = {}
+    return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
+
+
+class _Late:
+    """Gradients that an optimizer is given a batch late, as under PipeDream-2BW."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tensor | None] = {}
+
+    def exchange(self, parameters: Iterable[Tensor]) -> None:
+        """Leaves in `.grad` what was there at the last call: none at the first."""
+        for parameter in parameters:
+            before = self.held.get(id(parameter))
+            self.held[id(parameter)], parameter.grad = parameter.grad, before
+
+
+def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
+    """Runs the steps on both sides, up to the first that differs. Weights and buffers of the copy are as before then.
+
+    Under a schedule that leaves the gradient of the batch before, optimizers are given that, on both sides.
+
+    `reference`: of the example. A batch of other shapes is traced anew, and follows the same plan.
+    """
+    reports: list[StepReport] = []
+    with _as_before(reference):
+        one, ranks = _OneDevice(reference, training), _AllRanks(reference.subject, arrangement, training)
+        calls = _Calls(reference, arrangement, training)
+        rounding: dict[str, Tensor] = {}
+        plan = arrangement.plan
+        late = _Late() if plan is not None and plan.schedule.name in DELAYED else None
+        if late is not None and training.scaler is not None:
+            raise OptionError("a scaler with schedule='1f1b_2bw'", why="the gradient of a step is of an earlier scale",
+                              hint="precision='bf16', or schedule='1f1b'")  # fmt: skip
+        for step in range(1, training.steps + 1):
+            phase(f"training step {step} of {training.steps}")
+            of_step, program = calls.of(step)
+            ranks.program = program
+            compared = Compared(step, program, tolerance, rounding)
+            reports.append(_step(of_step, training.batch(step), one, ranks, compared, late))
+            if reports[-1].first is not None:
+                break
+    return reports
+
+
+@contextmanager
+def _as_before(reference: Reference) -> Iterator[None]:
+    """What is written to weights and buffers inside is undone, and gradients are gone."""
+    traced = reference.traced
+    before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
+    try:
+        with buffers_restored(reference.base):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+                tensor.grad = None
+
+
+class _Calls:
+    """The trace and the program of each batch; those of the same shapes and options share them."""
+
+    def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
+        self.reference, self.arrangement, self.training = reference, arrangement, training
+        self.first = reference.subject.step(arrangement.decisions)
+        self.known: dict[Hashable, tuple[Subject, Program]] = {
+            self._key(training.example): (reference.subject, self.first)
+        }
+
+    def of(self, step: int) -> tuple[Subject, Program]:
+        """The subject and the program of a step, with its own inputs and random numbers."""
+        arguments = self.training.batch(step)
+        key = self._key(arguments)
+        if key not in self.known:
+            self.known[key] = self._traced(arguments)
+        subject, program = self.known[key]
+        call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
+        return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
+
+    def _key(self, arguments: Mapping[str, Any]) -> Hashable:
+        return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
+
+    def _traced(self, arguments: Mapping[str, Any]) -> tuple[Subject, Program]:
+        """As the runtime's compiler does it: by the same plan, with parameters where they are."""
+        assert self.arrangement.plan is not None
+        traced = self.reference.trace(arguments)
+        decided = decided_by(self.reference.traced, self.arrangement.decisions)
+        decisions = decode(traced, self.arrangement.plan, self.arrangement.decisions.mesh, decided)
+        subject = Subject(traced, find_loss(traced))
+        program = subject.step(decisions)
+        return subject, replace(program, parameters=settled(program.parameters, self.first.parameters))
+
+
+def _step(
+    subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared,
+    late: _Late | None,
+) -> StepReport:  # fmt: skip
+    expected, actual = one.backward(subject, arguments), ranks.backward(subject)
+    skipped, scale = expected.skips[0], expected.scales[0]
+    compared.numbers("loss", actual.losses, expected.losses[0], may_overflow=skipped)
+    compared.numbers("scale", {r: torch.tensor(s) for r, s in actual.scales.items()}, torch.tensor(scale))
+    compared.skips(actual.skips, skipped)
+    if not skipped:
+        compared.numbers("norm", actual.norms, expected.norms[0])
+        grads = {name: p.grad for name, p in one.parameters.items()}
+        actual_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
+        floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
+        compared.tensors("gradient", actual_grads, grads, floor)
+        compared.note_rounding(actual_grads, grads)
+    if late is not None:
+        late.exchange([*one.parameters.values(), *(p for local in ranks.shards.values() for p in local.values())])
+    one.update()
+    ranks.update()
+    compared.optimizer = one.optimizer
+    compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
+    compared.start_equal(ranks.shards, one.parameters)
+    for key in _state_keys(one):
+        whole = {name: _entry(one.optimizer, p, key) for name, p in one.parameters.items()}
+        parts = {
+            rank: {name: _entry(ranks.optimizers[rank], p, key) for name, p in local.items()}
+            for rank, local in ranks.shards.items()
+        }
+        compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
+        compared.start_equal(parts, whole)
+    for rank, new in ranks.new_buffers.items():
+        for name, value in new.items():
+            compared.buffer(name, rank, value, one.buffer(name))
+    one.zero_grad()
+    ranks.zero_grad()
+    return StepReport(
+        compared.step, float(expected.losses[0]), float(expected.norms[0]), one.training.max_norm,
+        None if one.training.scaler is None else scale, skipped, compared.errors, compared.first,
+        tuple(compared.rounding),
+    )  # fmt: skip
+
+
+def _factor(norm: Tensor, training: Training) -> float:
+    """What clipping multiplies gradients by."""
+    return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
+
+
+def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
+    """What an optimizer keeps for every entry of a parameter."""
+    kept = optimizer.state.get(parameter, {}).get(key)
+    return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
+
+
+def _state_keys(one: _OneDevice) -> list[str]:
+    """The entries of the optimizer's state that have the shape of their parameter."""
+    keys = [
+        key
+        for p in one.parameters.values()
+        for key, value in one.optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    ]
+    return list(dict.fromkeys(keys))

@@ -1,0 +1,228 @@
+"""What a training step of all ranks is compared with one device in, and what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopart.ir.program import Program
+from autopart.ir.sharding import Cut, part_of
+from autopart.proof.comparison import largest, relative
+from autopart.proof.finite_values import held
+from autopart.runtime.shards.shard_state import cuts_at
+from autopart.runtime.training.optimizer_checks import is_elementwise
+
+ROUNDING = 1e-12
+"""Gradients smaller than this, relative to the largest, are what rounding leaves of sums that cancel."""
+
+
+@dataclass(frozen=True)
+class StepMismatch:
+    """The first quantity of a training step that differs.
+
+    `kind`: "loss", "scale", "norm", "gradient" (after clipping), "weight", "state" (of the optimizer) or "buffer".
+    `name`: of the parameter or buffer; "" for what belongs to none. `rank`: None where no one rank is wrong.
+    """
+
+    step: int
+    kind: str
+    name: str
+    rank: int | None
+    error: float
+    detail: str
+    coordinates: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of {self.name}" if self.name else self.kind
+        lines = [f"step {self.step}: {what} differs by {self.error:.3g}"]
+        if self.rank is not None:
+            lines.append(f"  rank     {self.rank}" + (f" ({self.coordinates})" if self.coordinates else ""))
+        lines += [f"  {label:<9}{text}" for label, text in (("values", self.detail), ("why", self.why)) if text]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A training step on one device, and how far all ranks are from it.
+
+    `norm`: of all gradients, before clipping. `scale`: of the loss. `skipped`: a gradient was infinite or not a number,
+    and a scaler passed over the step. `errors`: {"loss", "norm", "weight h.0.up.weight", ...: largest over the ranks}.
+    `rounding`: parameters with entries whose gradients are rounding alone, which are not compared after the optimizer.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    max_norm: float | None
+    scale: float | None
+    skipped: bool
+    errors: Mapping[str, float] = field(repr=False)
+    first: StepMismatch | None = None
+    rounding: tuple[str, ...] = ()
+
+    @property
+    def max_error(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    def __str__(self) -> str:
+        clipped = f" (clipped to {self.max_norm:g})" if self.max_norm is not None and self.norm > self.max_norm else ""
+        scale = f", scale {self.scale:g}" if self.scale is not None else ""
+        skipped = ", skipped" if self.skipped else ""
+        head = f"step {self.step}: loss {self.loss:.6g}, norm {self.norm:.6g}{clipped}{scale}{skipped}"
+        return f"{head}: {'exact' if self.first is None else 'WRONG'}, largest error {self.max_error:.3g}"
+
+
+class Compared:
+    """The errors of one step, in the order in which they are found."""
+
+    def __init__(self, step: int, program: Program, tolerance: float, rounding: dict[str, Tensor]):
+        self.step, self.program, self.tolerance, self.rounding = step, program, tolerance, rounding
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.errors: dict[str, float] = {}
+        self.first: StepMismatch | None = None
+
+    def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
+        """A scalar that every rank has."""
+        if not expected.isfinite() and not may_overflow:
+            self._not_finite(kind, "", expected)
+        for rank, value in actual.items():
+            self._note(kind, "", rank, relative(value, expected), f"{float(value):.10g}, not {float(expected):.10g}")
+
+    def skips(self, actual: Mapping[int, bool], expected: bool) -> None:
+        """Whether a rank passes over the step."""
+        for rank, skipped in actual.items():
+            if skipped != expected:
+                words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
+                self._note("scale", "", rank, float("inf"), f"{words[0]}, and on one device it is {words[1]}")
+
+    def note_rounding(
+        self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
+    ) -> None:
+        """From now on, entries whose gradient is nothing but rounding are not compared in weights and states: an
+        optimizer that divides by a gradient's size makes a step of any sign of it."""
+        add_rounding(self.rounding, expected, expected)
+        limit = _limit(expected)
+        for rank, local in actual.items():
+            for name, part in local.items():
+                whole = self._cut(name, expected[name], rank)
+                if part is None or whole is None or part.shape != whole.shape:
+                    continue
+                alone = _are_rounding(part, whole, limit)
+                if bool(alone.any()):  # one device may have a zero there
+                    for cut, index in reversed(self._cuts(name, rank)):
+                        alone = cut.place(alone, index)
+                    self.rounding[name] = alone | self.rounding.get(name, alone)
+
+    def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor) -> None:
+        """The new value of a buffer on a rank that makes it."""
+        error = relative(actual, expected)
+        self._note("buffer", name, rank, error, _worst_entry(actual, expected) if error > self.tolerance else "")
+
+    def tensors(
+        self, kind: str, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
+        floor: float, suffix: str = "",
+    ) -> None:  # fmt: skip
+        """What belongs to a parameter: each rank's part, against the same part of the whole. Errors are relative to the
+        largest entry of all."""
+        for name, value in expected.items():
+            if value is not None and not bool(value.isfinite().all()):
+                self._not_finite(kind, name + suffix, value)
+        scale = max([floor, *(largest(value) for value in expected.values() if value is not None)])
+        for rank, local in actual.items():
+            for name, part in local.items():
+                whole = self._cut(name, expected[name], rank)
+                passed = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
+                if passed is not None and part is not None and whole is not None and part.shape == whole.shape:
+                    part, whole = part.masked_fill(passed, 0.0), whole.masked_fill(passed, 0.0)
+                self._part(kind, name + suffix, rank, part, whole, scale)
+
+    def start_equal(
+        self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
+    ) -> None:
+        """Copy one device's values to the entries that are not compared.
+
+        Later values that depend on such an entry (a running mean, on the bias before it) are compared strictly then.
+        """
+        for rank, local in actual.items():
+            for name, part in local.items():
+                where, whole = self._cut(name, self.rounding.get(name), rank), self._cut(name, expected[name], rank)
+                if where is not None and part is not None and whole is not None and part.shape == whole.shape:
+                    part.data.copy_(torch.where(where, whole.detach(), part.detach()))
+
+    def _cut(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
+        return None if whole is None else part_of(whole, self._cuts(name, rank))
+
+    def _cuts(self, name: str, rank: int) -> list[tuple[Cut, int]]:
+        mesh = self.program.mesh
+        return list(cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank)))
+
+    def _part(self, kind: str, name: str, rank: int, part: Tensor | None, whole: Tensor | None, scale: float) -> None:
+        if part is None and whole is None:
+            return
+        if part is None or whole is None:
+            there, missing = (part, "none") if part is not None else (whole, "one")
+            assert there is not None
+            if bool(there.detach().any()):
+                here = "there is one" if part is not None else "there is none"
+                self._note(kind, name, rank, float("inf"), f"{here}, and one device has {missing}")
+            return
+        error = relative(part, whole, scale)
+        self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
+
+    def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
+        """Equal or not, numbers that are not finite prove nothing."""
+        self._note(kind, name, None, float("inf"), f"not finite on one device: it {held(expected)}")
+
+    def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
+        entry = f"{kind} {name}" if name else kind
+        self.errors[entry] = max(self.errors.get(entry, 0.0), error)
+        if self.first is None and not error <= self.tolerance:
+            coordinates = {} if rank is None else self.program.mesh.coordinates(rank)
+            at = ", ".join(f"{axis} {index}" for axis, index in coordinates.items())
+            self.first = StepMismatch(self.step, kind, name, rank, error, detail, at, self._why(kind))
+
+    def _why(self, kind: str) -> str:
+        if kind not in ("weight", "state") or self.optimizer is None:
+            return ""
+        name = type(self.optimizer).__name__
+        if is_elementwise(self.optimizer, torch.device("cpu")) is False:
+            return f"the gradients are equal; {name} does something else on a part than on the whole"
+        return f"the gradients are equal; {name} took another step here"
+
+
+def add_rounding(
+    rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
+    """Mark in {name: mask} the entries of which both gradients are rounding alone, in addition to those marked before.
+
+    Entries of which both are zero are not marked: an optimizer changes them by the same amount.
+    """
+    limit = _limit(expected)
+    for name, grad in expected.items():
+        other = actual.get(name)
+        if grad is not None and other is not None and grad.shape == other.shape:
+            alone = _are_rounding(other, grad, limit)
+            if bool(alone.any()):
+                rounding[name] = alone | rounding.get(name, alone)
+
+
+def _limit(grads: Mapping[str, Tensor | None]) -> float:
+    return ROUNDING * max([0.0, *(largest(grad) for grad in grads.values() if grad is not None)])
+
+
+def _are_rounding(one: Tensor, other: Tensor, limit: float) -> Tensor:
+    return (one.abs() <= limit) & (other.abs() <= limit) & ((one != 0) | (other != 0))
+
+
+def _worst_entry(part: Tensor, whole: Tensor) -> str:
+    """`entry [3, 0] of its part is 0.52, not 0.51`."""
+    if part.shape != whole.shape:
+        return f"shape {list(part.shape)}, not {list(whole.shape)}"
+    part, whole = part.detach(), whole.detach()
+    flat = int((part - whole).abs().nan_to_num(nan=float("inf")).argmax())
+    at = [int(i) for i in torch.unravel_index(torch.tensor(flat), part.shape)] if part.dim() else []
+    return f"entry {at} of its part is {part.flatten()[flat].item():.10g}, not {whole.flatten()[flat].item():.10g}"

@@ -1,0 +1,1 @@
+"""Proof of a user's own training function."""

@@ -1,0 +1,131 @@
+"""Mixed precision, proven: the program as it computes, all ranks in lock-step, against the same policy on one device.
+
+What `verify` proves in float64 is the partition, with casts that are the identity. This is about the casts: the model's
+own Python runs with its parameters cast and gradients that flow back to them as they are stored, and the program, with
+every cast and every sum in the dtype that it names, must be as near to that as rounding allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat.torch_internals import tree_flatten
+from autopart.ir.run.mixed_precision import Precision
+from autopart.passes.choose.plan_codec import decode
+from autopart.proof.comparison import Arrangement, Results, Subject, buffers_restored, held_tensor, one_seed
+from autopart.recipe.make_plan import find_loss, prepare
+from autopart.tracing.compute_dtype import at_the_door
+from autopart.tracing.meta_copy import copy_of
+from autopart.tracing.python.hidden_tensors import Caches
+from autopart.tracing.python.user_checkpoints import plain_checkpoints
+from autopart.tracing.with_loss import WithLoss, call, users_model
+
+ROUNDINGS = 4
+"""How many roundings of the coarsest dtype the program may be from one device: each sum that ranks share is rounded
+otherwise, and the layers after it carry that on."""
+
+MOST = 0.25
+"""Where one device's own rounding is more than this, it decides something (which expert, which unit is on), and how far
+two orders of additions are apart says nothing."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How far the program is from one device under a precision.
+
+    `errors`: by name, as `Verification.errors`. `tolerance`: what was allowed: `ROUNDINGS` of the coarsest dtype, or
+    three times what one device is from float64 itself (`own`), whichever is more; infinite where `own` is above `MOST`.
+    """
+
+    precision: Precision
+    errors: Mapping[str, float]
+    own: float
+    tolerance: float
+
+    @property
+    def max_error(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return self.max_error <= self.tolerance
+
+    def __str__(self) -> str:
+        name, rounding = self.precision.name, f"one device's own rounding is {self.own:.2g}"
+        if self.tolerance == float("inf"):
+            return f"{name}: not compared with one device in {name}, where rounding decides values: {rounding}"
+        head = f"{name}: {'as' if self.ok else 'NOT AS'} one device in {name}: largest difference {self.max_error:.2g}"
+        worst = max(self.errors, key=self.errors.__getitem__, default="")
+        return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {rounding}"
+
+
+class OneDevice:
+    """A copy of a model under a precision, run on one device and traced. Arguments as `proof.reference.Reference`."""
+
+    def __init__(
+        self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, precision: Precision, training: bool
+    ):  # fmt: skip
+        if isinstance(loss_fn, nn.Module):  # the two may share tensors, and a run may write to its buffers
+            copied = copy_of(WithLoss(source, loss_fn), {})
+            base, loss_fn = copied.get_submodule("model"), copied.get_submodule("loss_fn")
+        else:
+            base = copy_of(source, {})
+        base = base.train(training)
+        self.model = base if loss_fn is None else WithLoss(base, loss_fn).train(training)
+        self.arguments, self.precision = dict(arguments), precision
+        self.traced = prepare(self.model, self.arguments, precision=precision)
+        self.subject = Subject(self.traced, find_loss(self.traced))
+        self.results = self._run(base)
+
+    def _run(self, base: nn.Module) -> Results:
+        traced, prefix = self.traced, "model.model." if users_model(self.model) is not self.model else "model."
+        cast = {f"{prefix}{name}": self.precision.cast(parameter) for name, parameter in traced.parameters.items()}
+        with buffers_restored(base, {*traced.written, *traced.weight_updates}), Caches(self.model):
+            with one_seed(), plain_checkpoints(), at_the_door(base, self.precision):
+                returned = torch.func.functional_call(_Call(self.model), cast, (self.arguments,), tie_weights=True)
+            written = {name: held_tensor(base, name).detach().clone() for name in traced.buffer_updates}
+            return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
+
+    def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:
+        """The program of an arrangement's plan against this. `in_double`: what the model computes in float64."""
+        plan = arrangement.plan
+        assert plan is not None, "decisions for one trace are another's only through their plan"
+        if in_double.has_other_gradients(self.results):
+            return Rounded(self.precision, {"which parameters have a gradient": float("inf")}, 0.0, 0.0)
+        rounding = in_double.distance(_in_double(self.results))
+        kinds = self.precision.compute, self.precision.reduce
+        tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 3 * rounding)
+        if rounding > MOST:
+            return Rounded(self.precision, {}, rounding, float("inf"))
+        decisions = decode(self.traced, plan, arrangement.decisions.mesh)
+        cut = Arrangement(decisions, arrangement.stage_style, arrangement.tamper, plan)
+        return Rounded(self.precision, self.subject.errors(cut, self.results), rounding, tolerance)
+
+
+class _Call(nn.Module):
+    """A call of a model, as a module: what `functional_call` takes."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        return call(self.model, arguments)
+
+
+def _in_double(results: Results) -> Results:
+    """The same results in float64, to be compared there."""
+
+    def double(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def each(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: double(value) for name, value in values.items()}
+
+    outputs = [double(output) for output in results.outputs]
+    return Results(outputs, each(results.grads), each(results.buffers), each(results.input_grads))

@@ -1,0 +1,1 @@
+"""Planning: trace, choose, write the program, count its cost."""

@@ -1,0 +1,369 @@
+"""Traces a model, makes or reads its plan, and writes programs for its calls: the glue between passes and runtime."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.compat.torch_internals import tree_map
+from autopart.cost.count.rank_memory import memory_of
+from autopart.errors import InputError, PlanError, TraceError
+from autopart.ir.decisions import Decisions
+from autopart.ir.graph import format_value
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS, Program
+from autopart.ir.run.mixed_precision import Precision
+from autopart.options import Options
+from autopart.passes.choose.plan_codec import OnAxes, decided_by, decode
+from autopart.passes.choose.solve.batch_axis import without_microbatches
+from autopart.passes.facts.label_count import with_label_count
+from autopart.passes.write.lower import lower
+from autopart.plans.plan import Plan
+from autopart.plans.rank_digest import EXAMPLE, agreed
+from autopart.recipe.make_plan import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
+from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
+from autopart.recipe.plan_figures import Draft, plan_of
+from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
+from autopart.tracing.caller_modes import traced_apart, without_inference
+from autopart.tracing.local_batch_call import all_ranks_call, are_rows
+from autopart.tracing.meta_copy import Source
+from autopart.tracing.python.guards import Guards, check_unstable, shown, warn_of_change
+from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
+from autopart.tracing.python.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
+from autopart.tracing.python.recorded_reads import record_reads
+from autopart.tracing.trace import (
+    Call,
+    Trace,
+    batch_size,
+    bind_call,
+    bind_next_call,
+    check_values,
+    device_of_weights,
+    flatten_call,
+)
+from autopart.tracing.with_loss import WithLoss, WithLossAndOutputs
+
+LossFn = Callable[..., Tensor]
+
+
+@dataclass
+class _Traced:
+    """One call, traced: what the plan decides for it, and the programs written so far, by purpose.
+
+    `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too. `row_inputs`: as a `Program` has it.
+    `guards`: the Python values that the trace depends on; `first_guards`: those of the first trace of such a call.
+    `changed_values`: what differs between the two, as ranks compare it.
+    """
+
+    trace: Trace
+    decisions: Decisions
+    loss_fn: LossFn | None
+    with_outputs: bool
+    guards: Guards
+    first_guards: Guards
+    changed_values: str = ""
+    row_inputs: frozenset[str] | None = None
+    programs: dict[str, Program] = field(default_factory=dict)
+    plan: Plan | None = None
+
+
+class Compiler:
+    """Programs for the calls of one model on one mesh, traced when first needed.
+
+    One plan, made at the first trace, serves all calls. A call of other shapes, dtypes or options, in the other mode or
+    with another loss is traced anew; the `MAX_CALLS` used last are kept.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
+        self.source, self.mesh, self.options = Source(model), mesh, options
+        self._plan = plan
+        self._traced: Recent[_Traced] = Recent(MAX_CALLS)
+        self._signatures = WeakKeyDictionary[Any, inspect.Signature]()  # of forward, which a user may replace
+        self._example: _Traced | None = None
+        self._last: _Traced | None = None
+        self._decided: dict[str, OnAxes] = {}
+        self.written: frozenset[str] = frozenset()
+        self._num_traces, self._trace_s = 0, 0.0
+        self._has_warned_of_change = False
+        self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # of calls that differ in nothing but numbers
+        self._has_number_inputs = False
+        self.changed_values = ""
+        self._random = torch.Generator()
+        self._model_settings = settings_of(model)
+        if plan is not None:
+            check_plan_mesh(plan, mesh)
+            check_plan_options(options, plan)
+            warn_of_memory(plan)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
+
+    @property
+    def has_plan(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def precision(self) -> Precision | None:
+        """What is computed in, where it is not the model's own dtypes: by the plan, else by the options."""
+        settings = self._plan or self.options
+        return Precision.parse(settings.precision, settings.reduce_dtype)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are too small for what they are computed in."""
+        return self.precision is not None and self.precision.compute == torch.float16
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; known once the model has been traced or a plan was given. Where the last call that could train ran
+        under another `torch.autocast` than it was made for, with the figures of that."""
+        if self._plan is None:
+            raise PlanError("there is no plan yet", why="the model is traced at the first call",
+                            hint="parallelize(model, mesh, example_kwargs=batch)")  # fmt: skip
+        if self._last is None or self._last.trace.autocast == self._plan.autocast:
+            return self._plan
+        if self._last.plan is None:
+            self._last.plan = self._plan_as_run(self._plan, self._last)
+        return self._last.plan
+
+    def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
+        """The plan of a call that follows a plan made for another."""
+        outputs = plan_outputs(call.trace, call.with_outputs)
+        whole = None
+        program, walks = written(call.trace, call.decisions, outputs, "fast", plan.compile)
+        if call.decisions.scatter_sends:
+            sent_whole = replace(call.decisions, scatter_sends=False)
+            whole = written(call.trace, sent_whole, outputs, "fast", plan.compile)
+        schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
+        options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile,
+                          sequence_dims=plan.sequence_dims)  # fmt: skip
+        problem = problem_of(call.trace, self.mesh, options, schedule)
+        draft = Draft(problem, call.decisions, program, {}, walks, whole)
+        memory = memory_of(call.trace, program, schedule, walks)
+        figures = plan_of(class_of(self.model), draft, options, memory, plan.reasons)
+        return replace(figures, pins=plan.pins)
+
+    def ready(self) -> Program | None:
+        """The program of the whole model's outputs, where it was traced at construction."""
+        return None if self._example is None else self._write(self._example, "forward")
+
+    def agreed(self) -> dict[str, str]:
+        """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
+        call = self._example.trace.call if self._example is not None else None
+        example = {} if call is None else {EXAMPLE: format_call(call.names, call.tensors).replace(", ", "\n")}
+        return {**example, **agreed(self.options, self._plan)}
+
+    def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Trace and plan for an example call."""
+        settings = settings_of(self.model)
+        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, settings, None)[0]
+
+    def program(
+        self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
+        loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
+    ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
+        """The program for a call and its tensors; traces the call where it is a new one."""
+        arguments = self._bound(args, kwargs)
+        if not torch.is_grad_enabled() and purpose == "forward":
+            arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
+        if loss_fn is not None:
+            arguments = {"target": target, "call": arguments}
+        with with_values(self.model, settings):
+            traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
+        self.changed_values = traced.changed_values
+        if torch.is_grad_enabled() or purpose != "forward":
+            self._last = traced
+        program = self._write(traced, purpose)
+        return program, (*call.tensors, *self._seeds(program))
+
+    def _bound(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._num_traces:
+            return bind_call(self.model, args, kwargs)
+        forward = self.model.forward
+        function = getattr(forward, "__func__", forward)
+        if function not in self._signatures:
+            self._signatures[function] = inspect.signature(forward)
+        return bind_next_call(self.model, self._signatures[function], args, kwargs)
+
+    def reseed(self, seed: int) -> None:
+        """Start the sequence of dropout masks anew; the same seed on every rank."""
+        self._random.manual_seed(seed)
+
+    def _seeds(self, program: Program) -> list[Tensor]:
+        if program.input_names[-1:] != (SEEDS,):
+            return []
+        first = torch.randint(2**62, (), generator=self._random)
+        return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
+
+    def _find(
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool = False,
+    ) -> tuple[_Traced, Call]:  # fmt: skip
+        """The trace of a call, made now where it is a new one, and the call's tensors."""
+        call = flatten_call(arguments)
+        check_values(call)
+        inference = any(tensor.is_inference() for tensor in call.tensors)
+        if inference and not torch.is_inference_mode_enabled():  # autograd cannot save them
+            arguments, inference = without_inference(arguments), False
+            call = flatten_call(arguments)
+        with_outputs = with_outputs and loss_fn is not None
+
+        def key_of(numbers: bool) -> Hashable:
+            return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
+
+        def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
+            if traced := self._traced.find(key, _holds):
+                return traced
+            first = next((traced.first_guards for traced in self._traced.of(key)), None)
+            changed_values = "" if first is None else self._changed_values(first)
+            with traced_apart(), number_slots(slots):
+                given = without_inference(arguments) if inference else arguments
+                traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
+            traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+            return self._traced.add(key, traced)
+
+        key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
+        inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
+        if not inputs and (known := self._traced.find(key, _holds)):
+            return known, call
+        numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
+        inputs = inputs or self._numbers.get(kind, NumberInputs)
+
+        def with_numbers() -> dict[str, Any]:
+            return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
+
+        key_now = (kind, inputs.key(numbers)) if inputs else key
+        if inputs and (known := self._traced.find(key_now, _holds)):
+            return known, flatten_call(with_numbers())
+        earlier = self._traced.of(key_now)
+        added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
+        while inputs.can_be_tensors() and self.precision is None:
+            self._has_number_inputs = True
+            given = with_numbers()
+            try:
+                traced = traced_as((kind, inputs.key(numbers)), given, {**slots_of(loss_fn), **inputs.slots})
+                return traced, flatten_call(given)
+            except TraceError:
+                if not added:
+                    raise
+                inputs.refuse(added)  # the model's code decides by a number, or passes it to an operator as a number
+                added = set()
+        return traced_as(key, arguments, {}), call
+
+    def _changed_values(self, first: Guards) -> str:
+        """Return the Python values that differ from those of a trace before. Warn of the first change."""
+        changes = [*first.changes()]
+        if changes and not self._has_warned_of_change:
+            self._has_warned_of_change = True
+            warn_of_change(changes[0])
+        return "".join(f", with {change.path} = {shown(change.now)}" for change in changes)
+
+    def _trace(
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool, slots: Mapping[str, NumberSlot],
+    ) -> _Traced:  # fmt: skip
+        start_s = time.perf_counter()
+        with in_modes(self.model, training, settings):
+            around = WithLossAndOutputs if with_outputs else WithLoss
+            model = self.model if loss_fn is None else around(self.model, loss_fn)
+            flat = flatten_call(arguments)
+            if self.options.local_batch:
+                arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
+            traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
+        if settings != self._model_settings:  # the plan was made for other operators
+            traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
+        self._check_written(traced)
+        if self._plan is None:
+            self._plan = make_plan(model, traced, self.mesh, self.options)
+            warn_of_memory(self._plan)
+        check_plan_model(self._plan, type(self.model).__name__, traced.parameters)
+        decisions = decode(traced, self._plan, self.mesh, self._decided)
+        # The first trace to decide an operator decides it for all that follow.
+        self._decided = {**decided_by(traced, decisions), **self._decided}
+        self._num_traces, self._trace_s = self._num_traces + 1, self._trace_s + time.perf_counter() - start_s
+        warn_of_many(self._num_traces, self._trace_s / self._num_traces)
+        if decisions.copied:
+            warn_of_copies(batch_size(traced), self.mesh)
+        own_rows = dict(zip(traced.call.names, are_rows(flat), strict=True))
+        row_inputs = (
+            frozenset(name for name, is_own in own_rows.items() if is_own) if self.options.local_batch else None
+        )
+        return _Traced(traced, decisions, loss_fn, with_outputs, guards, guards, row_inputs=row_inputs)
+
+    def _prepare(
+        self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any], slots: Mapping[str, NumberSlot]
+    ) -> tuple[Trace, Guards]:
+        """Trace a call, with the values of Python that its program holds."""
+
+        def once() -> tuple[Trace, Guards]:
+            with record_reads() as reads:
+                traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
+            device = device_of_weights(self.model) if self.precision is None else None
+            return traced, Guards(reads, model, others, slots.values(), device)
+
+        traced, guards = once()
+        if guards.unstable:
+            check_unstable(model, guards.unstable, traced, once()[0])
+        return traced, guards
+
+    def _check_written(self, traced: Trace) -> None:
+        """Raises TraceError where a call is the first to write a frozen parameter, of which ranks may hold parts."""
+        late = [name for name in sorted(traced.written - self.written) if self._num_traces]
+        self.written |= traced.written
+        if late:
+            raise TraceError(
+                f"this call of {type(self.model).__name__} writes to its frozen parameter '{late[0]}'",
+                why="calls before it did not, and by these it is stored as what is only read",
+                hint="parallelize(model, mesh, example_kwargs=batch) with a call that writes it, in train mode",
+            )
+
+    def _write(self, traced: _Traced, purpose: str) -> Program:
+        if purpose not in traced.programs:
+            decisions, local = traced.decisions, traced.row_inputs is not None
+            outputs = list(traced.trace.graph.output_node().args[0])
+            if purpose in ("step", "step_outputs"):
+                loss = find_loss(traced.trace, traced.with_outputs)
+                if loss is None:
+                    raise _no_scalar(traced.loss_fn, traced.trace) or InputError(
+                        f"{type(self.model).__name__} returns no loss for this call",
+                        why="step() needs a scalar to differentiate",
+                        hint="pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)",
+                    )  # fmt: skip
+                beside = outputs if purpose == "step_outputs" else []
+                program = lower(
+                    traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng, beside=beside,
+                    local_rows=local,
+                )  # fmt: skip
+                program = with_label_count(program, loss)
+            else:
+                # Without stages a call runs the whole batch at once: microbatches are for training steps.
+                if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
+                    decisions = without_microbatches(traced.trace, decisions)
+                program = lower(
+                    traced.trace, decisions, outputs, whole_outputs=True, rng=self.options.rng, local_rows=local
+                )
+            traced.programs[purpose] = replace(program, row_inputs=traced.row_inputs)
+        return traced.programs[purpose]
+
+
+def _holds(traced: _Traced) -> bool:
+    return traced.guards.hold()
+
+
+def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
+    """What is wrong with a `loss_fn`, if it is what should have made the loss."""
+    if loss_fn is None:
+        return None
+    returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]
+    return InputError(
+        f"loss_fn returns {', '.join(returned)}", why="step() needs a scalar to differentiate",
+        hint="a mean or a sum in loss_fn",
+    )  # fmt: skip

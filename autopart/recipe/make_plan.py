@@ -1,0 +1,436 @@
+"""The recipe of a plan: trace, normalise, find facts, choose, write, count, and say what was chosen in a plan."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopart.common.flags import flags
+from autopart.common.progress import phase
+from autopart.compat.torch_internals import tree_unflatten
+from autopart.cost.count.compiled_saved_tensors import with_compiled
+from autopart.cost.count.program_summary import crossings
+from autopart.cost.count.rank_memory import memory_of
+from autopart.cost.count.stage_footprint import walked
+from autopart.cost.formula.plan_cost import Cost
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.memory_advice import Estimate, does_not_fit, fullest
+from autopart.cost.memory_kinds import RankMemory
+from autopart.cost.predict.send_costs import scattering_pays
+from autopart.cost.predict.stage_balance import SLACK
+from autopart.cost.predict.table import LESS_EVEN
+from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
+from autopart.ir.blocks.deduplication import NotFoldable
+from autopart.ir.decisions import Decisions
+from autopart.ir.graph import is_floating, shape
+from autopart.ir.mesh import Mesh, check_balance
+from autopart.ir.program import Rng
+from autopart.ir.run.delayed_gradients import check_delayed
+from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.schedules import MULTI_STAGE, check_schedule, schedule_for
+from autopart.ir.run.unshard_policy import check_sent_whole
+from autopart.ops.stage_masks import as_traced
+from autopart.options import Options
+from autopart.passes.choose.decide import around_cuts, cut_again, decide
+from autopart.passes.choose.explain.reasons import LaterReasons, Reasons
+from autopart.passes.choose.problem import Problem
+from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
+from autopart.passes.choose.solve.batch_axis import choose_batch, mixed_rows
+from autopart.passes.choose.storage.sharded_storage import choose_parts
+from autopart.passes.choose.storage.sync_methods import check_methods
+from autopart.passes.dump import check_folder
+from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks
+from autopart.passes.facts.mask_facts import find_bands
+from autopart.passes.facts.selection_sizes import share_selections
+from autopart.passes.facts.sequence_dims import check_named, follow_sequences
+from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
+from autopart.passes.pass_pipeline import run_passes
+from autopart.passes.write.lower import lower
+from autopart.plans.headlines import quantity
+from autopart.plans.plan import Plan, Schedule
+from autopart.recipe.plan_figures import Draft, Written, plan_of
+from autopart.tracing.blocks.deduplicate import copied, folded
+from autopart.tracing.compute_dtype import computing_in, precision_notes
+from autopart.tracing.gradient_check import with_gradients_checked
+from autopart.tracing.trace import Trace, batch_size, trace
+from autopart.tracing.with_loss import users_model
+
+LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
+LIFTED_HALF = "what the model computes in half precision (autocast, half weights) is computed in float64 here"
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, Python looks for no cycles of garbage: a graph is very many small objects that stay, and looking through
+    them again and again takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collections()
+def prepare(
+    model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
+    precision: Precision | None = None, fold: bool = False,
+) -> Trace:  # fmt: skip
+    """Trace, normalise and annotate a model for a call.
+
+    `written`: frozen parameters that another call writes.
+    `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
+    `precision`: what the model computes in, in the place of its own dtypes; with `double`, the graph is the same and
+    its casts are the identity.
+    `fold`: let one block stand for many that are like it (`Trace.folds`): for a plan alone, of which no program is run.
+    """
+    check_folder()
+    with computing_in(model, precision, written):
+        traced = _prepared(model, arguments, double, written, fold)
+    if precision is not None and not traced.written <= set(written):  # these keep their dtype: they are buffers
+        return prepare(model, arguments, double, {*written, *traced.written}, precision, fold)
+    notes = (*traced.notes, *precision_notes(model, precision))
+    return replace(traced, notes=notes, precision=None if double else precision)
+
+
+def _prepared(
+    model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
+) -> Trace:  # fmt: skip
+    """The trace of a model in the precision that it has."""
+    phase("tracing the model")
+    traced = trace(model, arguments, written)
+    traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
+    phase("finding out what may be cut")
+    if fold and (few := folded(traced)).folds:
+        try:
+            few = _annotated(model, arguments, few, double)
+            check_blocks(few)
+            return few
+        except NotFoldable:
+            pass
+    return _annotated(model, arguments, traced, double)
+
+
+def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
+    """The trace with its operators in few forms and what is known of them, its gradients compared with the model's."""
+    run_passes(traced.graph, AS_TRACED)
+    (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
+    if lifted:
+        half = {torch.float16, torch.bfloat16} & lifted
+        traced = replace(traced, notes=(*traced.notes, LIFTED_HALF if half else LIFTED))
+    run_passes(traced.graph, NORMALIZE)
+    traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
+    _find_facts(traced)
+    return traced
+
+
+def _find_facts(traced: Trace) -> None:
+    note_blocks(traced)
+    annotate(traced)
+    find_bands(traced)
+    share_selections(traced)
+
+
+def unfolded(traced: Trace) -> Trace:
+    """The annotated trace with every block in its graph."""
+    if traced.whole is None:
+        return traced
+    return _annotated_as(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
+
+
+def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
+    """The annotated trace folded so that no block stands for one of another stage, or for one in which a stage
+    begins."""
+    if mesh.size("pp") == 1 or traced.whole is None:
+        return traced
+    few = folded(traced.whole, around_cuts(problem_of(traced, mesh, options)))
+    if not few.folds:
+        return unfolded(traced)
+    few = _annotated_as(traced, few)
+    check_blocks(few)
+    return few
+
+
+def _annotated_as(known: Trace, other: Trace) -> Trace:
+    """Another trace of the same call, as it was traced, with what is found out of it."""
+    run_passes(other.graph, AS_TRACED)
+    run_passes(other.graph, NORMALIZE)
+    other = replace(other, notes=known.notes, precision=known.precision)
+    _find_facts(other)
+    return other
+
+
+def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
+    """A note of the tables whose sparse gradients are dense here."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    names = [f"'{name}'" for name, parameter in traced.parameters.items() if id(parameter) in tables]
+    if not names:
+        return []
+    few = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return [f"sparse=True is not kept: the gradient of {few} is dense, for optimizers that take one (not SparseAdam)"]
+
+
+@_without_collections()
+def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    """Choose a plan for an annotated trace, with stages less even where a step takes less time then on the hardware."""
+    plan = _plan_of_few(model, traced, mesh, options)
+    is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
+    if is_fixed or Cost.of(plan).has_quickest_stages:
+        return plan
+    try:
+        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))
+    except MemoryLimitError:
+        return plan
+    return replace(other, notes=(*other.notes, _why_less_even(other, plan)))
+
+
+def _why_less_even(chosen: Plan, even: Plan) -> str:
+    seconds, least_s = (quantity(plan.cost["step_time_s"], "s") for plan in (chosen, even))
+    heaviest, least = (f"{100 * plan.cost['imbalance']:.1f} %" for plan in (chosen, even))
+    return (f"stages are less even than they could be, as a step takes {seconds} then on {chosen.hardware}, not "
+            f"{least_s}: the heaviest is {heaviest} over the lower bound, not {least}")  # fmt: skip
+
+
+def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    """The plan of a folded trace, which is the same as that of the whole; that of the whole where one block cannot
+    stand for others, or where there is something to refuse."""
+    if traced.folds and can_be_folded(mesh, options):
+        try:
+            return _make_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
+        except AutopartError:
+            pass
+    return _make_plan(model, unfolded(traced), mesh, options)
+
+
+def can_be_folded(mesh: Mesh, options: Options) -> bool:
+    """Whether no option tells one block from another: pins, recomputation or sums of gradients by name. What
+    shows the passes shows all of the graph."""
+    by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
+    sync_is_plain = DpSync.parse(options.dp_sync).is_default
+    return not by_name and sync_is_plain and not flags().dump
+
+
+def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    traced = traced.without_values()
+    if traced.folds and traced.checkpointed:
+        raise NotFoldable("which blocks the model checkpoints is not known of a folded trace")
+    options, kept = _with_checkpoints(traced, options)
+    options, draft, memory = _fitted(traced, mesh, options)
+    if axes := draft.problem.expert_axes:
+        check_balance(mesh, options.balance, axes)
+    check_delayed(draft.problem.schedule.name, draft.program)
+    phase("counting time, memory and collectives")
+    reasons = LaterReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
+        if traced.folds else _reasons(draft)  # fmt: skip
+    return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
+
+
+def _reasons(draft: Draft) -> Reasons:
+    return Reasons(draft.problem, draft.program, draft.solved)
+
+
+def _worst_bytes(draft: Draft) -> int | None:
+    """Bytes of the fullest rank where all rows of all mixtures go to its experts; None where no rows are routed."""
+    problem, decisions = draft.problem, draft.decisions
+    if not decisions.routes:
+        return None
+    worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
+    lowered = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
+    return fullest(memory_of(problem.trace, lowered.program, problem.schedule, lowered.walks)).total
+
+
+def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
+    """The options with what the model itself checkpoints, where `recompute` is left open; and notes of it."""
+    if not traced.checkpointed:
+        return options, ()
+    if options.recompute is not None:
+        option = f"recompute={options.recompute!r}"
+        return options, (f"{option} is used in place of the model's own checkpoints",)
+    recompute, notes = recompute_of_checkpoints(traced.graph, traced.checkpointed)
+    return replace(options, recompute=recompute), notes
+
+
+def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
+    """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
+    phase(f"choosing layouts and stages on {mesh}")
+    check_recompute(traced.graph, options.recompute or "none")
+    problem = problem_of(traced, mesh, options)
+    if options.compile and problem.expert_axes:
+        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
+        raise OptionError(
+            f"compile=True cannot be on {mesh}",
+            why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
+            hint=f"leave compile out, or {hint}",
+        )
+    check_named(traced, options.sequence_dims or {})
+    follow_sequences(traced, options.sequence_dims or {})
+    if options.sequence_dims:
+        check_blocks(traced)
+    if known is None:
+        decisions, solved = decide(problem)
+    else:
+        decisions, solved = cut_again(problem, known.decisions), known.solved
+    decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
+    check_methods(traced, decisions)
+    rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
+    whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng, options.compile)
+    check_sent_whole(whole.program)
+    decisions = replace(
+        decisions, scatter_sends=scattering_pays(crossings(traced, whole.program), mesh, problem.hardware)
+    )
+    if not decisions.scatter_sends:
+        return Draft(problem, decisions, whole.program, solved, whole.walks)
+    parts = written(traced, decisions, plan_outputs(traced), rng, options.compile)
+    return Draft(problem, decisions, parts.program, solved, parts.walks, whole)
+
+
+def written(
+    traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng, is_compiled: bool = False
+) -> Written:  # fmt: skip
+    """The program of a training step for a plan's figures."""
+    program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
+    for stage in program.stages:
+        check_written(stage.graph.graph, traced.folds)
+    walks = [walked(traced, program, stage) for stage in program.stages]
+    return Written(program, [with_compiled(walk) if is_compiled else walk for walk in walks])
+
+
+def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
+    """What is to be chosen for a trace; None: of the schedule, what the options leave open is chosen."""
+    return Problem(
+        traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
+        options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
+        options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
+        SLACK if options.stage_slack is None else options.stage_slack,
+    )  # fmt: skip
+
+
+def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
+    """The fastest choice of what the options leave open whose fullest rank needs no more memory than it may.
+
+    Raises MemoryLimitError, with what would take less, where there is none.
+    """
+    first: tuple[Draft, Sequence[RankMemory]] | None = None
+    for choice in _open_choices(mesh, options):
+        asked = replace(options, **choice)
+        try:
+            draft = drafted(traced, mesh, asked)
+        except LayoutError:
+            if first is None:
+                raise
+            continue  # nothing to cut
+        ranks = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
+        if options.memory is None or fullest(ranks).total <= int(options.memory):
+            return asked, draft, ranks
+        first = first or (draft, ranks)
+    if traced.folds:
+        raise NotFoldable("what would take less memory is asked of the whole trace")
+    assert first is not None and options.memory is not None
+    draft, needed = first
+    estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
+    raise does_not_fit(needed, int(options.memory), mesh, draft.problem.schedule, rows, estimate, left_open(options))
+
+
+def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
+    """The memory of other settings; layouts are the draft's where `tp` has as many ranks."""
+
+    def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
+        same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
+        redrafted = drafted(traced, other, replace(options, **changed), draft if same else None)
+        return memory_of(traced, redrafted.program, redrafted.problem.schedule, redrafted.walks)
+
+    return estimate
+
+
+def _feature_sizes(mesh: Mesh) -> dict[str, int]:
+    return {axis: mesh.size(axis) for axis in mesh.chosen}
+
+
+def left_open(options: Options) -> dict[str, Any]:
+    """What was asked for of the options that another setting may change to take less memory."""
+    return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
+
+
+def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
+    """What a limit of memory may change, the fastest first: what lies between matrix products, then what is stored."""
+    cuts: list[dict[str, Any]] = [{}]
+    if options.sequence_parallel == "auto" and mesh.feature_ranks > 1:
+        cuts.append({"sequence_parallel": True})
+    stores: list[dict[str, Any]] = [{}]
+    if options.zero is None and mesh.storing_axis is not None:
+        stores.append({"zero": 3})
+    return [{**cut, **store} for store in stores for cut in cuts]
+
+
+def class_of(model: nn.Module) -> str:
+    return type(users_model(model)).__name__
+
+
+def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
+    """The schedule asked for, or 1F1B with as many microbatches as divide the batch, up to four per stage."""
+    pp = mesh.size("pp")
+    name, virtual = options.schedule, options.virtual_stages
+    if pp == 1:
+        if name is not None or (virtual or 1) > 1:
+            asked = f"schedule={name!r}" if name is not None else f"virtual_stages={virtual}"
+            why, hint = f"the mesh {mesh} has no axis pp", "mesh='pp2', or leave it out"
+            raise OptionError(f"{asked} needs a pipeline", why=why, hint=hint)
+        return Schedule(None, options.microbatches or 1, 1)
+    if name is None and (virtual or 1) > 1:
+        name = "interleaved_1f1b"
+    virtual = virtual or (2 if name in MULTI_STAGE else 1)
+    microbatches = options.microbatches or _microbatches(traced, mesh, name, pp * virtual)
+    if name is None:
+        name = schedule_for("1f1b", pp, pp, microbatches)
+    check_schedule(name, pp * virtual, pp, microbatches)
+    return Schedule(name, microbatches, virtual)
+
+
+def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: int) -> int:
+    rows = batch_size(traced) // mesh.batch_parts
+    divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
+    for microbatches in divisors:
+        parts = mesh.row_ranks * microbatches
+        if mixed_rows(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
+            continue
+        try:
+            check_schedule(schedule or "gpipe", num_stages, mesh.size("pp"), microbatches)
+        except ValueError:
+            continue
+        return microbatches
+    return divisors[0] if divisors else 1
+
+
+def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
+    """What a plan is made for: the loss where there is one, else all outputs."""
+    loss = find_loss(traced, with_outputs)
+    return [loss] if loss is not None else list(traced.graph.output_node().args[0])
+
+
+def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
+    """The scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a tuple.
+
+    `with_outputs`: the trace is of a WithLossAndOutputs.
+    """
+    flat = list(traced.graph.output_node().args[0])
+    output = tree_unflatten(flat, traced.output_spec)
+    output = output[0] if with_outputs else output
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif hasattr(output, "loss"):
+        loss = output.loss
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if output else None
+    scalar = isinstance(loss, fx.Node) and is_floating(loss) and shape(loss) == ()
+    return loss if scalar else None

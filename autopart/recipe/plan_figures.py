@@ -1,0 +1,105 @@
+"""A plan of what is decided: its entries, and its figures from the program that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopart.cost.count.program_summary import collectives, cost, stage_rows
+from autopart.cost.count.stage_footprint import Walk
+from autopart.cost.count.tabulate import tabulate
+from autopart.cost.memory_kinds import RankMemory
+from autopart.cost.predict.simulate import schedule_notes, simulated
+from autopart.cost.predict.table import Priced
+from autopart.cost.predict.table_data import as_data, of_few_rows, own_setting
+from autopart.ir.decisions import Decisions
+from autopart.ir.program import Program
+from autopart.passes.choose.explain.alignment_notes import alignment_notes
+from autopart.passes.choose.explain.axis_refusals import expert_notes
+from autopart.passes.choose.explain.indivisible_sizes import size_notes
+from autopart.passes.choose.explain.reasons import Solved, certificate
+from autopart.passes.choose.explain.sequence_notes import position_notes
+from autopart.passes.choose.explain.unsharded_operators import unsharded
+from autopart.passes.choose.plan_codec import encode
+from autopart.passes.choose.problem import Problem
+from autopart.passes.choose.recompute_regions import recompute_notes
+from autopart.passes.choose.solve.layout_pins import FREE
+from autopart.passes.choose.stages.stage_partition import partition
+from autopart.passes.choose.storage.sharded_storage import storage_notes
+from autopart.passes.facts.mask_facts import mask_notes
+from autopart.passes.facts.selection_sizes import selection_notes
+from autopart.plans.plan import Explainer, Plan
+from autopart.recipe.plan_checks import identity_of
+
+if TYPE_CHECKING:
+    from autopart.options import Options
+
+
+class Written(NamedTuple):
+    """A program, and a walk of every stage."""
+
+    program: Program
+    walks: Sequence[Walk]
+
+
+class Draft(NamedTuple):
+    """What is chosen for a problem, the program of it, what was solved for it by axis, and a walk of every stage.
+
+    `whole`: the same with values sent whole, which is what operators are counted in; None: it is that program.
+    """
+
+    problem: Problem
+    decisions: Decisions
+    program: Program
+    solved: Mapping[str, Solved]
+    walks: Sequence[Walk]
+    whole: Written | None = None
+
+
+def plan_of(
+    kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
+    notes: Sequence[str] = (), worst_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts;
+    `worst_bytes`: of the fullest rank, had it all rows of the experts."""
+    problem, decisions, program, solved, walks, whole = draft
+    traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
+    precision = traced.precision
+    pinned = next(iter(problem.pinned.values()), FREE).operators
+    own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
+                 *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
+                 *selection_notes(traced), *expert_notes(traced, mesh),
+                 *position_notes(traced, decisions), *alignment_notes(traced, decisions, hardware))  # fmt: skip
+    rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
+    names = {"class": kind, **identity_of(traced.all_parameters), "mode": traced.mode}
+    if traced.autocast:
+        names["autocast"] = traced.autocast
+    inputs = {
+        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+        for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
+    }
+    counted = whole if whole is not None else Written(program, walks)
+    table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
+    table = of_few_rows(table, decisions.scatter_sends, traced.folds)
+    held = tuple(rank.as_row() for rank in memory)
+    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
+    took = {
+        **Priced(table, own_setting(table, mesh, schedule, *chosen), hardware).timing,
+        "table": as_data(table),
+    }
+    worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
+    step = simulated(took, schedule, mesh, held)
+    stages = decisions.num_stages
+    bound = partition(traced.graph, stages, traced.folds).lower_bound if stages > 1 else None
+    limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
+    return Plan(
+        dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
+        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
+        sequence_dims=problem.sequence_dims,
+        precision=precision.name if precision is not None else None,
+        reduce_dtype=precision.reduce_name if precision is not None else None,
+        cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
+        memory=held, timing=took,
+        notes=(*own_notes, *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
+        pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
+    )  # fmt: skip

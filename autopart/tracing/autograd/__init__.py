@@ -1,0 +1,1 @@
+"""Autograd features inside a forward: custom functions, hooks, transforms, gradients."""

@@ -1,0 +1,371 @@
+"""A user's `torch.autograd.Function` as one operator of a trace, with the backward that it defines.
+
+While a model is traced, `Function.apply` calls an operator made for it in the namespace `autograd_function`: one
+overload for every class and signature. It runs the Function itself; its backward runs it again with gradients, whatever
+its style. It has no sharding rule: it runs whole on every rank, until the user gives its rule.
+
+A Function is also traced on its own, forward and backward. What draws random numbers is refused. One that writes to its
+inputs works on copies, and who reads such an input afterwards is refused. Where both traces are made of pointwise
+operators of one shape alone, the operator is that trace: it computes the same on any shard, and carries torch's tag
+`pointwise`. The backward's trace also says whether it is linear in the gradients
+(`passes/rules/operators/autograd_function_rules.py`): one that clips them must not be given partial sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.common.scoped import default_dtype, variable
+from autopart.compat.torch_internals import is_operator, trace_apart, tree_flatten
+from autopart.errors import Refusal
+from autopart.ir.facts import facts
+from autopart.ir.graph import operator_name, tensor_inputs, value
+from autopart.tracing.python.python_state import random_state
+from autopart.tracing.trace_errors import Lost
+
+NAMESPACE = "autograd_function"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_ELEMENTWISE = frozenset(
+    f"aten::{name}" for name in ["alias", "clone", "detach", "ones_like", "zeros_like", "_to_copy"]
+)
+"""Beside what torch tags as pointwise."""
+_VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape", "expand"])
+_HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
+_WRITES = "it writes to a tensor that it is given"
+_COMPUTING = ("torch.nn.", "torch.masked.")
+"""Parts of torch that compute by Functions, as users do."""
+_running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it calls is its own", default=False)
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A Function with everything but its tensors fixed. `arguments`: of the call, with `Tensor` for each tensor.
+    `dtypes`: of the tensors that it was called with; where it gets float64 instead, a proof computes in higher
+    precision, and what it makes itself is float64 as well. `written`: the numbers of the tensors that it writes to, of
+    which it gets copies."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    autocast: torch.dtype | None
+    dtypes: tuple[torch.dtype, ...]
+    written: frozenset[int] = frozenset()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Its outputs, each with memory of its own."""
+        with torch.no_grad():
+            return self.separate(self.outputs(tensors), tensors)
+
+    def separate(self, outputs: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of those outputs that share memory with an input or with another output."""
+        copies: list[Tensor] = []
+        for output in _as_tuple(outputs):
+            shared = any(_storage(output) == _storage(other) for other in (*tensors, *copies))
+            copies.append(output.clone() if shared else output)
+        return tuple(copies)
+
+    def backward(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the wanted inputs; None for the others, and where the Function gives none."""
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+            outputs = _as_tuple(self.outputs(inputs))
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        leaves = [t for t in inputs if t.requires_grad]
+        if not pairs or not leaves:
+            return (None,) * len(inputs)
+        differentiated, seeds = zip(*pairs, strict=True)
+        with variable(_running, True):
+            gradients = iter(torch.autograd.grad(differentiated, leaves, seeds, allow_unused=True))
+        return tuple(next(gradients) if t.requires_grad else None for t in inputs)
+
+    def outputs(self, tensors: Sequence[Tensor]) -> Any:
+        """What the Function returns."""
+        remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
+        arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
+        is_lifted = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
+        precise = default_dtype(torch.float64) if is_lifted else nullcontext()
+        cast = torch.autocast(tensors[0].device.type, self.autocast) if self.autocast else nullcontext()
+        with variable(_running, True), precise, cast:
+            return self.function.apply(*arguments)
+
+
+def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A Function's own traces; `backward`: from tensors and the outputs' gradients to those of the inputs, None where
+    no input needs one.
+
+    `single`: it gives one tensor and no tuple of them. `is_pointwise`: all operators are, on tensors of one shape.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    single: bool
+    is_pointwise: bool
+
+    @property
+    def code(self) -> str:
+        return self.forward.code + (self.backward.code if self.backward is not None else "")
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operator that stands for a Function."""
+
+    operator: Any
+    examined: Examined
+
+
+_MADE: dict[tuple[type, str], Made] = {}
+_CLASSES: dict[str, list[type]] = {}
+_BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
+
+
+def made_for(node: fx.Node) -> Made | None:
+    """What a node's operator was made of, if it stands for a Function."""
+    return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
+
+
+def name_functions(graph: fx.Graph) -> None:
+    """Let the operators that stand for Functions be called as these are."""
+    for node in graph.nodes:
+        if node.target in _BY_OPERATOR:
+            facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
+
+
+class _Writes(Exception):
+    """A Function writes to tensors that it is given."""
+
+    def __init__(self, tensors: frozenset[int]):
+        super().__init__()
+        self.tensors = tensors
+
+
+def apply_as_operator(
+    apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any],
+    spend: Callable[[Tensor], bool] = lambda tensor: False,
+) -> Any:  # fmt: skip
+    """`function.apply(*args, **kwargs)` in a trace. Raises Lost for a call that no operator can stand for.
+
+    `spend` is called for a tensor that the Function writes to, and says whether nothing may read it afterwards.
+    """
+    if _running.get() or not is_of_a_model(function):
+        return apply(function, *args, **kwargs)
+    if kwargs:  # only Functions with a setup_context take them: their forward has no ctx
+        bound = inspect.signature(function.forward).bind(*args, **kwargs)  # type: ignore[attr-defined]
+        bound.apply_defaults()
+        args = bound.args
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    for argument in args:
+        if not isinstance(argument, Tensor):
+            _check_plain(function, argument)
+    if not tensors or not all(isinstance(size, int) for t in tensors for size in t.shape):
+        raise _lost(function, "it is given no tensor" if not tensors else "its sizes depend on the values in a tensor")
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
+    arguments = tuple(Tensor if isinstance(a, Tensor) else copy.deepcopy(a) for a in args)
+    wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+    user = UserFunction(function, arguments, autocast, tuple(t.dtype for t in tensors))
+    try:
+        user_operator = _operator(user, tensors, wanted)
+    except _Writes as writes:
+        user = replace(user, written=writes.tensors)
+        user_operator = _operator(user, tensors, wanted)
+    outputs = user_operator.operator(*tensors)
+    if not all(spend(tensors[i]) for i in user.written):
+        raise _lost(function, _WRITES)
+    return outputs if user_operator.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def code_of(function: type, tensors: Sequence[Tensor]) -> str:
+    """What a Function of tensors alone computes, forward and backward, as code. Raises Lost, as `apply_as_operator`."""
+    wanted = [t.requires_grad for t in tensors]
+    try:
+        user = UserFunction(function, (Tensor,) * len(tensors), None, tuple(t.dtype for t in tensors))
+        return _examined(user, tensors, wanted).code
+    except _Writes:
+        raise _lost(function, _WRITES) from None
+
+
+def is_of_a_model(function: type) -> bool:
+    """Whether a Function is what a model computes, and not how torch itself traces and differentiates."""
+    name = function.__module__
+    return not name.startswith("torch.") or name.startswith(_COMPUTING)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _check_plain(function: type, argument: Any) -> None:
+    for leaf in tree_flatten(argument)[0]:
+        if not isinstance(leaf, _PLAIN):
+            raise _lost(function, f"it is given {_a(leaf)}, and may be given tensors, numbers and text")
+
+
+def _lost(function: type, why: str) -> Lost:
+    return Lost(f"{function.__qualname__} is an autograd.Function that cannot be traced", why, _HINT, Refusal.FUNCTION)
+
+
+def _a(value: Any) -> str:
+    """`a ModuleList`, `an Embedding`, `None`."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
+    """The operator for this Function and signature, made when it is first called for.
+
+    Its name and overload are the same in every process: they are made of names, values and shapes. Only a class that
+    has the name of another one of this process is numbered.
+    """
+    full = f"{user.function.__module__}.{user.function.__qualname__}"
+    namesakes = _CLASSES.setdefault(full, [])
+    if user.function not in namesakes:
+        namesakes.append(user.function)
+    examined = _examined(user, tensors, wanted)
+    shapes = [(tuple(t.shape), t.dtype, t.device.type, w) for t, w in zip(tensors, wanted, strict=True)]
+    signature = repr((namesakes.index(user.function), user.arguments, user.autocast, shapes))
+    key = user.function, signature
+    if key not in _MADE:
+        overload = "of_" + hashlib.sha256(f"{full}{signature}".encode()).hexdigest()[:12]
+        name = re.sub(r"\W+", "_", full)
+        _MADE[key] = _make(f"{name}.{overload}", user, examined, wanted)
+        _BY_OPERATOR[_MADE[key].operator] = user.function.__name__, _MADE[key]
+    if _MADE[key].examined.code != examined.code:
+        raise _lost(user.function, "it computes something else than in an earlier call of the same arguments")
+    return _MADE[key]
+
+
+def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bool]) -> Made:
+    num_outputs = len(_returned(examined.forward))
+    inputs = ", ".join(f"Tensor x{i}" for i in range(len(wanted)))
+    outputs = ", ".join(["Tensor"] * num_outputs)
+    backward = examined.backward if examined.is_pointwise else None
+    compute: Callable[..., Any] = examined.forward if examined.is_pointwise else user.forward
+
+    def run(*tensors: Tensor) -> Any:
+        results = compute(*tensors)
+        return results if num_outputs > 1 else results[0]
+
+    def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad
+        if backward is not None and all(w or not n for n, w in zip(needed, wanted, strict=True)):
+            return tuple(g if n else None for g, n in zip(backward(*ctx.saved_tensors, *grads), needed, strict=True))
+        return user.backward(ctx.saved_tensors, grads, needed)
+
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+
+    full = f"{NAMESPACE}::{name}"
+    tags = (torch.Tag.pointwise,) if examined.is_pointwise else ()
+    _LIBRARY.define(f"{name}({inputs}) -> ({outputs})", tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(full, run, lib=_LIBRARY)
+    torch.library.register_autograd(full, differentiate, setup_context=save, lib=_LIBRARY)
+    packet, overload = name.split(".")
+    return Made(getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload), examined)
+
+
+# What a Function computes
+
+
+def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:
+    """What it computes. Raises Lost for what it must not do."""
+    single = []
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        before = _versions(inputs)
+        with torch.no_grad():
+            outputs = user.outputs(inputs)
+        if written := _changed(before, _versions(inputs)):
+            raise _Writes(written)
+        for output in _as_tuple(outputs):
+            if not isinstance(output, Tensor):
+                raise _lost(user.function, f"it returns {_a(output)}, and may return tensors")
+        single.append(isinstance(outputs, Tensor))
+        return user.separate(outputs, inputs)
+
+    def backward(*all_tensors: Tensor) -> tuple[Tensor | None, ...]:
+        before = _versions(all_tensors)
+        grads = user.backward(all_tensors[: len(tensors)], all_tensors[len(tensors) :], wanted)
+        if _versions(all_tensors) != before:
+            raise _lost(user.function, _WRITES)
+        return grads
+
+    state = random_state()
+    traces = [trace_apart(forward, tensors)]
+    if any(wanted):
+        traces.append(trace_apart(backward, [*tensors, *(n.meta["val"] for n in _returned(traces[0]))]))
+    drawn = any(torch.Tag.nondeterministic_seeded in n.target.tags for trace in traces for n in _calls(trace))
+    if drawn or state != random_state():
+        raise _lost(user.function, "it draws random numbers, which its backward would draw again")
+    for trace in traces:
+        _without_views(trace)
+    is_pointwise = single[0] and all(_is_pointwise(trace, tensors) for trace in traces)
+    return Examined(traces[0], traces[1] if any(wanted) else None, single[0], is_pointwise)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written."""
+    return [t._version for t in tensors]
+
+
+def _changed(before: Sequence[int], after: Sequence[int]) -> frozenset[int]:
+    return frozenset(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
+
+
+def _calls(trace: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in trace.graph.nodes if n.op == "call_function" and is_operator(n.target)]
+
+
+def _returned(trace: fx.GraphModule) -> Sequence[Any]:
+    return trace.graph.output_node().args[0]
+
+
+def _without_views(trace: fx.GraphModule) -> None:
+    """Drop the views of a tensor as one of its own shape, and what nothing reads."""
+    for node in _calls(trace):
+        if operator_name(node) in _VIEWS and value(node).shape == value(node.args[0]).shape:
+            node.replace_all_uses_with(node.args[0])
+    trace.graph.eliminate_dead_code()
+    trace.recompile()
+
+
+def _is_pointwise(trace: fx.GraphModule, tensors: Sequence[Tensor]) -> bool:
+    """Whether it works element by element: every value is of one shape, and made by a pointwise operator of others."""
+    full = tensors[0].shape
+    for node in trace.graph.nodes:
+        if node.op == "output":
+            continue
+        if not isinstance(value(node), Tensor) or value(node).shape != full:
+            return False
+        if node.op == "placeholder":
+            continue
+        if node.op != "call_function" or not is_operator(node.target) or not tensor_inputs(node):
+            return False
+        tagged = torch.Tag.pointwise in node.target.tags or operator_name(node) in _ELEMENTWISE
+        if not tagged or node.kwargs.get("device") is not None:
+            return False
+    return True

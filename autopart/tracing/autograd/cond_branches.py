@@ -1,0 +1,85 @@
+"""`torch.cond(condition, a, b, operands)` in a forward: both branches are computed, and the condition chooses.
+
+The branch that is not taken must give no gradient, also where its own is infinite or not a number, which a product with
+zero keeps. So what a branch reads has a gradient there only where the branch is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.torch_internals import Tracing, tree_flatten, tree_map, tree_unflatten
+from autopart.errors import Refusal
+from autopart.ir.graph import draws_random_numbers
+from autopart.tracing.trace_errors import Lost
+
+Branch = Callable[..., Any]
+
+
+def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands: Sequence[Any]) -> Any:
+    """What `torch.cond` gives. Raises Lost for branches that draw random numbers, write, or give unlike values."""
+    chosen = condition.reshape(())
+    outputs = [_branch(branch, operands, partial(_where, chosen, side)) for branch, side in
+               ((if_true, True), (if_false, False))]  # fmt: skip
+    (ours, spec), (others, other_spec) = map(tree_flatten, outputs)
+    if spec != other_spec or [_form(leaf) for leaf in ours] != [_form(leaf) for leaf in others]:
+        raise _lost("its branches give tensors of unlike shapes or types")
+    pairs = zip(ours, others, strict=True)
+    return tree_unflatten([torch.where(chosen, a, b) if isinstance(a, Tensor) else a for a, b in pairs], spec)
+
+
+def _where(chosen: Tensor, side: bool, leaf: Any) -> Any:
+    """A tensor that has a gradient only where `chosen` is `side`."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return leaf
+    taken, other = leaf, leaf.detach()
+    return torch.where(chosen, taken, other) if side else torch.where(chosen, other, taken)
+
+
+def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], Any]) -> Any:
+    tracing = Tracing.current()
+    inside = tree_map(guarded, tuple(operands))
+    if tracing is None:
+        return branch(*inside)
+    start, operand_nodes = tracing.last, [tracing.node_of(t) for t in tree_flatten(inside)[0] if isinstance(t, Tensor)]
+    output = branch(*inside)
+    region = tracing.nodes_after(start)
+    _check(region)
+    known = {tracing.node_of(tensor): tensor for tensor in tracing.tracked()}
+    outside = dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in {*region, *operand_nodes})
+    for node in outside:
+        tensor = known.get(node)
+        if tensor is None or not tensor.requires_grad:
+            continue
+        last = tracing.last
+        guard = tracing.node_of(guarded(tensor))
+        assert guard is not None
+        for new_node in reversed(tracing.nodes_after(last)):
+            start.append(new_node)
+        for reader in region:
+            reader.replace_input_with(node, guard)
+    return output
+
+
+def _check(region: Sequence[fx.Node]) -> None:
+    """Raises Lost for what a branch may not do that is not taken."""
+    for node in region:
+        if draws_random_numbers(node):
+            raise _lost("a branch draws random numbers, and would draw them also where it is not taken")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and not {*node.all_input_nodes[:1]} <= {*region}:
+            raise _lost("a branch writes to a tensor that it is given")
+
+
+def _form(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _lost(why: str) -> Lost:
+    hint = "torch.where and plain operations, or parallelize the modules inside"
+    return Lost("torch.cond holds branches that cannot both be computed", why, hint, Refusal.REGION)

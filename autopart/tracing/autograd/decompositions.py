@@ -1,0 +1,255 @@
+"""Functions of torch in another form, which a trace can take: written out in operators that have rules.
+
+What torch's own operator hides (which rows belong to which bag) or decides by values (how large a table is, how many
+values are distinct) is in the graph then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopart.ops.ctc_loss import ctc_loss
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
+    table is dense."""
+    if scale_grad_by_freq or mode not in ("sum", "mean"):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight, max_norm=max_norm, norm_type=norm_type)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    counts = torch.ones_like(input)
+    if padding_idx is not None:
+        counts = input != padding_idx % len(weight)
+        rows = rows * counts.unsqueeze(-1)
+    if offsets is not None:
+        return _bags(rows, counts, offsets[:-1] if include_last_offset else offsets, mode)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    total = rows.sum(1)
+    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The loss of all rows by an operator of our own: torch's makes tables as large as the values of the lengths."""
+    if log_probs.ndim == 2:
+        lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
+        row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
+        return row.squeeze(0) if reduction == "none" else row
+    of_input, of_target = (torch.as_tensor(t, device=log_probs.device) for t in (input_lengths, target_lengths))
+    rows: Tensor = ctc_loss(log_probs, targets, of_input, of_target, blank, zero_infinity)
+    if reduction == "mean":
+        return (rows / of_target.clamp(min=1).to(rows.dtype)).mean()
+    return rows.sum() if reduction == "sum" else rows
+
+
+def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
+    """Bags that lie one after the other, from their starts: every row is added to the bag that it is in. `counted`:
+    whether a row counts for a mean."""
+    places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
+    bag = torch.searchsorted(starts, places, right=True) - 1
+    total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
+    if mode == "sum":
+        return total
+    counts = torch.zeros_like(starts).index_add(0, bag, counted.to(starts.dtype))
+    return total / counts.clamp(min=1).unsqueeze(-1)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table whose gradient is dense, also where a sparse one is asked for: ranks add up dense ones."""
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:  # fmt: skip
+    """As torch's, which decides by values whether a variance is negative, and bounds a copy of it in place."""
+    if not isinstance(var, Tensor):
+        var = var * torch.ones_like(input)
+    if input.shape != var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()  # its gradient is that of the variance, also at the bound
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.mean()
+
+
+def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Bytes as a condition, which torch takes and its trace does not."""
+    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
+
+
+def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
+    return cast(Tensor, _where(condition, chosen, other))
+
+
+_LARGEST_ROW = 64
+"""Elements of rows that are sorted: by one after the other."""
+
+
+def _unique(
+    input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:  # fmt: skip
+    """The first of each of the sorted values, in a form whose size a trace knows to be open: a selection by a mask."""
+    rows = _rows(input, dim)
+    if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
+        return torch.unique(input, sorted, return_inverse, return_counts, dim)
+    order = _order(rows)
+    distinct, number = _runs(rows[order])
+    inverse = torch.zeros_like(number).scatter(0, order, number) if return_inverse else None
+    return _asked_for(input, dim, distinct, number, inverse, return_counts)
+
+
+def _unique_consecutive(
+    input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The first of every run of values that are the same."""
+    distinct, number = _runs(_rows(input, dim))
+    return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
+
+
+def _rows(input: Tensor, dim: int | None) -> Tensor:
+    """What is told apart: elements, or rows along a dim."""
+    return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
+
+
+def _order(rows: Tensor) -> Tensor:
+    """Where the rows are that come one after the other when they are sorted, by their first elements first."""
+    if rows.ndim == 1:
+        return rows.sort().indices
+    flat = rows.flatten(1)
+    order = torch.arange(len(flat), device=flat.device)
+    for column in reversed(flat.unbind(1)):
+        order = order[column[order].sort(stable=True).indices]
+    return order
+
+
+def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of each run of rows that are the same, and the number of the run that every row is in."""
+    differs = rows[1:] != rows[:-1]
+    first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
+    first = first if rows.ndim == 1 else first.flatten(1).any(1)
+    return rows[first], first.to(torch.int64).cumsum(0) - 1
+
+
+def _asked_for(
+    input: Tensor, dim: int | None, distinct: Tensor, number: Tensor, inverse: Tensor | None, counts: bool
+) -> Any:
+    """The distinct rows; where that is asked for, which of them each row of the input is, and how many are each."""
+    answer = [distinct if dim is None else distinct.movedim(0, dim)]
+    if inverse is not None:
+        answer += [inverse.view(input.shape) if dim is None else inverse]
+    if counts:
+        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # of a size that may not be known
+        none = torch.zeros_like(of_each, dtype=torch.int64)
+        answer += [none.index_add(0, number, torch.ones_like(number))]
+    return tuple(answer) if len(answer) > 1 else answer[0]
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as are asked for, and an error where there is a larger value: torch's has as many as it finds."""
+    if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
+        return torch.bincount(input, weights, minlength)
+    if weights is None:
+        added = torch.ones_like(input, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
+    return added.new_zeros(minlength).index_add(0, input, added)
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """As torch's, which decides by values whether there are enough observations."""
+    rows = torch.atleast_2d(input)
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if not weights:
+        count: Any = rows.shape[1]
+        away = rows - rows.mean(1, keepdim=True)
+        return (away @ away.mH / max(count - correction, 0)).squeeze()
+    weight = math.prod(weights[1:], start=weights[0])
+    count = weight.sum()
+    lost = correction if aweights is None else correction * (weight * aweights).sum() / count
+    away = rows - ((rows * weight).sum(1) / count).unsqueeze(1)
+    return ((away * weight) @ away.mH / (count - lost).clamp(min=0)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    """As torch's, of real numbers; of complex ones it is torch's own."""
+    if input.is_complex():
+        return torch.corrcoef(input)
+    covariance = _cov(input)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation.unsqueeze(1) / deviation.unsqueeze(0)).clamp(-1, 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Rows of the input's elements by their places, which no value decides: torch selects them by a mask."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(choose(range(len(input)), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]
+
+
+WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    F.ctc_loss: _ctc_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.where: _where,
+    Tensor.where: _where_method,
+    torch.unique: _unique,
+    Tensor.unique: _unique,
+    torch.unique_consecutive: _unique_consecutive,
+    Tensor.unique_consecutive: _unique_consecutive,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
+}
+"""Functions that a trace takes in another form."""

@@ -1,0 +1,156 @@
+"""`torch.func` in a forward: `grad`, `vjp`, `jvp`, `jacrev`, `jacfwd`, `hessian`, and `vmap` of these.
+
+What such a transform computes is traced on its own, where torch writes out its derivatives as operators, and these are
+called in its place. A `vmap` that holds none of the others is left as it is: its operators stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from autopart.common.scoped import variable
+from autopart.compat.export_internals import noted, trace_inside
+from autopart.compat.torch_internals import GRAD_MODE, Tracing, tree_flatten, tree_unflatten
+from autopart.errors import Refusal
+from autopart.ir.graph import operator_name, short_name
+from autopart.tracing.trace_errors import Lost
+
+_VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
+_DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, cast(Any, Tensor.data).__get__)
+_OWN = "of_the_model"
+_running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace', or 'look'", default="")
+
+
+class _Differentiates(Exception):
+    """A vmap holds a transform that differentiates."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes where the model's own code detaches. Raises Lost for what operators do not tell: that a part has no
+    gradient."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is GRAD_MODE and not args[0]:
+            raise Lost("torch.no_grad() inside of a torch.func transform", "what has no gradient there is not traced",
+                       "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
+        if func in _DETACHING:
+            return noted(lambda: func(*args, **(kwargs or {})), _OWN)
+        return func(*args, **(kwargs or {}))
+
+
+def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """What torch's function `original` gives, which does the work of a transform; in a trace, by operators."""
+    running, tracing = _running.get(), Tracing.current()
+    if running == "look" and name != _VMAP:
+        raise _Differentiates
+    if running or tracing is None:
+        return original(*args, **kwargs)
+    if name == _VJP:
+        return _vjp(original, args, kwargs)
+    if name == _VMAP and not _differentiates(original, args, kwargs, tracing):
+        return original(*args, **kwargs)
+    return _as_operators(original, args, kwargs)
+
+
+def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
+    """Whether a vmap holds a transform that differentiates: it is run once outside of the trace."""
+    try:
+        with tracing.apart(), variable(_running, "look"):
+            original(*args, **kwargs)
+    except _Differentiates:
+        return True
+    except Exception:  # whatever it is, the trace says it better
+        return False
+    return False
+
+
+def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The outputs, and a function of their gradients that computes those of the inputs from the start."""
+    function, *primals = args
+    outputs = function(*primals)
+
+    def backward(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        def run(primals: tuple, cotangents: Any) -> Any:
+            return original(function, *primals, **kwargs)[1](cotangents, retain_graph, create_graph)
+
+        return transformed("vjp", run, (tuple(primals), cotangents), {})
+
+    return (outputs[0], backward, outputs[1]) if kwargs.get("has_aux") else (outputs, backward)
+
+
+def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outputs: list[Any] = []
+
+    def run(*inputs: Tensor) -> list[Any]:
+        rest = iter(inputs)
+        args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        with variable(_running, "trace"), _Watch(), torch.enable_grad():
+            outputs[:] = [original(*args, **kwargs)]
+        return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
+
+    try:
+        traced = trace_inside(run, tensors)
+    except Lost:
+        raise
+    except Exception as error:  # whatever torch or the model's code makes of tensors without values
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        raise Lost("a torch.func transform cannot be traced", reason, "grad, vjp or jacrev in place of jvp and jacfwd, "
+                   "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
+    _attach(traced.graph)
+    values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(traced, node.target)
+        elif node.op == "call_function":
+            called = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            target = _WITH_STATISTICS.get(node.target, node.target)
+            values[node] = target(*called[0], **called[1])
+    results = iter([values[node] for node in traced.graph.output_node().args[0]])
+    flat, spec = tree_flatten(outputs[0])
+    return tree_unflatten([next(results) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
+
+
+def _attach(graph: fx.Graph) -> None:
+    """Leave out where autograd detaches what it has saved, which it knows the gradient of. Raises Lost for operators
+    whose own gradient is not known to be kept."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        name = operator_name(node)
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if name in _STRIDED or (name.endswith(("_backward", "_backward_data")) and not (name in _KEPT or is_pointwise)):
+            raise Lost("a torch.func transform cannot be traced", f"it needs the gradient of {short_name(node)}",
+                       "plain operations there, or the gradient outside of the model", Refusal.GRADIENT)  # fmt: skip
+
+
+def _layer_norm(
+    source: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm, and its statistics as values that have a gradient: what autograd makes of its backward reads them."""
+    dims = list(range(source.ndim - len(shape), source.ndim))
+    variance = source.var(dims, correction=0, keepdim=True)
+    mean = source.mean(dims, keepdim=True)
+    return torch.layer_norm(source, shape, weight, bias, eps), mean, (variance + eps).rsqrt()
+
+
+_WITH_STATISTICS: Any = {torch.ops.aten.native_layer_norm.default: _layer_norm}
+_STRIDED = "aten::as_strided", "aten::as_strided_"
+_KEPT = frozenset(
+    f"aten::{name}" for name in (
+        "native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward", "nll_loss_backward",
+        "_softmax_backward_data", "_log_softmax_backward_data", "softplus_backward", "threshold_backward",
+        "embedding_dense_backward", "select_backward", "slice_backward", "value_selecting_reduction_backward",
+    )
+)  # fmt: skip
+"""Backwards of operators, beside pointwise ones, that have a gradient themselves in a program."""

@@ -1,0 +1,78 @@
+"""Gradients inside a forward (`torch.autograd.grad`): what autograd has saved is found again in the trace.
+
+A composite operator such as `linear` is one node of a trace. Its backward reads what lies inside of it, mostly a view
+of one of its tensors: `weight.t()`. Others read their own output, which autograd gives them as another tensor object.
+Torch would take both for constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.compat.torch_internals import Tracing, intercepted, tree_flatten
+from autopart.tracing.python.concrete_constants import memory_of
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def saved_views() -> Iterator[None]:
+    """Inside, a view of a tensor of the trace that an operator is given is a node too."""
+    kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
+
+    def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        tracing = Tracing(tracer)
+        for tensor in tree_flatten((args, dict(kwargs)))[0]:
+            if isinstance(tensor, Tensor) and tracing.node_of(tensor) is None:
+                _adopt(tracing, tensor)
+        kept.append(run())
+        return kept[-1]
+
+    with intercepted(meet):
+        yield
+
+
+def _adopt(tracing: Tracing, tensor: Tensor) -> None:
+    """Write a tensor as a view of one that the trace has, where it is one."""
+    memory = memory_of(tensor)
+    for base in tracing.tracked() if memory is not None else ():
+        if memory_of(base) != memory or not _is_made_of(tensor, base):
+            continue
+        if tensor.stride() == base.stride() and tensor.shape == base.shape:
+            return tracing.adopt(tensor, aten.alias.default, base)
+        if tensor.is_contiguous() and base.is_contiguous():
+            return tracing.adopt(tensor, aten.view.default, base, list(tensor.shape))
+        if (order := _order(tensor, base)) is not None:
+            return tracing.adopt(tensor, aten.permute.default, base, order)
+    return None
+
+
+def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
+    """Whether autograd has the one as the other, or as made of it by one step."""
+    if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
+        return False
+    if tensor.requires_grad != base.requires_grad:
+        return False
+    if tensor.grad_fn is None:
+        return not tensor.requires_grad
+    if base.grad_fn is not None and tensor.grad_fn is base.grad_fn:
+        return tensor.output_nr == base.output_nr
+    before = [node for node, _ in tensor.grad_fn.next_functions]
+    return any(n is not None and (n is base.grad_fn or getattr(n, "variable", None) is base) for n in before)
+
+
+def _order(tensor: Tensor, base: Tensor) -> list[int] | None:
+    """The order of the dims of `base` in which it is `tensor`."""
+    left = list(enumerate(zip(base.shape, base.stride(), strict=True)))
+    order: list[int] = []
+    for wanted in zip(tensor.shape, tensor.stride(), strict=True):
+        place = next((i for i, (_, dim) in enumerate(left) if dim == wanted), None)
+        if place is None:
+            return None
+        order.append(left.pop(place)[0])
+    return order

@@ -1,0 +1,122 @@
+"""`tensor.register_hook(hook)` in a forward: the hook as the backward of an operator that changes nothing itself.
+
+The gradient that a hook is given is that of all uses of its tensor, also of those before the hook was registered. So
+every reader of the tensor in the trace reads the operator instead. The operator is that of an autograd.Function
+(`functions.py`): a hook that works element by element is run on shards, any other on the whole gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.torch_internals import Tracing
+from autopart.errors import Refusal
+from autopart.tracing.autograd.autograd_functions import apply_as_operator, code_of
+from autopart.tracing.trace_errors import Lost
+
+_FUNCTIONS: dict[tuple[str, str], type] = {}
+"""{name and computation of a hook: the Function made of it first}"""
+
+
+class Rewrites(Exception):
+    """The forward changes what was traced before: blocks cannot be traced once for all of their kind."""
+
+
+class Removable:
+    """What `register_hook` gives in a trace."""
+
+    def remove(self) -> None:
+        """Raises Lost: the trace holds the hook already."""
+        raise _lost("it is removed in the forward again", "register it only where it shall act")
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx.Node, fx.Node]) -> str:
+    """Let readers of a traced tensor give it a gradient that passes through a hook.
+
+    The words of a note where the hook gives nothing, so that no gradient is changed. Raises Lost for a hook that is not
+    a function of the gradient and of tensors of the trace. `before`: {an operator of a hook: what it was put in place
+    of} of the trace.
+    """
+    tracing = Tracing.current()
+    if tensor.is_leaf or tracing is None or tracing.node_of(tensor) is None:
+        raise _lost(
+            "it is on a parameter or an input, and every call would add one more",
+            "the hook on a parameter of the partitioned model, outside of forward()",
+        )
+    captured = _captured(hook, tracing)
+    answers: list[bool] = []
+    function = _function(hook, [cell for cell, _ in captured], answers)
+    tensors = [tensor, *(value for _, value in captured)]
+    with torch.enable_grad():
+        try:
+            code = code_of(function, tensors)
+        except Lost as error:
+            raise _lost(error.why, error.hint) from error
+        except Exception as error:  # whatever the hook's code makes of a gradient without values
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            raise _lost(f"it cannot be run on a gradient alone ({text})", _HINT) from error
+        if not any(answers):
+            return f"a hook on a gradient that changes nothing is not in the program: {_name(hook)}"
+        function = _FUNCTIONS.setdefault((_name(hook), code), function)
+        hooked = apply_as_operator(function.apply, function, tuple(tensors), {})  # type: ignore[attr-defined]
+    if not tracing.put_in_place(tensor, hooked, before):
+        raise _lost("it reads a tensor that is made after its own was used", "the hook before its tensor is used")
+    return ""
+
+
+_HINT = "the same change of the gradient by operations in forward()"
+
+
+def _lost(why: str, hint: str) -> Lost:
+    return Lost("a tensor has a hook on its gradient", why, hint, Refusal.HOOK)
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    plain = hook.func if isinstance(hook, functools.partial) else hook
+    return f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__qualname__)}"
+
+
+def _captured(hook: Callable[..., Any], tracing: Tracing) -> list[tuple[int, Tensor]]:
+    """The tensors of the trace that a hook's code holds, each with the place of its cell."""
+    cells = (hook.__closure__ or ()) if isinstance(hook, FunctionType) else ()
+    contents = [(place, cell.cell_contents) for place, cell in enumerate(cells)]
+    return [(i, t) for i, t in contents if isinstance(t, Tensor) and tracing.node_of(t) is not None]
+
+
+def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+    """The hook with other tensors in some of its cells."""
+    if not places:
+        return hook
+    assert isinstance(hook, FunctionType) and hook.__closure__ is not None
+    cells = list(hook.__closure__)
+    for place, value in zip(places, values, strict=True):
+        cells[place] = CellType(value)
+    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+
+
+def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[bool]) -> type:
+    """A Function of a tensor, and of those in the hook's cells, that gives the tensor. `answers`: whether the hook gave
+    another gradient, of every run."""
+
+    class Hooked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, *held: Tensor) -> Tensor:
+            ctx.save_for_backward(*held)
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            held = ctx.saved_tensors
+            changed = _with_cells(hook, places, held)(gradient)
+            answers.append(changed is not None)
+            return (gradient if changed is None else changed, *(None for _ in held))
+
+    Hooked.__module__, Hooked.__qualname__ = "gradient_hook", _name(hook)
+    Hooked.__name__ = "a hook on a gradient"
+    return Hooked

@@ -1,0 +1,211 @@
+"""A trace of a deep model with a few of its like blocks, one of which stands for all those that are left out.
+
+Blocks that `Repeats` has found to be alike follow each other in a chain where each reads what the one before it makes,
+and besides that only its own parameters and what all of them read. Of a chain the first three, the last three and one
+between are kept: what is chosen, written and counted of that one holds for each that it stands for. Where pipeline
+stages begin inside of a chain, the blocks around are kept too, and one stands for others of its stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autopart.ir.blocks.deduplication import Fold
+from autopart.ir.facts import facts
+from autopart.ir.graph import tuple_values
+from autopart.tracing.trace import Trace
+
+_ENDS = 3
+"""How many blocks are kept at either end: those in which something may differ, as they have another neighbour or choose
+for themselves (`ShardingProblem.sharing_costs`), and one that is like the block which stands for others."""
+
+_BEHIND = 2
+"""How many blocks are kept behind one in which a stage begins: the first of them may be the first that reads what all
+of them read."""
+
+
+class _Block(NamedTuple):
+    """One of a chain of like blocks: its container and number, and its calls in order."""
+
+    path: str
+    number: int
+    calls: list[fx.Node]
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.path}.{self.number}."
+
+
+def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
+    """The trace with one block for many, where it has so many that are alike; else itself.
+
+    `apart`: operators whose blocks are like no others, and stand between those before and those behind.
+    """
+    if traced.weight_updates or traced.checkpointed or traced.by_chance:
+        return traced
+    chains = (chain for chain in _chains(traced.graph) if _is_foldable(traced, chain))
+    runs = [run for chain in chains for run in _alike_in(chain, apart)]
+    if not runs:
+        return traced
+    graph, folds, replaced, stands_for, left_out = fx.Graph(), [], dict[fx.Node, fx.Node](), dict[fx.Node, Fold](), []
+    for kept, *others in runs:
+        folds.append(Fold(kept.path, kept.number, 1 + len(others)))
+        stands_for |= dict.fromkeys(kept.calls, folds[-1])
+        for block in others:
+            left_out.append(block.prefix)
+            replaced |= dict(zip(block.calls, kept.calls, strict=True))
+    is_left_out = _within(left_out)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node in replaced:
+            copies[node] = copies[replaced[node]]
+        elif node.op != "get_attr" or not is_left_out(node.target):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    parameters = {name: p for name, p in traced.parameters.items() if not is_left_out(name)}
+    return replace(traced, graph=graph, parameters=parameters, folds=tuple(folds), whole=traced)
+
+
+def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
+    """Runs of blocks of a chain of which one can stand for all."""
+    path = chain[0].path
+    touched = {Fold(path, 0, 1).block(name) for name in apart}
+    run: list[_Block] = []
+    for block in (*chain[_ENDS:-_ENDS], None):
+        if block is not None and touched.isdisjoint(range(block.number - _BEHIND, block.number + 2)):
+            run.append(block)
+            continue
+        if len(run) > 1:
+            yield run
+        run = []
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a traced graph, to run passes on."""
+    other, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = other.node_copy(node, copies.__getitem__)
+    return other
+
+
+def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name begins with one of these, which end where a name of a block does."""
+    prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
+
+    def is_within(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:depth]) + "." in prefix_set for depth in depths)
+
+    return is_within
+
+
+def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
+    """The runs of blocks that were traced as one, whose numbers follow each other."""
+    calls: dict[int, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for node in graph.nodes:
+        if (place := (facts(node).get("custom") or {}).get("copied")) is not None:
+            calls[place[0]][place[1]].append(node)
+    for copies in calls.values():
+        chain: list[_Block] = []
+        blocks = _blocks(list(copies.values()))
+        for block in (*blocks, None):
+            if chain and (block is None or (block.path, block.number) != (chain[-1].path, chain[-1].number + 1)):
+                yield chain
+                chain = []
+            chain += [block] if block is not None else []
+
+
+def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
+    """Copies of one block, named by the first module of their stacks that is not the same, where it has a number."""
+    stacks = [[path for path, _ in (facts(calls[0]).get("nn_module_stack") or {}).values()] for calls in copies]
+    blocks: list[_Block] = []
+    for stack, other, calls in zip(stacks, [*stacks[1:], *stacks[-2:-1]], copies, strict=False):
+        name = next((mine for mine, its in zip(stack, other, strict=False) if mine != its), "")
+        path, _, number = name.rpartition(".")
+        if path and number.isdigit():
+            blocks.append(_Block(path, int(number), calls))
+    return blocks
+
+
+def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
+    """Whether many blocks of a chain can be left out: they are wired alike, and what lies in them is read nowhere
+    else."""
+    if len(chain) < 2 * _ENDS + 2 or not _is_in_one_piece(traced.graph, chain):
+        return False
+    place = {node: (k, i) for k, block in enumerate(chain) for i, node in enumerate(block.calls)}
+    first = [_wiring(node, chain, place) for node in chain[1].calls]
+    for k, block in enumerate(chain):
+        last = len(chain) - 1
+        if len(block.calls) != len(first):
+            return False
+        for node, like, expected in zip(block.calls, chain[1].calls, first, strict=True):
+            if k and (node.target is not like.target or not _alike(node, like)
+                      or _wiring(node, chain, place) != expected):  # fmt: skip
+                return False
+            if k < last and any(user not in place or place[user][0] - k not in (0, 1) for user in node.users):
+                return False
+    return _have_like_parameters(traced, chain, place)
+
+
+def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
+    """Whether the calls of its blocks follow each other, with no other between."""
+    calls = [node for block in chain for node in block.calls]
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    start = order.index(calls[0])
+    return order[start : start + len(calls)] == calls
+
+
+def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
+    """The arguments of a call: what is its block's own, or of the one before, by what it is there."""
+    index = place[node][0]
+    prefix = chain[index].prefix
+
+    def described(used: fx.Node) -> Any:
+        if used in place:
+            return (index - place[used][0], place[used][1])
+        if used.op == "get_attr" and used.target.startswith(prefix):
+            return used.target[len(prefix) :]
+        return used
+
+    return fx.map_arg((node.args, node.kwargs), described)
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two calls make values of the same form."""
+    if node.meta.get("val") is other.meta.get("val"):
+        return True
+    pairs = zip(tuple_values(node), tuple_values(other), strict=False)
+    return len(tuple_values(node)) == len(tuple_values(other)) and all(_form(a) == _form(b) for a, b in pairs)
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.dtype, value.device, value.layout is torch.strided and value.stride()
+
+
+def _have_like_parameters(
+    traced: Trace, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]
+) -> bool:  # fmt: skip
+    """Whether the blocks have parameters of the same names and forms, which nothing outside of a block reads."""
+    container = f"{chain[0].path}."
+    held: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for name, parameter in traced.parameters.items():
+        if name.startswith(container):
+            number, _, rest = name[len(container) :].partition(".")
+            held[number].append((rest, _form(parameter), parameter.requires_grad, traced.aliases.get(name, ())))
+    by_block = [held[str(block.number)] for block in chain]
+    if any(other != by_block[0] for other in by_block) or any(aliases for *_, aliases in by_block[0]):
+        return False
+    number_of = {str(block.number): k for k, block in enumerate(chain)}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if node.target.startswith(container):
+            k = number_of.get(node.target[len(container) :].partition(".")[0])
+            if k is not None and any(user not in place or place[user][0] != k for user in node.users):
+                return False
+    return True

@@ -1,0 +1,245 @@
+"""Blocks of a model that repeat are traced once.
+
+While `torch.export` runs a model's forward, the first call of a block (`Repeats`) is traced as ever, and what it calls
+is recorded. When another block of its kind is called alike, its own Python runs too, but every call of an operator is
+only compared with the recorded one (`recorded.py`): the operator, its constants, which tensors it reads (by position:
+inputs, own parameters, earlier results), the lines of Python and the modules it comes from. Where all is the same, the
+graph gets one node for the whole block, and `Repeats.expand` writes it out as the first block's operators. Where
+anything differs, the block is traced as ever; where that comes too late, the whole model is (`NotAlike`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.common.scoped import attributes
+from autopart.compat.torch_internals import Tracing, intercepted, tree_unflatten, without_torch_functions
+from autopart.ir.facts import facts
+from autopart.ir.graph import tensor_inputs
+from autopart.tracing.blocks.block_recording import (
+    TEMPLATE,
+    Differs,
+    RecordedCall,
+    Recording,
+    Ref,
+    Replay,
+    State,
+    Template,
+    frames_to,
+    relative_path,
+)
+from autopart.tracing.python.concrete_constants import KnownValues
+
+_MOST = 4
+"""How many kinds of calls of one kind of block are recorded before the others are traced without trying."""
+_DEFINED = torch.library.Library("autopart_trace", "FRAGMENT")
+_DEFINED.define("repeated_block(Tensor[] inputs) -> Tensor[]")
+_BLOCK = torch.ops.autopart_trace.repeated_block.default
+_REPEAT: Final = "repeated_block"
+"""In the meta of a node that stands for a block: which of `Repeats.repeats` it is."""
+_ROOT = "_export_root."
+"""What torch.export puts before all module paths while it traces."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class NotAlike(Exception):
+    """A block was taken for a repeat of another, and is not one: the model has to be traced without `Repeats`."""
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    template: Template
+    path: str
+
+
+class Repeats:
+    """The blocks of one model that may be alike, while it is traced."""
+
+    def __init__(self, model: nn.Module, known: KnownValues):
+        self.known = known
+        alike = list(_alike(model))
+        self.blocks = {id(vars(block)): (kind, list(block.modules())) for block, kind in alike}
+        self.classes = {type(block) for block, _ in alike}
+        self.templates: list[Template] = []
+        self.repeats: list[_Repeat] = []
+        self._by_kind: defaultdict[Any, list[Template]] = defaultdict(list)
+        self._recorded: Counter[Any] = Counter()
+        self._active: Recording | Replay | None = None
+        self.lost = self.tried = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While active, a call of a block that repeats another puts one node into the trace that is being made."""
+        watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
+        with attributes(watched), intercepted(self._meet):
+            yield
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            block, tracing = self.blocks.get(id(vars(module))), Tracing.current()
+            if block is None or tracing is None or self._active is not None:
+                return forward(module, *args, **kwargs)
+
+            def run() -> Any:
+                return forward(module, *args, **kwargs)
+
+            try:
+                with without_torch_functions():
+                    called = RecordedCall(block[1], (args, kwargs), tracing, frames_to(sys._getframe(1), None))
+            except Differs:
+                return run()
+            return self._run(block[0], called, run)
+
+        return call
+
+    def _meet(self, run: Callable[[], Any], tracer: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        active = self._active
+        if active is None or active.tracing.tracer is not tracer:
+            return run()
+        return active.meet(run, function, args, kwargs, sys._getframe(2))
+
+    def _run(self, kind: Any, call: RecordedCall, run: Callable[[], Any]) -> Any:
+        for template in self._by_kind[kind]:
+            if template.key == call.key:
+                repeated, output = self._replay(template, call, run)
+                if repeated:
+                    return output
+        if self._recorded[kind] == _MOST:
+            return run()
+        self._recorded[kind] += 1
+        state = State(call.block)
+        self._active = recording = Recording(call, run.__code__)
+        try:
+            output = run()
+        finally:
+            self._active = None
+        try:
+            if not state.changed():
+                self.templates.append(recording.template(len(self.templates), output))
+                self._by_kind[kind].append(self.templates[-1])
+        except Differs:
+            pass
+        return output
+
+    def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """Whether a call repeats a recorded one, and if so what it gives."""
+        self.tried = True
+        state, counts = State(call.block), call.tracing.counts()
+        self._active = replay = Replay(call, run.__code__, template)
+        alike, output = False, None
+        try:
+            output = run()
+            alike = replay.is_alike(output)
+        except Exception:  # whatever a block's own code makes of it
+            replay.failed = True
+        finally:
+            self._active = None
+        del output
+        self.known.drop(template.stand_ins)
+        if state.changed() or not call.is_intact() or call.tracing.last is not replay.last or replay.leaked():
+            self.lost = True
+            raise NotAlike
+        if not alike:
+            call.tracing.restore(counts)
+            return False, None
+        self.repeats.append(_Repeat(template, call.path))
+        tensors = replay.finish(_BLOCK, {_REPEAT: len(self.repeats) - 1})
+        leaves = [
+            tensors.get(leaf[1], call.given[leaf[1]] if leaf[1] < template.num_given else None)
+            if leaf[0] is Tensor else leaf[1]
+            for leaf in template.leaves
+        ]  # fmt: skip
+        return True, tree_unflatten(leaves, template.spec)
+
+    def expand(self, graph: fx.Graph) -> None:
+        """Write out every node that stands for a block. Raises NotAlike where the recorded one has lost a part."""
+        if self.lost:
+            raise NotAlike
+        tagged: dict[tuple[int, int], fx.Node] = {}
+        for node in graph.nodes:
+            place = facts(node).pop(TEMPLATE, None)
+            if place is not None and place in tagged:
+                raise NotAlike
+            if place is not None:
+                tagged[place] = node
+                facts(node)["custom"] = {**(facts(node).get("custom") or {}), "copied": (place[0], 0, place[1])}
+        copies: Counter[int] = Counter()
+        for node in list(graph.nodes):
+            if node.target is _BLOCK:
+                repeat = self.repeats[facts(node)[_REPEAT]]
+                copies[repeat.template.number] += 1
+                self._expand(graph, node, repeat, tagged, copies[repeat.template.number])
+
+    def _expand(
+        self, graph: fx.Graph, node: fx.Node, repeat: _Repeat, tagged: Mapping[tuple[int, int], fx.Node], copy: int
+    ) -> None:
+        template = repeat.template
+        inputs = dict(zip(template.used, node.args[0], strict=True))
+        copies: dict[int, fx.Node] = {}
+        paths = template.path.removeprefix(_ROOT), repeat.path.removeprefix(_ROOT)
+
+        def of(ref: Ref) -> fx.Node:
+            if ref[0] and ref[1] not in copies:
+                raise NotAlike
+            return copies[ref[1]] if ref[0] else inputs[ref[1]]
+
+        with graph.inserting_before(node):
+            for i, (target, reads) in enumerate(zip(template.targets, template.reads, strict=True)):
+                first = tagged.get((template.number, i))
+                if first is None:
+                    continue
+                if first.target is not target or len(tensor_inputs(first)) != len(reads):
+                    raise NotAlike
+                for source, (is_own, number) in zip(tensor_inputs(first), reads, strict=True):
+                    if is_own and tagged.get((template.number, number)) is not source:
+                        raise NotAlike
+                refs = iter(reads)
+                args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
+                copies[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
+                copies[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths),
+                                "custom": {**facts(first)["custom"], "copied": (template.number, copy, i)}}  # fmt: skip
+        for part in list(node.users):
+            part.replace_all_uses_with(of(template.parts[part.args[1]][1]))
+            graph.erase_node(part)
+        graph.erase_node(node)
+
+
+def base_name(node: fx.Node) -> str:
+    """A node's name without its number."""
+    stem, _, number = node.name.rpartition("_")
+    return stem if stem and number.isdigit() else node.name
+
+
+def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str, tuple[str, str]]:
+    """A module stack inside one block as it is inside another."""
+    return {
+        key.replace(old, new) if relative_path(path, old) != path else key: (relative_path(path, old, new), kind)
+        for key, (path, kind) in stack.items()
+    }
+
+
+def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Modules with parts of their own that have a sibling like them, the outermost of them, and their kinds."""
+    kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
+    counts = Counter(kinds.values())
+    for child, kind in kinds.items():
+        if counts[kind] > 1 and any(True for _ in child.parameters()) and type(child) not in _CONTAINERS:
+            yield child, kind
+        else:
+            yield from _alike(child)
+
+
+def _kind(block: nn.Module) -> tuple:
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+    return shapes, tuple((name, type(module)) for name, module in block.named_modules())

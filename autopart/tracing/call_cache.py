@@ -1,0 +1,170 @@
+"""Which calls are the same call, so that one trace serves them all."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from autopart.compat.torch_internals import structure_of
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.mesh import Mesh
+from autopart.tracing.python.eager_semantics import ambient_autocast
+from autopart.tracing.python.number_inputs import is_number
+from autopart.tracing.python.recorded_reads import PLAIN, Same
+from autopart.tracing.trace import Call
+from autopart.tracing.with_loss import criterion_key
+
+MAX_CALLS = 32
+"""How many calls of other shapes or options are kept traced; the one not used for longest is dropped first."""
+
+MANY_CALLS = 8
+"""How many are traced before a warning says what that costs."""
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+Made = TypeVar("Made")
+
+
+class Recent(Generic[Made]):
+    """A dictionary that keeps the `size` entries used last. `find` chooses one of several entries of a key.
+
+    >>> recent = Recent(2)
+    >>> for key in "abac": recent.get(key, key.upper)
+    'A'
+    'B'
+    'A'
+    'C'
+    >>> "b" in recent
+    False
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._entries: OrderedDict[Hashable, list[Made]] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    def find(self, key: Hashable, fits: Callable[[Made], bool]) -> Made | None:
+        """Return the entry of a key that fits, if there is one."""
+        entries = self._entries.get(key, [])
+        for place, entry in enumerate(entries):
+            if fits(entry):
+                if place:
+                    entries.insert(0, entries.pop(place))
+                self._entries.move_to_end(key)
+                return entry
+        return None
+
+    def add(self, key: Hashable, entry: Made) -> Made:
+        """Keep a new entry, the first of its key."""
+        while len(self) >= self.size:
+            self._drop_oldest()
+        self._entries.setdefault(key, []).insert(0, entry)
+        self._entries.move_to_end(key)
+        return entry
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return the entry of a key, made now if there is none."""
+        if key not in self._entries:
+            return self.add(key, make())
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def of(self, key: Hashable) -> Sequence[Made]:
+        """Return all entries of a key, the one used last first."""
+        return self._entries.get(key, ())
+
+    def _drop_oldest(self) -> None:
+        key, entries = next(iter(self._entries.items()))
+        entries.pop()
+        if not entries:
+            del self._entries[key]
+
+    def values(self) -> list[Made]:
+        return [entry for entries in self._entries.values() for entry in entries]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+def call_key(
+    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
+) -> Hashable:
+    """What a trace depends on: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
+
+    Args:
+        call: `arguments` flattened.
+        numbers: compare the values of numbers too, and not only their types.
+    """
+    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
+    options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
+    options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
+    return training, _function_key(loss_fn, numbers), criterion_key(loss_fn), structure_of(arguments), tensors, options
+
+
+def _value_key(value: Any, numbers: bool) -> Hashable:
+    """Equal for values that a trace cannot tell apart; what is not plain data is only equal to itself."""
+    if not numbers and is_number(value):
+        return type(value), "a number"
+    if isinstance(value, PLAIN):
+        return type(value), value  # 1 == True == 1.0, but a trace tells them apart
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_value_key(entry, True) for entry in value)
+    return _function_key(value, numbers) if isinstance(value, _FUNCTIONS) else Same(value)
+
+
+def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
+    """A lambda or local function made anew in every step has the code, defaults and closure of the one before."""
+    if isinstance(function, types.MethodType):
+        return _function_key(function.__func__, numbers), Same(function.__self__)
+    if isinstance(function, functools.partial):
+        keywords = tuple((name, _value_key(value, numbers)) for name, value in function.keywords.items())
+        return _function_key(function.func, numbers), _value_key(function.args, True), keywords
+    if not isinstance(function, types.FunctionType):
+        return _value_key(function, numbers)
+    try:
+        closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable that is not set yet
+        return Same(function)
+    inside = (*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return function.__code__, Same(function.__globals__), tuple(_value_key(value, numbers) for value in inside)
+
+
+def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    """`input_ids i64[8,12], labels i64[8,12]`."""
+    return ", ".join(
+        f"{name} {DTYPE_NAMES.get(t.dtype, t.dtype)}[{','.join(map(str, t.shape))}]"
+        for name, t in zip(names, tensors, strict=True)
+    )
+
+
+def warn_of_many(number: int, seconds: float) -> None:
+    """Warn once, when so many calls have been traced that something is probably not as meant."""
+    if number == MANY_CALLS:
+        warnings.warn(
+            f"autopart has traced {number} calls that differ in shapes, options or loss function; each new one takes "
+            f"about {seconds:.1f} s, and {MAX_CALLS} are kept. Pad sequences to a few lengths, and pass the same "
+            "loss_fn object.", stacklevel=2,
+        )  # fmt: skip
+
+
+def warn_of_copies(rows: int, mesh: Mesh) -> None:
+    """Warn that data parallelism does nothing for a batch."""
+    axes = mesh.along("rows")
+    over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
+    warnings.warn(
+        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes all of it, "
+        f"which is exact and no faster than one. Use batches of a multiple of {mesh.row_ranks} rows (DataLoader: "
+        "drop_last=True).",
+        stacklevel=2,
+    )

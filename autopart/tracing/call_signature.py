@@ -1,0 +1,121 @@
+"""How a model is called for a trace: with its tensors alone, whatever else its call and its outputs are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopart.compat.export_internals import redirected_conditions, redirected_transforms
+from autopart.compat.torch_internals import Tracing, leaves_with_names, tree_flatten, tree_unflatten
+from autopart.tracing.autograd.autograd_functions import apply_as_operator
+from autopart.tracing.autograd.cond_branches import both_branches
+from autopart.tracing.autograd.func_transforms import transformed
+from autopart.tracing.python.assigned_buffers import AssignedBuffers
+from autopart.tracing.python.concrete_constants import tensors_in
+from autopart.tracing.python.eager_semantics import EagerSemantics, ambient_autocast
+from autopart.tracing.python.number_inputs import NUMBERS, assigned
+from autopart.tracing.python.python_random import drawn_by_torch
+from autopart.tracing.python.python_state import PythonState
+from autopart.tracing.python.recorded_reads import watched_frames
+from autopart.tracing.python.user_checkpoints import OwnCheckpoints
+from autopart.tracing.with_loss import call, users_input, users_modules
+
+PREFIX = "model."
+"""Before the names of the model's own parameters and modules in what `Entry` gives."""
+
+
+class Entry(nn.Module):
+    """A model with everything but the tensors of one call fixed: options may be of any type.
+
+    Its inputs are called as in `tensor_names`; its outputs are the model's. `autocast`: what it is
+    made in. `state`: what forward did besides.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
+        super().__init__()
+        dtype = ambient_autocast(device.type)
+        self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
+        self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
+        self.checkpoints = OwnCheckpoints(model)
+        self.numbers = dict(arguments.get(NUMBERS, {}))
+        leaves, self.spec = tree_flatten({name: leaf for name, leaf in arguments.items() if name != NUMBERS})
+        self.leaf_names = [name for name, _ in leaves_with_names(arguments)][: len(leaves)]
+        self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
+        self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
+        self.draws_by_torch = False  # whether Python's random numbers are torch's
+        self.spoken = [users_input(model, name) for name in names]
+        self.tensor_names = tensor_names(names)
+
+    def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
+        if function is CheckpointFunction:
+            return self.checkpoints.apply(apply, function, args, kwargs)
+        return apply_as_operator(apply, function, args, kwargs, self.semantics.spend)
+
+    def forward(self, **tensors: Tensor) -> Any:
+        for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
+            self.semantics.named(tensors[name], f"the input {spoken}")
+        is_traced = Tracing.current() is not None
+        remaining = iter([tensors[name] for name in self.tensor_names])
+        pairs = zip(self.leaf_names, self.options, self.is_tensor, strict=True)
+        leaves = {name: next(remaining) if is_tensor else option for name, option, is_tensor in pairs}
+        given = zip(self.numbers.items(), remaining, strict=True)
+        numbers = {name: (tensor if is_traced else real).item() for (name, real), tensor in given}
+        arguments = [numbers.get(name, leaf) for name, leaf in leaves.items()]
+        paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
+
+        def name_output(module: nn.Module, args: Any, output: Any) -> None:
+            if module in paths:
+                self.semantics.named(output, paths[module])
+
+        semantics = self.semantics if is_traced else nullcontext()
+        hook = register_module_forward_hook(name_output)
+        floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
+        written = self.assigned.written(self.semantics.known if is_traced else None)
+        draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
+        conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
+        transforms = redirected_transforms(transformed)
+        watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
+        with (
+            watched, written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms,
+            draws, assigned(numbers),
+        ):  # fmt: skip
+            output = call(self.model, tree_unflatten(arguments, self.spec))
+            self.semantics.check_unspent(tensors_in(output))
+        register_dataclasses(output)
+        return output
+
+
+def tensor_names(names: Sequence[str]) -> list[str]:
+    """Names for arguments, one for each input: `pair.0` is none."""
+    plain: list[str] = []
+    for name in names:
+        new = name.replace(".", "_")
+        plain.append(new if new not in plain else f"{new}_{len(plain)}")
+    return plain
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let torch look into the dataclasses in a value that hold tensors, as into tuples and dicts.
+
+    What is registered already stays as it is.
+    """
+    for leaf in tree_flatten(value)[0]:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            continue
+        fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        register_dataclasses(fields)
+        if any(isinstance(part, Tensor) for part in tree_flatten(fields)[0]):
+            kind = type(leaf)
+            torch.export.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+            return register_dataclasses(value)
+    return None

@@ -1,0 +1,33 @@
+"""Modes of the caller that a trace must not run under: inference mode, and hooks on what autograd saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.compat.export_internals import without_saved_tensors_hooks
+from autopart.compat.torch_internals import tree_map
+
+
+@contextmanager
+def traced_apart() -> Iterator[None]:
+    """Leave inference mode, and hide what is saved inside from the caller's hooks.
+
+    `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves others than the call itself.
+    """
+    with torch.inference_mode(False), without_saved_tensors_hooks():
+        yield
+
+
+def without_inference(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with copies of the tensors that were made in inference mode."""
+    with torch.inference_mode(False):
+        return dict(tree_map(_normal, dict(arguments)))
+
+
+def _normal(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

@@ -1,0 +1,97 @@
+"""A model as it computes in mixed precision, for a trace of it: the very model, with parameters of another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat.torch_internals import tree_map
+from autopart.errors import OptionError
+from autopart.ir.run.mixed_precision import Precision, as_output
+from autopart.tracing.python.eager_semantics import ambient_autocast
+from autopart.tracing.with_loss import users_model
+
+
+@contextmanager
+def computing_in(model: nn.Module, precision: Precision | None, kept: Collection[str] = ()) -> Iterator[None]:
+    """Inside, the parameters of a model have the dtype that is computed in, floating inputs are cast to it at the
+    model's door, and outputs to float32. Afterwards the model is as it was, its values untouched.
+
+    Args:
+        kept: parameters that keep their dtype: those that a forward writes.
+    Raises OptionError where there is nothing to cast, or `torch.autocast` is on.
+    """
+    if precision is None:
+        yield
+        return
+    inner = users_model(model)
+    check_precision(inner, precision)
+    names = {id(parameter): name for name, parameter in inner.named_parameters()}
+    cast = [p for p in inner.parameters() if p.is_floating_point() and names[id(p)] not in kept]
+    before = [parameter.data for parameter in cast]
+    try:
+        for parameter in cast:
+            parameter.data = _in_dtype(parameter.data, precision.compute)
+        with at_the_door(inner, precision):
+            yield
+    finally:
+        for parameter, value in zip(cast, before, strict=True):
+            parameter.data = value
+
+
+@contextmanager
+def at_the_door(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, a call of the model casts its floating inputs, and what it returns to float32."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda leaf: precision.cast(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(lambda leaf: as_output(leaf) if isinstance(leaf, Tensor) else leaf, output)
+
+    hooks = (model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_precision(model: nn.Module, precision: Precision) -> None:
+    """Raises OptionError where a model cannot be computed in another precision."""
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise OptionError(
+            f"precision='{precision.name}' finds nothing to cast",
+            why=f"{type(model).__name__} has no floating-point parameter", hint="leave precision out",
+        )  # fmt: skip
+    device = next(model.parameters()).device
+    autocast = ambient_autocast(device.type)
+    if autocast is not None:
+        dtype = str(autocast).removeprefix("torch.")
+        raise OptionError(
+            f"precision='{precision.name}' inside torch.autocast({dtype})",
+            why="each says what operators compute in, and they would not agree",
+            hint="one of the two; autocast regions of the model's own stay as they are",
+        )
+
+
+def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str, ...]:
+    """A line on the parameters that are not cast."""
+    if precision is None:
+        return ()
+    kept = [f"'{name}'" for name, parameter in users_model(model).named_parameters() if parameter.is_complex()]
+    few = ", ".join(kept[:3]) + ", ..." * (len(kept) > 3)
+    return (f"precision='{precision.name}' leaves complex parameters as they are: {few}",) if kept else ()
+
+
+def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value in another dtype; of a skeleton's parameter, which has no memory, a form without any."""
+    if value.is_meta or value.untyped_storage().nbytes() or not value.numel():
+        return value.to(dtype)
+    form = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+    form.untyped_storage().resize_(0)
+    return form

@@ -1,0 +1,1 @@
+"""Data-dependent Python in a forward: sizes, scalars, branches and index lists."""

@@ -1,0 +1,317 @@
+"""Writes that a model skips by the values in a tensor: `if mask.any(): y[mask] += expert(x[mask])`.
+
+A graph holds no decision. Where the skipped code only writes to parts of tensors (`skipped_code.py`) it is traced as if
+it ran, between two marks, of which the first has whether the model runs it. In the graph, what a mask selects in that
+code is nothing where the model skips it: either the condition says so, or the mask is combined with it. At last is
+checked that nothing is left of skipped code then: what is read behind it is what it has written to such places.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.export_internals import keep_calls
+from autopart.compat.symbolic_shape_internals import as_tensor
+from autopart.errors import Refusal, TraceError
+from autopart.ir.graph import argument, draws_random_numbers, operator_name, short_name, source_text, value
+from autopart.ir.selection import is_selection, positions_of
+from autopart.ir.subgraphs import made_for
+from autopart.tracing.dynamic.branch_source import OUT_OF_PLACE, Skipped, skipped_by, skipped_by_length
+
+_DEFINED = torch.library.Library("autopart_skipped", "FRAGMENT")
+_DEFINED.define("begins(Tensor runs, int turn, int lines) -> Tensor")
+_DEFINED.define("ends(int turn) -> ()")
+_DEFINED.impl("begins", lambda runs, turn, lines: runs.clone(), "CompositeExplicitAutograd")
+_DEFINED.impl("ends", lambda turn: None, "CompositeExplicitAutograd")
+_BEGINS, _ENDS = torch.ops.autopart_skipped.begins.default, torch.ops.autopart_skipped.ends.default
+keep_calls(_BEGINS)
+keep_calls(_ENDS)
+
+_SAME_TRUTHS = {"view", "reshape", "expand", "detach", "_to_copy", "clone", "alias", "squeeze", "unsqueeze", "t",
+                "transpose", "permute", "flatten"}  # fmt: skip
+_OF_SOME = {("gt", 0), ("ge", 1)}
+_OF_NONE = {("eq", 0), ("le", 0), ("lt", 1)}
+_TRUE_OR_NOT = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isin"}
+_NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", "log10", "log1p", "logit", "norm",
+                    "linalg_vector_norm", "std", "var", "acos", "asin", "atanh", "acosh", "atan2"}  # fmt: skip
+
+
+class SkippedWrites:
+    """The lines of a model that skip writes, while it is traced."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Skipped, int] = {}
+        self.running: dict[tuple[FrameType, Skipped], int] = {}
+        """By the frame that runs such code and its lines, which turn it is."""
+        self.turns = 0
+
+    def go_on(self) -> None:
+        """Mark the ends of code that no longer runs; to be called before every call of torch's functions."""
+        if not self.running:
+            return
+        alive = set(_frames())
+        for frame, code in list(self.running):
+            if frame not in alive or not code.first <= frame.f_lineno <= code.last:
+                self._end(frame, code)
+
+    def _end(self, frame: FrameType, code: Skipped) -> None:
+        turn = self.running.pop((frame, code), None)
+        if turn is not None:
+            _ENDS(turn)
+
+    def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
+        """What a frame of the model is told that asks for a truth; None where it decides more than what is written."""
+        return self._marked(frame, skipped_by(frame), truth) if frame is not None else None
+
+    def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
+        """Whether nobody knows a length, and the frame that asks for it only skips writes where it is 0."""
+        if isinstance(size, int):
+            return False
+        while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
+            frame = frame.f_back
+        skipped = skipped_by_length(frame)
+        if skipped is not None:
+            skipped = skipped._replace(runs_if=True)
+        return bool(self._marked(frame, skipped, lambda: as_tensor(size) > 0))
+
+    def _marked(self, frame: FrameType, skipped: Skipped | None, truth: Callable[[], Tensor]) -> bool | None:
+        if skipped is None:
+            return None
+        self._end(frame, skipped)  # the loop goes on to its next turn
+        self.turns += 1
+        runs = truth().detach().reshape(()).to(torch.bool)
+        number = self.lines.setdefault(skipped, len(self.lines))
+        _BEGINS(runs if skipped.runs_if else runs.logical_not(), self.turns, number)
+        self.running[frame, skipped] = self.turns
+        return skipped.runs_if
+
+    def notes(self) -> list[str]:
+        lines = dict.fromkeys(f"{code.file}:{code.line}" for code in self.lines)
+        then = "the program runs them on no elements, and gives a gradient of zero where the model gives none"
+        return [f"{where} skips writes: {then}" for where in lines]
+
+
+def _frames() -> Iterator[FrameType]:
+    """Those that run, from the innermost on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class Marks:
+    """The marks of a graph, and the masks of the code behind each. `same`: whether two values are computed alike.
+
+    A mark is the node where code begins that the model may skip: its first argument says whether it runs.
+    """
+
+    def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
+        self.lines, self.same = lines, same
+        self.around: list[fx.Node] = []
+        """Those whose code the present node is in, the outermost first."""
+        self.empty: dict[fx.Node, set[fx.Node]] = {}
+        """By mark the masks that are true nowhere if the model skips what is behind it."""
+
+    def pass_by(self, node: fx.Node) -> bool:
+        """Go on to a node; all nodes must come in the order of the graph. Whether it is a mark, or an end."""
+        if node.target is _BEGINS:
+            self.around.append(node)
+            self.empty.setdefault(node, set())
+        elif node.target is _ENDS:
+            self.around = [mark for mark in self.around if mark.args[1] != node.args[0]]
+        return node.target in (_BEGINS, _ENDS)
+
+    def guarded(self, mask: fx.Node, combine: Callable[[fx.Node, fx.Node], fx.Node]) -> fx.Node:
+        """A mask of the present node, true nowhere where the model would skip it. `combine`: adds the conjunction of
+        two."""
+        for mark in self.around:
+            if not self.is_empty(mark, mask):
+                mask = combine(mask, mark.args[0])
+        for mark in self.around:
+            self.empty[mark].add(mask)
+        return mask
+
+    def is_empty(self, mark: fx.Node, mask: fx.Node) -> bool:
+        """Whether a mask is true nowhere where the model skips the code behind a mark."""
+        counted = _asked_of(mark.args[0])
+        parts = _conjuncts(mask)
+        if isinstance(counted, fx.Node):
+            return any(self.same(part, counted) for part in parts)
+        return counted is not None and any(
+            operator_name(part) == "aten::eq" and part.args[1] == counted.number
+            and self.same(_root(part.args[0]), _root(counted.of)) for part in parts
+        )  # fmt: skip
+
+
+# --- What a condition says of a mask -------------------------------------------------------------------------------
+
+
+class _CountOf(NamedTuple):
+    """How often a number is among the values of a tensor."""
+
+    of: fx.Node
+    number: int
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What is true somewhere where a value is, and nowhere where it is nowhere."""
+    while True:
+        name = operator_name(node).removeprefix("aten::")
+        is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
+        is_rounded = name == "_to_copy" and value(node.args[0]).is_floating_point() and value(node).dtype != torch.bool
+        if not is_asked and (is_rounded or name not in _SAME_TRUTHS):
+            return node
+        node = node.args[0]
+
+
+def _conjuncts(mask: fx.Node) -> list[fx.Node]:
+    """Masks that are true wherever this one is, in some form."""
+    root = _root(mask)
+    if operator_name(root) in ("aten::logical_and", "aten::bitwise_and"):
+        return [root, *(part for of in root.args if isinstance(of, fx.Node) for part in _conjuncts(of))]
+    return [root]
+
+
+def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
+    """Of which mask a condition asks whether it is true anywhere; None where it asks for something else."""
+    node, positive = _root(runs), True
+    while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):
+        node, positive = _root(node.args[0]), not positive
+    name = operator_name(node).removeprefix("aten::")
+    if positive and name == "any":
+        return _root(node.args[0])
+    if (name, *node.args[1:]) in (_OF_SOME if positive else _OF_NONE):
+        return _counted(node.args[0])
+    return _counted(node) if positive else None
+
+
+def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
+    """Of which mask a value is the number of true elements, or a multiple of it."""
+    node = _root(node)
+    name = operator_name(node).removeprefix("aten::")
+    if name == "mul" and _is_positive(node.args[0]):
+        return _counted(node.args[1])
+    if name == "count_nonzero" or (name == "sum" and _is_truth(node.args[0])):
+        return _root(node.args[0])
+    if node.target is operator.getitem and operator_name(node.args[0]) == "aten::unbind":  # tolist()
+        return _of_bincount(node.args[0].args[0], node.args[1])
+    return _of_bincount(node.args[0], node.args[2]) if name == "select" else None
+
+
+def _of_bincount(counts: fx.Node, number: object) -> _CountOf | None:
+    if operator_name(counts) != "aten::index_add" or not isinstance(number, int):
+        return None
+    zeros, _, of, ones = counts.args
+    is_count = [operator_name(n).removeprefix("aten::") for n in (zeros, ones)] == ["new_zeros", "ones_like"]
+    return _CountOf(of, number) if is_count and value(counts).ndim == 1 else None
+
+
+def _is_truth(node: fx.Node) -> bool:
+    """Whether a value is 0 where something is not the case, and 1 where it is."""
+    while operator_name(node) in ("aten::select", "aten::slice") or _root(node) is not node:
+        node = node.args[0] if _root(node) is node else _root(node)
+    name = operator_name(node).removeprefix("aten::")
+    return value(node).dtype == torch.bool or name in _TRUE_OR_NOT or name == "one_hot"
+
+
+def _is_positive(factor: object) -> bool:
+    return isinstance(factor, fx.Node) and operator_name(factor) == "aten::full" and factor.args[1] > 0
+
+
+# --- Nothing is left of skipped code -------------------------------------------------------------------------------
+
+
+def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]) -> None:
+    """Raises TraceError where something would be left of code that the model skips; takes the marks away.
+
+    `selected`: {selection: all values that have a dim of its elements}.
+    """
+    inside: dict[fx.Node, list[fx.Node]] = {}
+    marks.around.clear()
+    for node in graph.nodes:
+        if not marks.pass_by(node) and node.op == "call_function":
+            for mark in marks.around:
+                inside.setdefault(mark, []).append(node)
+    for mark, nodes in inside.items():
+        _SkippedCode(mark, nodes, marks, selected).check()
+    asked = made_for(marks.empty)
+    for node in reversed(graph.nodes):
+        is_unread = node in asked and node.op == "call_function" and not node.users and not draws_random_numbers(node)
+        if node.target in (_BEGINS, _ENDS) or is_unread:
+            graph.erase_node(node)
+
+
+class _SkippedCode:
+    def __init__(
+        self, mark: fx.Node, nodes: Sequence[fx.Node], marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]
+    ) -> None:
+        self.lines, self.same = marks.lines[mark.args[2]], marks.same
+        self.nodes, self.inside = nodes, set(nodes)
+        self.masks = marks.empty[mark]
+        read = {used for node in nodes for used in (node, *node.all_input_nodes)}
+        empty = [s for s in selected if read & {s, *selected[s]}
+                 and (s.args[0] in self.masks or marks.is_empty(mark, s.args[0]))]  # fmt: skip
+        self.nothing = {*empty, *(member for selection in empty for member in selected[selection])}
+        """What has no elements where the model skips this code."""
+        self.sources = [*_numbers(mark.args[0]), *(part for mask in self.masks for part in _conjuncts(mask))]
+        """What tells that it does."""
+
+    def check(self) -> None:
+        for node in self.nodes:
+            if is_selection(node) or positions_of(node) is not None:
+                continue  # other code may select the same
+            more = False
+            if node not in self.nothing and self.nothing.intersection(node.all_input_nodes):
+                more = not self._writes_nothing(node) and operator_name(node) != "aten::sum"
+            elif node not in self.nothing and operator_name(node).removeprefix("aten::") in _NO_FINITE_SLOPE:
+                more = self._is_told(node)
+            if more or not (self.inside.issuperset(node.users) or self._is_as_before(node)):
+                raise self._refused(node)
+
+    def _is_told(self, node: fx.Node) -> bool:
+        """Whether a value depends on what tells that this code is skipped: it may be infinite then."""
+        made = made_for([node])
+        return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
+
+    def _writes_nothing(self, node: fx.Node) -> bool:
+        """Whether a call writes to the places of selections alone."""
+        if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
+            return False
+        places = [argument(node, name) for name in ("indices", "index", "mask")]
+        written = [one for place in places for one in (place if isinstance(place, (list, tuple)) else [place])]
+        return any(one in self.nothing or one in self.masks for one in written)
+
+    def _is_as_before(self, node: fx.Node) -> bool:
+        """Whether a value is what it would be without this code."""
+        while node in self.inside:
+            if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
+                return False
+            node = node.args[0]
+        return True
+
+    def _refused(self, node: fx.Node) -> TraceError:
+        return TraceError(
+            "this line skips code by the values in a tensor, which does more than write to what is selected",
+            refusal=Refusal.DECISION,
+            why=f"{short_name(node)} would change the result where nothing is selected ({source_text(node)})",
+            where=f"{self.lines.file}:{self.lines.line}",
+            hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
+        )
+
+
+def _numbers(runs: fx.Node) -> list[fx.Node]:
+    """The single numbers that a condition is made of, one of the other."""
+    todo, numbers = [runs], list[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in numbers and isinstance(value(node), Tensor) and value(node).numel() == 1:
+            numbers.append(node)
+            todo += node.all_input_nodes
+    return numbers

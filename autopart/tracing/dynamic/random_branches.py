@@ -1,0 +1,244 @@
+"""Decisions by a random number: `if torch.rand([]) < self.layerdrop: continue` (LayerDrop, stochastic depth).
+
+A trace gives Python one answer. So the forward is traced several times: with every answer alike, with each decision
+answered otherwise alone, and once more with answers at random. What differs between two traces is what a decision is
+about. The graph computes it both ways and lets the number choose, which every rank draws alike. The other traces must
+be what the graph is with their answers; otherwise the forward decides by more than these numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.export_internals import keep_calls
+from autopart.compat.torch_internals import Tracing
+from autopart.errors import Refusal
+from autopart.ir.facts import facts
+from autopart.ir.graph import draws_random_numbers, value
+from autopart.ir.subgraphs import made_for
+from autopart.tracing.trace_errors import Lost
+
+_DEFINED = torch.library.Library("autopart_chance", "FRAGMENT")
+_DEFINED.define("decided(Tensor condition) -> Tensor")
+_DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
+_DECIDED = torch.ops.autopart_chance.decided.default
+keep_calls(_DECIDED)
+_INEXACT = "a decision by a random number leaves out others that are drawn here"
+
+
+class Chances:
+    """The decisions by random numbers of one forward. `answers`: what the first ones are told; the others are false.
+
+    `lines`: where they are. `skips_draws`: whether random numbers are drawn in what they skip.
+    """
+
+    def __init__(self) -> None:
+        self.answers: Sequence[bool] = ()
+        self.count = 0
+        self.lines: dict[str, None] = {}
+        self.skips_draws = False
+
+    def answer(self, condition: Tensor) -> bool | None:
+        """What Python is told of a truth value; None where more than random numbers decides it."""
+        tracing = Tracing.current()
+        node = tracing.node_of(condition) if tracing is not None else None
+        if node is None or not is_by_chance(node):
+            return None
+        _DECIDED(condition)
+        self.count += 1
+        return self.answers[self.count - 1] if self.count <= len(self.answers) else False
+
+
+def is_by_chance(node: fx.Node) -> bool:
+    """Whether a value is made of random numbers and of nothing that differs from call to call."""
+    nodes = made_for([node])
+    drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
+    return drawn and all(made.op == "call_function" for made in nodes)
+
+
+def with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
+    """An exported program of a forward with both sides of every decision. `again`: traces it once more.
+
+    Raises Lost for decisions that are not each about a part of its own.
+    """
+    lines = next(iter(chances.lines), "")
+    try:
+        return _with_chances(program, chances, again)
+    except Lost as error:
+        raise Lost(error.what, f"{error.why}: {lines}", error.hint, error.refusal) from error
+
+
+def _with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
+    count, draws = chances.count, random.Random(0)
+
+    def traced(answers: Sequence[bool]) -> Any:
+        chances.answers, chances.count = tuple(answers), 0
+        result = again()
+        if chances.count != count:
+            raise _lost("how many decisions there are depends on the others")
+        return result
+
+    none, every = traced([False] * count), traced([True] * count)
+    most = len(every.graph.nodes) > len(none.graph.nodes)
+    program, least = (every, none) if most else (none, every)
+    sides = [_Side.of(number, program.graph, traced([most ^ (i == number) for i in range(count)]).graph)
+             for number in range(count)]  # fmt: skip
+    _check_apart(sides)
+    mixed = [bool(draws.getrandbits(1)) for _ in range(count)]
+    for answers, trace in (([not most] * count, least), (mixed, traced(mixed))):
+        if not _same(_built(program.graph, sides, most, answers), trace.graph):
+            raise _lost("what one decides depends on another")
+    merged = _built(program.graph, sides, most, None)
+    chances.skips_draws = any(draws_random_numbers(node) for side in sides for node in (*side.here, *side.there))
+    for spec, node in zip(program.graph_signature.output_specs, merged.output_node().args[0], strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg.name = node.name
+    program.graph_module.graph = merged
+    return program
+
+
+def _lost(why: str) -> Lost:
+    return Lost(
+        "the forward decides by random numbers in a way that no graph holds", why,
+        "torch.where(torch.rand(()) < p, a, b), or the decision outside of forward()", Refusal.RANDOM,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What a trace does otherwise in which decision `number` has another answer.
+
+    `here`: the nodes of the whole trace that it leaves out. `there`: its own, whose arguments are `known` in the whole
+    trace, if they are none of these. `instead`: {value of the whole trace: what stands in its place behind it}.
+    """
+
+    number: int
+    here: Sequence[fx.Node]
+    there: Sequence[fx.Node]
+    known: Mapping[fx.Node, fx.Node]
+    instead: Mapping[fx.Node, fx.Node]
+    after: fx.Node
+
+    @classmethod
+    def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
+        """By the graphs of the two traces."""
+        ours, theirs = list(graph.nodes), list(other.nodes)
+        start = 1 + ours.index(_decided(graph)[number])
+        known = dict(zip(theirs[:start], ours[:start], strict=False))
+        if any(_form(theirs) != _form(ours) or _slots(ours) != [known[n] for n in _slots(theirs)]
+               for theirs, ours in known.items()):  # fmt: skip
+            raise _lost("what comes before a decision depends on it")
+        behind, most = 0, min(len(ours), len(theirs)) - start
+        while behind < most and _form(ours[-1 - behind]) == _form(theirs[-1 - behind]):
+            behind += 1
+        first, second = len(ours) - behind, len(theirs) - behind
+        common = dict(zip(theirs[second:], ours[first:], strict=True))
+        instead: dict[fx.Node, fx.Node] = {}
+        for their, our in common.items():
+            for b, a in zip(_slots(their), _slots(our), strict=True):
+                replacement = common.get(b) or known.get(b) or b
+                if instead.setdefault(a, replacement) is not replacement:
+                    raise _lost("what is decided is felt in one place and not in another")
+        instead = {a: b for a, b in instead.items() if a is not b}
+        if any(a in common.values() or b in common.values() for a, b in instead.items()):
+            raise _lost("what comes behind a decision is in another order")
+        return cls(number, ours[start:first], theirs[start:second], known, instead, ours[first])
+
+
+def _check_apart(sides: Sequence[_Side]) -> None:
+    """Raises Lost where one decision lies in what another leaves out, or where there are writes or unlike values."""
+    seen: set[fx.Node] = set()
+    for side in sides:
+        if seen & {*side.here}:
+            raise _lost("a decision lies in what another one leaves out")
+        seen |= {*side.here}
+        for node in (*side.here, *side.there):
+            schema = getattr(node.target, "_schema", None)
+            if node.target is _DECIDED:
+                raise _lost("a decision lies in what another one leaves out")
+            if schema is not None and schema.is_mutable and node.all_input_nodes[0] not in (*side.here, *side.there):
+                raise _lost(f"{schema.name.removeprefix('aten::')} writes to a tensor that is read elsewhere")
+        for a, b in side.instead.items():
+            one, other = value(a), value(b)
+            if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise _lost("the two sides of a decision give tensors of unlike shapes or types")
+            if any(getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in a.users):
+                raise _lost("what is decided is written in place")
+
+
+def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
+    """The graph with these answers; None: with all of them, and a choice by each condition. `most`: the answer in the
+    whole trace."""
+    built, now = fx.Graph(), dict[fx.Node, fx.Node]()
+    decided = _decided(graph)
+    taken = {s.number: answers is None or answers[s.number] == most for s in sides}
+    left_out = {node for side in sides if not taken[side.number] for node in side.here}
+    ends: dict[fx.Node, list[_Side]] = {}
+    for side in sides:
+        ends.setdefault(side.after, []).append(side)
+    for node in graph.nodes:
+        for side in ends.get(node, ()):
+            condition = decided[side.number]
+            if answers is not None and taken[side.number]:
+                continue
+            of_side: dict[fx.Node, fx.Node] = {}
+            for other in side.there:
+                reads = {n: of_side.get(n) or now[side.known[n]] for n in other.all_input_nodes}
+                of_side[other] = built.node_copy(other, reads.__getitem__)
+            new = {a: of_side.get(b) or now[b] for a, b in side.instead.items()}
+            if answers is None:
+                for a, other in new.items():
+                    pair = (now[a], other) if most else (other, now[a])
+                    new[a] = built.call_function(torch.ops.aten.where.self, (now[condition.args[0]], *pair))
+                    new[a].meta = {**condition.args[0].meta, "val": value(a)}
+            now |= new
+        if node in left_out or (answers is None and node.target is _DECIDED):
+            continue
+        now[node] = built.node_copy(node, now.__getitem__)
+    return built
+
+
+def _same(one: fx.Graph, other: fx.Graph) -> bool:
+    """Whether two graphs do the same in the same order, but for what nothing reads."""
+    for graph in (one, other):
+        graph.eliminate_dead_code()
+    pairs = list(zip(one.nodes, other.nodes, strict=False))
+    known = {theirs: ours for ours, theirs in pairs}
+    return len(one.nodes) == len(other.nodes) and all(
+        _form(a) == _form(b) and _slots(a) == [known[n] for n in _slots(b)] for a, b in pairs
+    )
+
+
+def _decided(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is _DECIDED]
+
+
+def _slots(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of a call, in order, as often as they are there."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return nodes
+
+
+def _form(node: fx.Node) -> Any:
+    """What a node is, but for the nodes that it reads."""
+    args = fx.map_arg((node.args, node.kwargs), lambda n: _SLOT)
+    return node.op, node.target if node.op == "call_function" else "", repr(args)
+
+
+_SLOT: Any = "a value of the graph"
+
+
+def note_chances(chances: Chances, graph: fx.Graph) -> list[str]:
+    """What a plan says of the decisions that are in the graph of a trace; marks draws that no model would repeat."""
+    for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
+        facts(node)["inexact"] = _INEXACT
+    few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
+    text = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"
+    return [f"{text}: {few}"] * bool(chances.count)

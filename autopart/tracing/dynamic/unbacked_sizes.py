@@ -1,0 +1,343 @@
+"""Sizes that depend on values, in a form that needs no value when the graph is planned.
+
+`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` a size that is not known (`u0`). Here every selection
+becomes `autopart::positions`, whose size in the trace is the most that there can be. What is made of it has the sizes
+that follow (`counted` in its facts), and a mean over it is a sum over the number there are. Numbers that depend on
+values become tensors (`numbers.py`).
+
+What is left with a size that nobody knows (`bincount`, a slice up to a number) is for the caller to refuse.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat.symbolic_shape_internals import Symbol, expression, free_symbols, is_symbol, with_sizes
+from autopart.compat.torch_internals import is_operator
+from autopart.errors import Refusal, TraceError
+from autopart.ir.facts import facts
+from autopart.ir.graph import argument, operator_name, shape, source_text, tensor_inputs, tuple_values, value
+from autopart.ir.selection import POSITIONS, is_counted
+from autopart.tracing.dynamic.branch_source import Skipped
+from autopart.tracing.dynamic.data_dependent_branches import Marks, check_only_writes
+from autopart.tracing.dynamic.symbolic_scalars import Numbers, added, is_number, is_open
+from autopart.tracing.python.concrete_constants import tensors_in
+
+aten = torch.ops.aten
+
+_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
+_VIEWS = {"view", "reshape", "_unsafe_view", "expand"}
+_FILLS = {"zeros": 0, "ones": 1, "full": None, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty": 0,
+          "new_empty": 0}  # fmt: skip
+_BY_LABELS = {"aten::cross_entropy_loss", "aten::nll_loss_nd"}
+_SELECTING = {"aten::where", "aten::nonzero", "aten::nonzero_numpy", "aten::argwhere", "aten::index",
+              "aten::masked_select"}  # fmt: skip
+_NONE, _MEAN = 0, 1
+
+
+def with_known_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
+    """Give every selection of a traced graph the most elements that it can have, and make numbers tensors.
+
+    `skipped`: lines of the model that were told to run, though it may skip them.
+    Raises TraceError where a number that depends on values is used as what no tensor can be, or skipped lines do more
+    than to write to what is selected.
+    """
+    if skipped or any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
+        rewriter = _Rewriter(graph, skipped)
+        rewriter.run()
+        check_only_writes(graph, rewriter.marks, rewriter.selected())
+
+
+class _Rewriter:
+    """Goes through a graph in order: what a node reads has its new value already."""
+
+    def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
+        self.graph = graph
+        self.marks = Marks(skipped, lambda one, other: self._number(one) == self._number(other))
+        self.numbers = Numbers(graph, self._count)
+        self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
+        self.sizes: dict[Symbol, int] = {}
+        self.selections: dict[Symbol, fx.Node] = {}
+        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # by an open size, a value and its dim of that size
+        self.positions: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
+        """By the mask, and how many elements it selects where that is known"""
+        self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
+        self.known: dict[fx.Node, int] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if self.marks.pass_by(node):
+                continue
+            if node.op == "call_function" and operator_name(node) not in _CHECKS and not is_number(node):
+                with self.graph.inserting_before(node):
+                    self._write(node)
+        for node in reversed(list(self.graph.nodes)):
+            is_unread = is_number(node) and not node.users
+            if node.op == "call_function" and (is_unread or operator_name(node) in _CHECKS):
+                self.graph.erase_node(node)
+
+    def _write(self, node: fx.Node) -> None:
+        traced = value(node)
+        if operator_name(node) == "aten::masked_fill":
+            node.args = (node.args[0], self._guarded(node, node.args[1]), *node.args[2:])
+        reads_counted = any(map(is_counted, node.all_input_nodes))
+        if (
+            not _selects(node)
+            and not reads_counted
+            and not any(map(is_number, tensor_inputs(node)))
+            and all(isinstance(size, int) for tensor in tensors_in(traced) for size in tensor.shape)
+        ):
+            return
+        written = self._selection(node) or self._sized(node) or self._mean(node) or node
+        if written is node and any(map(is_number, tensor_inputs(node))):
+            written = self.numbers.call_with_tensors(node)
+        if written is node:
+            is_part = node.target is operator.getitem
+            node.meta["val"] = value(node.args[0])[node.args[1]] if is_part else with_sizes(traced, self.sizes)
+        else:
+            node.replace_all_uses_with(written)
+            self.graph.erase_node(node)
+        _check_open(written, traced)
+        self.traced[written] = traced
+        if isinstance(traced, Tensor):
+            known = [isinstance(expression(size), int) for size in traced.shape]
+            if known.count(False) == 1:
+                dim = known.index(False)
+                self.sized.setdefault(expression(traced.shape[dim]), (written, dim))
+        facts(written)["counted"] = any(map(is_open, tensors_in(traced)))
+
+    def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return added(self.graph, like, target, *args, **kwargs)
+
+    # Selections
+
+    def _selection(self, node: fx.Node) -> fx.Node | None:
+        """What `where(mask)`, `nonzero`, `x[mask]` and the like are of `positions`; None for anything else."""
+        name = operator_name(node)
+        if node.target is aten.where.default or name == "aten::nonzero_numpy":
+            return self._positions(node, node.args[0])
+        if name in ("aten::nonzero", "aten::argwhere"):
+            return self._call(node, aten.stack.default, self._places(node, node.args[0]), 1)
+        if (
+            name == "aten::select"
+            and node.args[0].target is aten.stack.default
+            and node.args[1:2] == node.args[0].args[1:]
+        ):
+            return node.args[0].args[0][node.args[2]]
+        if name == "aten::masked_select":
+            both = self._call(node, aten.broadcast_tensors.default, list(node.args[:2]))
+            source, mask = (self._call(node, operator.getitem, both, i) for i in range(2))
+            return self._call(node, aten.index.Tensor, source, self._places(node, mask))
+        if name in ("aten::index", "aten::index_put") and any(map(_is_mask, node.args[1])):
+            places = [p for used in node.args[1] for p in (self._places(node, used) if _is_mask(used) else [used])]
+            return self._call(node, node.target, node.args[0], places, *node.args[2:], **node.kwargs)
+        return None
+
+    def _places(self, node: fx.Node, mask: fx.Node) -> list[fx.Node]:
+        """For every dim of a mask the indices of what it selects."""
+        return self._parts(node, self._positions(node, mask))
+
+    def _parts(self, node: fx.Node, positions: fx.Node) -> list[fx.Node]:
+        parts = {part.args[1]: part for part in positions.users}
+        return [parts.get(i) or self._place(node, positions, i) for i in range(len(shape(positions.args[0])))]
+
+    def _place(self, node: fx.Node, positions: fx.Node, dim: int) -> fx.Node:
+        place = self._call(node, operator.getitem, positions, dim)
+        facts(place)["counted"] = True
+        return place
+
+    def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
+        """Where a mask is true: found once for masks that are computed alike."""
+        size = self._selected(node, mask)
+        if not isinstance(size, int):
+            mask = self._guarded(node, mask)
+        known = (size,) if isinstance(size, int) else ()
+        key = self._number(mask), known
+        if key not in self.positions:
+            chosen = mask if value(mask).dtype == torch.bool else self._call(node, aten.ne.Scalar, mask, 0)
+            self.positions[key] = self._call(node, POSITIONS, chosen, *known)
+            facts(self.positions[key])["counted"] = not known
+        positions = self.positions[key]
+        if is_symbol(size) and size not in self.sizes:
+            self.sizes[size], self.selections[size] = value(mask).numel(), positions
+            self.sized[size] = self._parts(node, positions)[0], 0
+        return positions
+
+    def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
+        """A mask of a node, true nowhere where the model skips it."""
+        return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
+
+    def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
+        """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
+        sizes = next(tensors_in(value(node))).shape
+        if operator_name(node) == "aten::index_put":
+            return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
+        if operator_name(node) != "aten::index":
+            return expression(sizes[0])
+        before = node.args[1].index(mask)
+        alone = [index for index in node.args[1] if index is not None] == [mask]
+        opened = [size for size in map(expression, sizes) if not isinstance(size, int)]
+        return expression(sizes[before]) if alone else opened[0] if opened else sizes[0]
+
+    def _number(self, node: fx.Node) -> int:
+        """The same number for values that are computed alike."""
+        for source in self._made_of(node):
+            random = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
+            key: Hashable = source
+            if source.op == "call_function" and not random:
+                key = source.target, self._told(source.args), self._told(tuple(source.kwargs.items()))
+            self.known[source] = self.values.setdefault(key, len(self.values))
+        return self.known[node]
+
+    def _made_of(self, node: fx.Node) -> list[fx.Node]:
+        """What a value is made of and has no number yet, in order."""
+        todo, unknown = [node], set[fx.Node]()
+        while todo:
+            source = todo.pop()
+            if source not in self.known and source not in unknown:
+                unknown.add(source)
+                todo += source.all_input_nodes if source.op == "call_function" else ()
+        return [one for one in self.graph.nodes if one in unknown]
+
+    def _told(self, part: Any) -> Hashable:
+        if isinstance(part, (list, tuple)):
+            return tuple(map(self._told, part))
+        if isinstance(part, fx.Node):
+            return "node", self.known[part]
+        return type(part), repr(part)
+
+    # Sizes
+
+    def _sized(self, node: fx.Node) -> fx.Node | None:
+        """What is given a size that is known now: of a view the size, a new tensor like another one of that size."""
+        name = operator_name(node).removeprefix("aten::")
+        if name in _VIEWS:
+            sizes = fx.map_arg(node.args[1], self._known)
+            is_open = [not isinstance(expression(size), int) for size in value(node).shape]
+            if is_open.count(True) == 1 and len(sizes) == len(is_open):
+                sizes = [-1 if of else size for of, size in zip(is_open, sizes, strict=True)]
+            node.args = (node.args[0], sizes, *node.args[2:])
+            return None
+        if name not in _FILLS and name != "arange":
+            return None
+        sizes = [expression(size) for size in value(node).shape]
+        like = self._of_sizes(node, sizes)
+        if like is None:
+            return None
+        output = value(node)
+        if name == "arange":
+            start, step = argument(node, "start") or 0, argument(node, "step") or 1
+            if isinstance(start, fx.Node) or isinstance(step, fx.Node):
+                return None
+            ones = self._call(node, aten.ones_like.default, like, dtype=output.dtype)
+            counted = self._call(node, aten.sub.Tensor, self._call(node, aten.cumsum.default, ones, 0), 1)
+            return self._call(node, aten.add.Tensor, self._call(node, aten.mul.Tensor, counted, step), start)
+        fill = argument(node, "fill_value") if _FILLS[name] is None else _FILLS[name]
+        return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
+
+    def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
+        """A tensor of sizes of which some are those of other values; None where all are known, or one is nowhere."""
+        is_open = [not isinstance(size, int) for size in sizes]
+        if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
+            return None
+        like: fx.Node | None = None
+        for i, size in enumerate(sizes):
+            if is_open[i]:
+                form = [-1 if j == i else 1 for j in range(len(sizes))]
+                column = self._call(node, aten.reshape.default, self._vector(node, *self.sized[size]), form)
+                like = column if like is None else self._call(node, aten.add.Tensor, like, column)
+        whole = [-1 if of else size for of, size in zip(is_open, sizes, strict=True)]
+        return self._call(node, aten.expand.default, like, whole)
+
+    def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
+        """A tensor of one dim of a value, with the first of all others."""
+        vector = self._call(line, aten.detach.default, source)
+        for other in reversed([i for i in range(value(source).dim()) if i != dim]):
+            vector = self._call(line, aten.select.int, vector, other, 0)
+        return vector
+
+    def _known(self, number: fx.Node) -> Any:
+        """A size that is a number in the trace as what it is at most; as it was where nobody knows."""
+        known = with_sizes(value(number), self.sizes)
+        return known if isinstance(known, int) else number
+
+    def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
+        """How many elements a selection has, as a tensor."""
+        selection = self.selections.get(symbol)
+        if selection is None:
+            return None
+        return self._call(line, aten.sum.default, selection.args[0])
+
+    def selected(self) -> dict[fx.Node, set[fx.Node]]:
+        """Of every selection the values that have a dim of its elements."""
+        values_of: dict[fx.Node, set[fx.Node]] = {
+            selection: set(selection.users) for selection in self.positions.values()
+        }
+        for node, traced in self.traced.items():
+            symbols = {s for tensor in tensors_in(traced) for size in tensor.shape for s in free_symbols(size)}
+            for symbol in symbols & self.selections.keys():
+                values_of[self.selections[symbol]].add(node)
+        return values_of
+
+    # Means
+
+    def _mean(self, node: fx.Node) -> fx.Node | None:
+        """A mean over elements whose number depends on values, as a sum over the number."""
+        name = operator_name(node)
+        reduces = is_operator(node.target) and name not in _BY_LABELS and argument(node, "reduction") == _MEAN
+        if name != "aten::mean" and not reduces:
+            return None
+        source = node.args[0]
+        sizes = [expression(size) for size in self.traced.get(source, value(source)).shape]
+        if reduces:
+            names = [declared.name for declared in node.target._schema.arguments]
+            place = names.index("reduction")
+            args = [_NONE if i == place else passed for i, passed in enumerate(node.args)]
+            kwargs = {k: passed for k, passed in node.kwargs.items() if k != "reduction"}
+            kwargs |= {"reduction": _NONE} if len(args) <= place else {}
+            total = self._call(node, aten.sum.default, self._call(node, node.target, *args, **kwargs))
+        elif node.target is aten.mean.default:
+            total = self._call(node, aten.sum.default, source, **node.kwargs)
+        else:
+            dims = argument(node, "dim")
+            total = self._call(node, aten.sum.dim_IntList, *node.args, **node.kwargs)
+            sizes = [size for i, size in enumerate(sizes) if i in {d % len(sizes) for d in dims}] if dims else sizes
+        number = 1
+        for size in sizes:
+            number = number * size
+        if not any(is_symbol(size) or not isinstance(size, int) for size in sizes):
+            return None
+        count = self.numbers.size(number, node)
+        return self._call(node, aten.div.Tensor, total, count)
+
+
+def _selects(node: fx.Node) -> bool:
+    """Whether a call gives what a mask selects."""
+    if node.op != "call_function":
+        return False
+    masks = operator_name(node) == "aten::index" and any(map(_is_mask, node.args[1]))
+    return (
+        masks or node.target is aten.where.default or operator_name(node) in _SELECTING - {"aten::where", "aten::index"}
+    )
+
+
+def _check_open(node: fx.Node, traced: Any) -> None:
+    """Raises TraceError where the model uses a selection as if it had a size that is known, and has computed it so."""
+    for tensor, largest in zip(tensors_in(traced), tensors_in(value(node)), strict=True):
+        for size, most in zip(tensor.shape, largest.shape, strict=False):
+            taken = expression(size)
+            if not free_symbols(size) and taken != most:
+                raise TraceError(
+                    f"a selection of {most} elements is used as if it had {taken}", refusal=Refusal.SIZE,
+                    why="how many it has depends on values, and only another tensor's size says that there are so many",
+                    where=source_text(node), hint=f"a selection of known size: gather, or topk with k={taken}",
+                )  # fmt: skip
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and value(index).dtype in (torch.bool, torch.uint8)

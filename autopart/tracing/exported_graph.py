@@ -1,0 +1,238 @@
+"""From what `torch.export` gives to one flat `torch.fx` graph of functional operators."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import OutputKind
+
+from autopart.compat.torch_internals import AUTOCAST, is_higher_order, is_operator
+from autopart.errors import Refusal, TraceError
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value
+from autopart.tracing.blocks.repeated_blocks import base_name
+from autopart.tracing.call_signature import PREFIX
+
+if TYPE_CHECKING:
+    from autopart.tracing.trace import Call
+
+_REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+"""Higher-order operators that are inlined, and how many options stand before their body: the grad mode; the device
+type, dtype, whether enabled, whether casts are cached."""
+_FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
+_OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
+CONSTANT = "_constant_"
+"""What the names of tensors begin with that are written into the trace."""
+
+
+def functional(program: Any) -> Any:
+    """The exported program without writes in place."""
+    graph_module = program.graph_module
+    if not any(_writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
+        return program
+    _one_name_each(program)
+    norms = (n for n in graph_module.graph.nodes if operator_name(n) == "aten::instance_norm")
+    hidden = next(filter(_writes, norms), None)
+    if hidden is not None:
+        _tell_as_users_do(hidden)
+        raise TraceError(
+            "F.instance_norm is given running statistics to write",
+            refusal=Refusal.WRITE,
+            why="torch hides that from a trace",
+            where=source_text(hidden),
+            hint="nn.InstanceNorm1d/2d/3d with track_running_stats=True",
+        )
+    graph_module.recompile()
+    return program.run_decompositions({})
+
+
+def inline_regions(module: Any) -> None:
+    """Put the bodies of `no_grad` and autocast regions into the graph that calls them, in place.
+
+    What the grad mode means is written in the bodies already (`EagerSemantics`). Autocast is entered and left by calls,
+    which `run_decompositions` turns into casts.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_higher_order(node.target):
+            continue
+        num_options = _REGIONS.get(node.target.name())
+        if num_options is None:
+            _tell_as_users_do(node)
+            raise TraceError(
+                f"{node.target} holds a part of the model that cannot be cut",
+                refusal=Refusal.REGION,
+                why="only no_grad and autocast regions can be",
+                where=source_text(node),
+                hint="torch.where and plain operations in its place, or parallelize the modules inside",
+            )
+        options, (region, *operands) = node.args[:num_options], node.args[num_options:]
+        body: Any = module.get_submodule(region.target)
+        inline_regions(body)
+        with graph.inserting_before(node):
+            values = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+            outputs = _inlined(graph, body, values, options if num_options > 1 else None)
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not region.users:
+            graph.erase_node(region)
+
+
+def drop_checks(graph: fx.Graph) -> None:
+    """Remove the checks of dtypes that torch.export puts before casts: they compute nothing."""
+    for node in list(graph.nodes):
+        if operator_name(node) == "aten::_assert_tensor_metadata":
+            graph.erase_node(node)
+
+
+def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocast: Any) -> Any:
+    """Copy the calls of a region's body; its outputs."""
+    enter, leave = AUTOCAST
+    opened = graph.call_function(enter, autocast) if autocast is not None else None
+    outputs = graph.graph_copy(body.graph, values)
+    if opened is not None:
+        graph.call_function(leave, (opened,))
+    return outputs
+
+
+def _one_name_each(program: Any) -> None:
+    """Let what has several names, a buffer or a parameter, be read by its first one alone: torch cannot make writes to
+    it functional otherwise."""
+    first: dict[int, fx.Node] = {}
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name not in names:
+            continue
+        name = names[node.name]
+        stored = program.state_dict if name in program.state_dict else program.constants
+        known = first.setdefault(id(stored[name]), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            another, stored[name] = stored[name], torch.empty_like(stored[name])
+            if isinstance(another, nn.Parameter):
+                stored[name] = nn.Parameter(stored[name], another.requires_grad)
+
+
+def _written_out(node: fx.Node) -> bool:
+    """Kinds of dropout that torch writes out as their formula when it makes a graph functional."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in _FORMULAS and draws_random_numbers(node)
+
+
+def _is_no_operator(node: fx.Node) -> bool:
+    """Whether a call enters or leaves something that changes what operators do: autocast, vmap."""
+    known = is_operator(node.target) or node.target is operator.getitem
+    return node.op == "call_function" and not known
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or schema.is_mutable:
+        return schema is not None
+    if schema.name not in ("aten::batch_norm", "aten::instance_norm"):  # these write although their schemas do not say
+        return False
+    arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))
+
+
+def own_graph(
+    module: fx.GraphModule, attributes: Mapping[str, str], parameters: Collection[str], call: Call
+) -> fx.Graph:
+    """A copy of the exported graph in which parameters (`parameter`), buffers and constants are `get_attr`
+    nodes, inputs stay placeholders."""
+    graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
+    values: dict[fx.Node, Any] = {}
+    known: dict[str, fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name in attributes and node.name not in parameters and attributes[node.name] in known:
+            values[node] = known[attributes[node.name]]  # a constant that is a parameter
+        elif node.name in attributes:
+            values[node] = known[attributes[node.name]] = graph.get_attr(attributes[node.name])
+            values[node].meta = {**node.meta, "parameter": node.name in parameters}
+            facts(values[node])["constant"] = attributes[node.name].startswith(CONSTANT)
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            values[node] = graph.node_copy(node)
+            name, tensor = next(inputs)
+            values[node].meta |= {"input_name": name, "input_grad": tensor.requires_grad}
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            unknown = next((used for used in node.all_input_nodes if used not in values), None)
+            if unknown is not None:
+                kind = getattr(value(unknown), "class_fqn", "").rpartition(".")[2] or "an object"
+                raise TraceError(
+                    f"{operator_name(node)} is given a {kind} of the model's own",
+                    refusal=Refusal.PART,
+                    why="a program is made of operators on tensors",
+                    where=source_text(node),
+                    hint="plain operations on tensors in its place",
+                )
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
+            values[node].meta = dict(node.meta)
+    graph.output(fx.map_arg(module.graph.output_node().args[0], values.__getitem__))
+    for node in graph.nodes:
+        _tell_as_users_do(node)
+    return graph
+
+
+def _tell_as_users_do(node: fx.Node) -> None:
+    """Note where a node comes from as its author knows it: modules without the entry, lines without ours."""
+    inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
+    facts(node)["nn_module_stack"] = {
+        key: (path.removeprefix(PREFIX) if path != PREFIX[:-1] else "", kind) for key, (path, kind) in inside
+    }
+    if facts(node).get("stack_trace"):
+        facts(node)["stack_trace"] = own_frames(facts(node)["stack_trace"])
+
+
+@lru_cache(maxsize=4096)
+def own_frames(stack_trace: str) -> str:
+    """A stack trace without the frames of torch and autopart, so that it ends in the user's code, if there is any."""
+    frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
+    users_frames = [f for f in frames if "/torch/" not in f]
+    return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
+
+
+def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
+    """Leave the model's own outputs as the output node's first argument, new values of buffers and
+    parameters as its second.
+
+    `users_name`: from the name of a tensor in the exported program to the user's.
+    """
+    output = graph.output_node()
+    kept: list[Any] = []
+    updates: dict[str, fx.Node] = {}
+    for spec, result in zip(specs, output.args[0], strict=True):
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            updates[users_name(spec.target)] = _detached(result)
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            kept.append(result)
+        else:
+            raise TraceError(
+                f"{type(model).__name__} writes to its input '{users_name(spec.target)}' in its forward",
+                refusal=Refusal.WRITE,
+                why="only buffers and parameters can be written",
+                where=describe(result),
+                hint="do it outside forward()",
+            )
+    output.args = (tuple(kept), updates)
+
+
+def _detached(update: fx.Node) -> fx.Node:
+    """A new value of a buffer without its gradient: what a buffer keeps outlives the backward."""
+    if update.op != "call_function" or not is_floating(update):
+        return update
+    with update.graph.inserting_after(update):
+        node = update.graph.call_function(torch.ops.aten.detach.default, (update,))
+    node.meta = dict(update.meta)
+    return node

@@ -1,0 +1,193 @@
+"""Whether a trace gives every parameter and input the gradient that the model gives it.
+
+The model's own Python runs once more outside of the trace, without values (`meta_run`), and its autograd graph says
+which parameters its outputs and its loss depend on. The trace's graph says the same of itself. Where the two differ,
+both are differentiated: what counts is who has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopart.compat.torch_internals import tree_flatten
+from autopart.errors import Refusal, TraceError
+from autopart.ir.blocks.deduplication import NotFoldable, names_of
+from autopart.ir.facts import facts
+from autopart.ir.graph import is_floating, operator_name, source_text, value
+from autopart.tracing.autograd.meta_run import meta_run
+from autopart.tracing.call_signature import PREFIX, Entry
+from autopart.tracing.meta_copy import without_values
+from autopart.tracing.python.eager_semantics import no_autocast, traceable
+from autopart.tracing.trace import Trace, device_of_weights, flatten_call
+from autopart.tracing.with_loss import users_model
+
+_CUTS = "aten::detach", "aten::detach_copy"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of a model or of its graph: flat outputs, and what may need a gradient, by id and by name."""
+
+    outputs: Sequence[Any]
+    leaves: Mapping[int, str]
+    tensors: Mapping[str, Tensor]
+
+    def reached(self, outputs: Sequence[Any]) -> set[str]:
+        """What some outputs depend on, by the graph that autograd keeps."""
+        names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
+        todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            if node is None:
+                continue
+            name = self.leaves.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                names.add(name)
+            for after, _ in node.next_functions:
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return names
+
+    def with_gradient(self, outputs: Sequence[Any], names: set[str]) -> set[str]:
+        """Those of some names that have a gradient once these outputs are differentiated."""
+        differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        if not differentiable or not names:
+            return set()
+        ordered = sorted(names)
+        seeds = [torch.empty_like(o) for o in differentiable]
+        leaves = [self.tensors[name] for name in ordered]
+        grads = torch.autograd.grad(differentiable, leaves, seeds, retain_graph=True, allow_unused=True)
+        return {name for name, grad in zip(ordered, grads, strict=True) if grad is not None}
+
+
+def with_gradients_checked(
+    model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None
+) -> Trace:
+    """The trace, once every parameter is known to have the gradient in it that the model gives it.
+
+    Also notes what the model checkpoints, which a trace with repeated blocks may not see; and why nothing was compared,
+    where the model does not run without values. Raises TraceError where a gradient is lost, or made up.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained and not traced.call.with_gradient:
+        return traced
+    if traced.by_chance:
+        return traced  # a run of the model takes one side of each decision
+    device = device_of_weights(model)
+    entry = Entry(model, arguments, flatten_call(arguments).names, device)
+    leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
+    try:
+        stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
+        inputs = [without_values(t) for t in traced.call.tensors]
+        with no_autocast(), meta_run(device):
+            flat = tree_flatten(_call(entry, stands_for, inputs))[0]
+    except Exception as error:  # whatever the model's code makes of tensors without values
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({reason})"))
+    tensors = {name: stands_for[id(p)] for name, p in traced.all_parameters.items() if p.requires_grad}
+    wanted = traced.call.with_gradient
+    tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
+    leaves |= {id(t): name for name, t in tensors.items()}
+    eager = _Run(flat, leaves, tensors)
+    _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)
+    return replace(traced, checkpointed=entry.checkpoints.found or traced.checkpointed)
+
+
+def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
+    """What the model gives for its call, by its own Python."""
+    weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
+
+    def apply(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function is CheckpointFunction:
+            return entry.checkpoints.apply(apply, function, args, kwargs)
+        return apply(function, *args, **kwargs)
+
+    with traceable(entry, apply):
+        inputs_by_name = dict(zip(entry.tensor_names, inputs, strict=True))
+        return functional_call(entry, weights, (), inputs_by_name, tie_weights=False)  # `weights` has all names
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every place of a parameter or buffer: tied ones once for every module that has them, a module once."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}".lstrip("."), tensor
+
+
+def _compare(
+    name: str, eager: _Run, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
+) -> None:
+    """Raises TraceError for the first parameters of which the trace says something else than the model."""
+    outputs = list(traced.graph.output_node().args[0])
+    reached = _static(traced)
+    graph: _Run | None = None
+    for of in ([loss] if loss is not None else []) + [None]:
+        places = range(len(outputs)) if of is None else [outputs.index(of)]
+        of_model = [eager.outputs[i] for i in places]
+        expected = eager.reached(of_model)
+        actual = set().union(*(reached.get(outputs[i], set()) for i in places if isinstance(outputs[i], fx.Node)))
+        if expected == actual:
+            continue
+        if traced.folds:
+            raise NotFoldable("gradients are compared in the whole trace")
+        graph = graph or _graph_run(traced, eager, device, inputs)
+        lost = eager.with_gradient(of_model, expected - actual)
+        made_up = graph.with_gradient([graph.outputs[i] for i in places], actual - expected)
+        if lost or made_up:
+            raise _difference(name, traced, lost, made_up)
+
+
+def _static(traced: Trace) -> dict[fx.Node, set[str]]:
+    """{value of the graph: what it depends on by floating-point values that are not detached}."""
+    reached: dict[fx.Node, set[str]] = {}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            parameter = traced.parameters.get(node.target)
+            trained = parameter is not None and parameter.requires_grad
+            reached[node] = set(names_of(traced.folds, node.target)) if trained else set()
+        elif node.op == "placeholder":
+            reached[node] = {f"input {facts(node)['input_name']}"} if facts(node).get("input_grad") else set()
+        elif node.op == "call_function":
+            several = isinstance(value(node), (tuple, list))
+            carries = (several or is_floating(node)) and operator_name(node) not in _CUTS
+            sets = [reached[source] for source in node.all_input_nodes if reached[source]] if carries else []
+            reached[node] = sets[0] if len(sets) == 1 else set().union(*sets)
+    return reached
+
+
+def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
+    """The trace's graph, run as the model was; in the precision of the graph, which may be another."""
+    others = {**traced.buffers, **traced.constants, **traced.parameters}
+    dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
+    with no_autocast(), meta_run(device):
+        tensors = {name: without_values(t) for name, t in others.items() if name not in eager.tensors}
+        tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in (tensors | dict(eager.tensors)).items()}
+        nodes = traced.graph.find_nodes(op="placeholder")
+        cast_inputs = [t.to(value(n).dtype) for t, n in zip(inputs, nodes, strict=True)]
+        values = traced.values(cast_inputs, tensors)
+    outputs = traced.graph.output_node().args[0]
+    flat = [values[o] if isinstance(o, fx.Node) else o for o in outputs]
+    return _Run(flat, eager.leaves, eager.tensors)
+
+
+def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> TraceError:
+    ordered = [n for n in (*traced.parameters, *(f"input {n}" for n in traced.call.names)) if n in (lost or made_up)]
+    names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
+    readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
+    what = f"the trace of {name} loses the gradient of {names}"
+    why = "the model itself gives a gradient there, and what was traced of it does not"
+    if not lost:
+        what = f"the trace of {name} gives a gradient to {names}"
+        why = "the model itself gives none there"
+    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
+                      hint="the same in plain operations, without Python that torch.export does not see")  # fmt: skip

@@ -1,0 +1,141 @@
+"""What a forward assigns to the names of its modules' buffers: a trace sees writes, and no assignments.
+
+A buffer that was None is a cache, filled in the first call and read in the next. It is allowed where every call would
+compute the same: then the program computes it in every call, and the model's own is None as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.errors import Refusal, TraceError
+from autopart.tracing.python.concrete_constants import KnownValues
+
+
+class _Form(NamedTuple):
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AssignedBuffers:
+    """The buffers of a model around its forward.
+
+    `caches`: those that it fills. `are_filled`: whether forward shall find them filled.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.are_filled = model, False
+        self.caches: dict[tuple[nn.Module, str], _Form] = {}
+
+    @contextmanager
+    def written(self, known: KnownValues | None) -> Iterator[None]:
+        """Around a forward: what it assigns to a buffer's name is written into the buffer.
+
+        `known`: what is known of its values in a trace; None outside of one.
+        """
+        before = [
+            (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in self.model.modules()
+        ]
+        if known is not None:
+            known.hold([buffer for _, buffers, _ in before for buffer in buffers.values() if buffer is not None])
+        for (module, name), form in self.caches.items() if self.are_filled else ():
+            module._buffers[name] = torch.empty(**form._asdict())
+        try:
+            yield
+            if known is not None:
+                known.forget([buffer for module, buffers, _ in before for buffer in _replaced(module, buffers)])
+            for module, buffers, _ in before:
+                self._write(module, buffers, known)
+        finally:
+            for module, buffers, names in before:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set = names
+
+    def _write(self, module: nn.Module, before: Mapping[str, Tensor | None], known: KnownValues | None) -> None:
+        for name in {**before, **module._buffers}:
+            buffer, new = before.get(name), module._buffers.get(name)
+            if new is buffer:
+                continue
+            if buffer is None and new is not None:
+                self._note_cache(module, name, new, known)
+                continue
+            if buffer is None or new is None or new.shape != buffer.shape:
+                was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
+                raise TraceError(
+                    f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
+                    refusal=Refusal.STATE,
+                    why=f"it was {was}, and is {now}",
+                    hint="a buffer of the largest shape from the start, written in part",
+                )
+            with torch.no_grad():
+                buffer.copy_(new)
+
+    def _note_cache(self, module: nn.Module, name: str, new: Tensor, known: KnownValues | None) -> None:
+        if self.are_filled or known is None:
+            return
+        if not known.is_fixed(new):
+            raise TraceError(
+                f"{type(module).__name__} fills its buffer '{name}' in its forward",
+                refusal=Refusal.STATE,
+                why="it was None, and what it is given is made of more than constants and buffers that stay as they "
+                "are: the next call would find the value of this one",
+                hint=f"register_buffer('{name}', ...) with a value in __init__; or a call of the model before",
+            )
+        self.caches[module, name] = _Form(new.shape, new.dtype, new.device)
+
+
+def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [buffer for name, buffer in before.items() if buffer is not None and module._buffers.get(name) is not buffer]
+
+
+def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
+    """Raises TraceError where a forward that finds its caches filled does something else than one that fills them.
+
+    That is tried: `again` traces once more with filled ones. What depends on inputs or parameters must be the same.
+    """
+    if not buffers.caches:
+        return
+    if computed(again_filled(buffers, again)) != computed(program):
+        names = ", ".join(f"'{name}'" for _, name in list(buffers.caches)[:3])
+        raise TraceError(
+            f"{type(model).__name__} computes something else in every call",
+            refusal=Refusal.STATE,
+            why=f"forward() fills the buffer {names} and decides by whether it is None",
+            hint="a call of the model before it is parallelized, so that it is filled",
+        )
+
+
+def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
+    """Trace once more with filled caches."""
+    buffers.are_filled = True
+    try:
+        return again()
+    finally:
+        buffers.are_filled = False
+
+
+def computed(program: Any) -> Counter[tuple]:
+    """The calls that depend on inputs or parameters, each with its other arguments and the shapes that it gives."""
+    signature = program.graph_signature
+    fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
+    depending: dict[fx.Node, bool] = {}
+    for node in program.graph.nodes:
+        is_input = node.op == "placeholder" and node.name not in fixed
+        depending[node] = is_input or any(depending[source] for source in node.all_input_nodes)
+    return Counter(
+        (str(node.target), _others(node), str(getattr(node.meta.get("val"), "shape", None)))
+        for node, depends in depending.items() if depends and node.op == "call_function"
+    )  # fmt: skip
+
+
+def _others(node: fx.Node) -> str:
+    """The arguments of a call that are no values of the graph."""
+    return str(fx.map_arg((node.args, node.kwargs), lambda _: "value"))

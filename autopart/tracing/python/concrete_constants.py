@@ -1,0 +1,248 @@
+"""Tensors that depend on nothing: Python may ask for their values in a trace, which has no values.
+
+`nn.Transformer` compares a mask with the causal one; others take the largest of a few positions. Such a tensor is made
+by functions like `torch.arange` from numbers alone, so it can be computed when it is asked for. That it is made like
+another tensor (`torch.ones_like(x)`, `steps.to(x)`) changes nothing: only the form of that one is read.
+
+A tensor that the user's code holds, and that is neither a parameter nor a buffer nor an input, is known too: it is a
+constant of the trace, which refuses a forward that writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.compat.torch_internals import has_values, outside_of_tracing, tree_flatten, tree_map
+
+_MAKERS = frozenset(
+    {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor", "as_tensor", "scalar_tensor"}
+    | {"tril_indices", "triu_indices", "hann_window", "hamming_window", "blackman_window", "kaiser_window"}
+)
+_ANSWERS = frozenset(
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"} | {"_total"}
+)
+_SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full_like")}
+_TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_ones", "new_full")} | {
+    name: (1, "other") for name in ("to", "type_as")
+}
+"""Functions that read the form of one argument alone, and which that is: its shape, dtype and device, or but the latter
+two."""
+UNKNOWN = object()
+
+
+Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
+"""A function, its arguments, and its keyword arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The call that made a tensor, which is `place` of its outputs. In its arguments, other such calls stand for the
+    tensors that they made."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A tensor of which only this is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class KnownValues:
+    """Which tensors of a trace are known, and how they were made.
+
+    `of_model`: its parameters, buffers and inputs, whose values may differ in the next call. `read`: the constants
+    whose values Python was told.
+    """
+
+    def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
+        self._made = WeakIdKeyDictionary()
+        self._changing = {memory_of(tensor) for tensor in of_model} | {None}
+        self.read: list[Tensor] = []
+        self._held: list[tuple[Tensor, _Form]] = []
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        if tensor not in self._made and self._is_constant(tensor):
+            self._made[tensor] = tensor
+        return tensor in self._made
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        is_real = type(tensor) is Tensor and has_values(tensor) and not tensor.requires_grad
+        return is_real and memory_of(tensor) not in self._changing
+
+    def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
+        """Note a call of the tensors `inputs` that gave `output`."""
+        func, args, kwargs = call
+        name = getattr(func, "__name__", "")
+        if name in _SHAPED_LIKE or name in _TYPED_LIKE:
+            args, kwargs = _without_model(name, args, kwargs)
+            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            is_made = all(map(self._is_known, inputs))
+        else:
+            is_made = all(map(self._is_known, inputs)) if inputs else name in _MAKERS
+        if not is_made:
+            return
+        args, kwargs = tree_map(self._recipe, (args, kwargs))
+        for place, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, Tensor) and not any(leaf is t for t in inputs):
+                self._made[leaf] = _Made(func, args, kwargs, place)
+
+    def _recipe(self, leaf: Any) -> Any:
+        return self._made[leaf] if isinstance(leaf, Tensor) else leaf
+
+    def forget(self, written: Sequence[Tensor]) -> None:
+        """These tensors are written: known ones in the same memory have other values from now on. What was computed of
+        them before keeps its own."""
+        memory = {memory_of(tensor) for tensor in written}
+        self._changing |= memory
+        self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
+
+    def drop(self, tensors: Sequence[Tensor]) -> None:
+        """Forget how these were made."""
+        for tensor in tensors:
+            self._made.pop(tensor, None)
+
+    def sized(self, call: Call) -> Mapping[str, Any]:
+        """The keyword arguments of a call; of `repeat_interleave` with the size of the result, where the counts are
+        known."""
+        func, args, kwargs = call
+        if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
+            return kwargs
+        operands = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
+        source, counts = operands[0], operands[-1]
+        is_known = isinstance(counts, Tensor) and self._is_known(counts)
+        total: Any = self._computed(lambda real: int(real.sum()), (counts,), {}) if is_known else UNKNOWN
+        if total is UNKNOWN:
+            return kwargs
+        if source is not counts and counts.numel() == 1:  # one count for all
+            dim = args[2] if len(args) > 2 else kwargs.get("dim")
+            total *= source.numel() if dim is None else source.shape[dim]
+        return {**kwargs, "output_size": total}
+
+    def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
+        func, args, kwargs = call
+        asks = getattr(func, "__name__", "") in _ANSWERS
+        if not asks or not inputs or not all(map(self._is_known, inputs)):
+            return UNKNOWN
+        return self._computed(func, args, kwargs)
+
+    def _computed(self, func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        recipe = tree_map(self._recipe, (args, kwargs))
+        if self._forms_of(recipe) & {id(form) for _, form in self._held}:
+            return UNKNOWN
+        return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
+
+    def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
+        """What `compute` makes of what a recipe gives; UNKNOWN where random numbers are drawn for it."""
+        drawn = torch.get_rng_state()
+        with outside_of_tracing(), torch.no_grad():
+            result = compute(self._real(recipe, {}))
+            is_random = not torch.equal(drawn, torch.get_rng_state())
+        if not is_random:
+            return result
+        torch.set_rng_state(drawn)
+        return UNKNOWN
+
+    def hold(self, buffers: Sequence[Tensor]) -> None:
+        """These tensors have values that a trace does not know, and the same in every call as long as none is
+        written."""
+        self._held = [(buffer, _Form(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
+        for buffer, form in self._held:
+            self._made[buffer] = form
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the same in every call: made of constants, and of what is held and is not written."""
+        if not self._is_known(tensor):
+            return False
+        recipe = self._made[tensor]
+        if self._forms_of(recipe) & {id(form) for held, form in self._held if self._made.get(held) is not form}:
+            return False
+        try:
+            return self._without_draws(lambda real: True, recipe) is True
+        except (RuntimeError, ValueError, IndexError):  # what is held is taken as zeros, which may not fit
+            return False
+
+    def _forms_of(self, recipe: Any) -> set[int]:
+        """The identities of the forms that a recipe reads."""
+        forms, seen, todo = set[int](), set[int](), [recipe]
+        while todo:
+            leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
+            seen |= {id(leaf) for leaf in leaves if isinstance(leaf, _Made)}
+            forms |= {id(leaf) for leaf in leaves if isinstance(leaf, _Form)}
+            todo += [(leaf.args, leaf.kwargs) for leaf in leaves if isinstance(leaf, _Made)]
+        return forms
+
+    def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
+        """A call's arguments with real tensors, all on the CPU."""
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if isinstance(leaf, _Form):
+                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+            if isinstance(leaf, Tensor):
+                self.read.append(leaf)
+                return leaf.cpu()
+            if not isinstance(leaf, _Made):
+                return leaf
+            if id(leaf) not in done:
+                args, kwargs = self._real((leaf.args, leaf.kwargs), done)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": "cpu"}
+                done[id(leaf)] = tree_flatten(leaf.func(*args, **kwargs))[0][leaf.place]
+            return done[id(leaf)]
+
+        return tree_map(one, value)
+
+
+def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+    """Arguments with the form of the tensor that the new one is made like in its place, where that is all there is to
+    read."""
+    place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
+    like = args[place] if place < len(args) else kwargs.get(keyword)
+    if not isinstance(like, Tensor):
+        return args, kwargs
+    shape = tuple(like.shape) if name in _SHAPED_LIKE else ()
+    if not all(isinstance(size, int) for size in shape):
+        return args, kwargs
+    form = _Form(shape, like.dtype)
+    if place < len(args):
+        return (*args[:place], form, *args[place + 1 :]), kwargs
+    return args, {**kwargs, keyword: form}
+
+
+def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to in place."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = [*(args[:1] if in_place else ()), kwargs.get("out")]
+    return [tensor for tensor in written if isinstance(tensor, Tensor)]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that it consists of, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Equal for tensors in the same memory; None where torch does not say, as inside of `torch.func`."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have several
+        return None

@@ -1,0 +1,367 @@
+"""What `torch.export` forgets of how a model's Python runs, written into the trace while it runs.
+
+Export marks `torch.no_grad()` regions, but loses the marks inside autocast regions and where writes in place are made
+functional; and it cannot trace through `.data`. `EagerSemantics` writes both as `detach`, which stays.
+
+`traceable` lets the few modules of torch that cannot be traced run as code that can.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.common.scoped import attributes
+from autopart.compat.export_internals import other_lists
+from autopart.compat.symbolic_shape_internals import MANY
+from autopart.compat.torch_internals import (
+    BatchNorm,
+    InstanceNorm,
+    Tracing,
+    redirected_functions,
+    tree_flatten,
+    tree_map,
+)
+from autopart.errors import Refusal
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.tracing.autograd.autograd_functions import apply_as_operator
+from autopart.tracing.autograd.cond_branches import both_branches
+from autopart.tracing.autograd.decompositions import WRITTEN_OUT
+from autopart.tracing.autograd.tensor_hooks import Removable, Rewrites, hook_gradient
+from autopart.tracing.dynamic.data_dependent_branches import SkippedWrites
+from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
+from autopart.tracing.dynamic.index_lists import as_places, indexed
+from autopart.tracing.dynamic.random_branches import Chances, is_by_chance
+from autopart.tracing.python.concrete_constants import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
+from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
+from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
+from autopart.tracing.with_loss import check_criterion
+
+_ASKING = frozenset(
+    {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
+    | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
+)
+"""What gives Python the values of a tensor, or as many as these decide."""
+_TENSOR: Any = Tensor
+_OF_METADATA = frozenset(
+    getattr(_TENSOR, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
+) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
+"""What reads nothing that depends on the grad mode, and gives no tensor."""
+_DATA: Any = Tensor.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_SIZED_BY_VALUES = {
+    "_pack_padded_sequence": (
+        "pack_padded_sequence leaves as much of every row as its length says",
+        "lengths are values, and a graph has sizes",
+        "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
+    ),
+    "ctc_loss": (
+        "torch.ctc_loss makes tables that are as large as the lengths of its targets say",
+        "lengths are values, and a graph has sizes",
+        "torch.nn.functional.ctc_loss, or nn.CTCLoss",
+    ),
+}
+"""Functions of torch that cannot be traced: what, why, and what to try."""
+_CALL_OF_GRAD = inspect.signature(torch.autograd.grad)
+_SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
+
+
+class EagerSemantics(TorchFunctionMode):
+    """Around a forward: what is read without grad mode, or through `.data`, carries no gradient.
+
+    `tensors`: the model's parameters, buffers and inputs, as they are outside of the trace.
+
+    Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
+    mode to a value that has a gradient.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
+        self.asked = ""  # what the tensor is made of whose values Python asked for last
+        self.data = WeakIdKeyDictionary()  # what `.data` gave
+        self.known = KnownValues(tensors)
+        self.floats = Floats()
+        self.differentiates = False  # whether forward has called torch.autograd.grad
+        self.passed: dict[str, None] = {}  # checks of values, as notes say them
+        self.may_rewrite = False  # whether what was traced before may be changed
+        self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
+        self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: what it was put in place of}
+        self.hook_notes: dict[str, None] = {}
+        self.chances = Chances()
+        self.skipped = SkippedWrites()
+        self.numbers_drawn = False  # whether forward takes a random number out of its tensor
+        self.numbers_stay = False  # whether it gets the tensor instead
+        self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
+        self.both = False  # whether both branches of a torch.cond are in the trace
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        self.skipped.go_on()
+        if func in _OF_METADATA:
+            return func(*args, **kwargs)
+        args = indexed(func, args)
+        tensors = list(tensors_in((args, kwargs)))
+        self.check_unspent(tensors)
+        check_criterion(func, tensors)
+        answer = self.known.answer((func, args, kwargs), tensors)
+        if answer is not UNKNOWN:
+            return answer
+        if func is Tensor.__bool__ and (decided := self._decided(args[0], sys._getframe(1))) is not None:
+            return decided
+        if func is Tensor.__len__ and self.skipped.has_length(sys._getframe(1), args[0].shape[0]):
+            return MANY
+        if func is Tensor.item and self._is_drawn(args[0]):
+            self.numbers_drawn = True
+            if self.numbers_stay:
+                return args[0].reshape(())
+        passing = passing_answer(func, tensors, frame := sys._getframe(1))
+        if passing is not None:
+            self.passed[check_text(frame, NOT_THE_USERS)] = None
+            return passing
+        names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
+        if getattr(func, "__name__", "") in _ASKING:
+            self.asked = " and ".join(names)
+        if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
+            raise ReadsFloat
+        if func is Tensor.__iter__ and args[0].ndim:
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        kwargs = dict(self.known.sized((func, args, kwargs)))
+        output = self._run(WRITTEN_OUT.get(func, func), args, kwargs)
+        self.known.note((func, args, kwargs), tensors, output)
+        for tensor in tensors_in(output) if names else ():
+            self.origins[tensor] = names
+        return output
+
+    def spend(self, tensor: Tensor) -> bool:
+        """Note that who reads a tensor afterwards finds something else. False where it is not made in the trace."""
+        memory = memory_of(tensor)
+        made = tensor._base if tensor._base is not None else tensor
+        if memory is None or made.grad_fn is None:
+            return False
+        self.spent[memory] = tensor
+        return True
+
+    def check_unspent(self, tensors: Iterable[Tensor]) -> None:
+        """Raises Lost where one is read."""
+        if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
+            raise Lost(
+                "a tensor is read that an autograd.Function has written to",
+                "the Function does not say so (ctx.mark_dirty), and its gradient would be that of the value before",
+                "a Function that writes to a copy: x = x.clone()",
+                Refusal.WRITE,
+            )
+
+    def named(self, value: Any, name: str) -> None:
+        """Note what the tensors in a value are called in errors."""
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, Tensor):
+                self.origins[leaf] = (name,)
+
+    def _run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func == _GET_DATA:
+            alias = args[0].detach()
+            self.data[alias] = None
+            return alias
+        if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
+            raise Lost(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise Lost(
+                f"{func.__name__} draws from a torch.Generator of the model's own",
+                "its state is no tensor that a graph could hold, and ranks that draw the same number would have to "
+                "share it",
+                "the same without generator=, after torch.manual_seed; or draw outside of forward()",
+                Refusal.RANDOM,
+            )
+        if func == Tensor.register_hook and args[0].requires_grad:
+            return self._hook(*args, **kwargs)
+        if func == Tensor.detach_ and args[0].requires_grad:
+            raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
+                       "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
+        if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
+            _check_unchanged(args[0], *args[1:], **kwargs)
+        if func == _SET_DATA:
+            return args[0].detach().copy_(args[1].detach())
+        written = written_by(func, args, kwargs)
+        if written:
+            self.known.forget(written)
+        self.differentiates |= func is torch.autograd.grad
+        if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
+            did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
+            raise Lost("a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK)
+        if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
+        if torch.is_grad_enabled() and not any(t in self.data for t in written):
+            return func(*args, **kwargs)
+        for target in written:
+            if target.requires_grad and not target.is_leaf:
+                raise Lost(
+                    f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
+                    "its gradient would be that of the value before",
+                    f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
+                    Refusal.WRITE,
+                )
+        args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
+        """What Python is told of a truth value that random numbers alone decide, or that decides only what is written;
+        None for others."""
+        answer = self.chances.answer(condition)
+        if answer is None:
+            return self.skipped.answer(asking_frame(frame), lambda: condition)
+        if not self.may_rewrite:
+            raise Rewrites
+        self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
+        return answer
+
+    def _is_drawn(self, number: Tensor) -> bool:
+        tracing = Tracing.current()
+        node = tracing.node_of(number) if tracing is not None and number.is_floating_point() else None
+        return node is not None and is_by_chance(node)
+
+    def condition(self, *arguments: Any) -> Any:
+        """`torch.cond` of these, in a trace."""
+        if not self.may_rewrite:
+            raise Rewrites
+        self.both = True
+        return both_branches(*arguments)
+
+    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Removable:
+        if not self.may_rewrite:
+            raise Rewrites
+        note = hook_gradient(tensor, hook, self.hooks)
+        if note:
+            self.hook_notes[note] = None
+        else:
+            self.hooked.add(memory_of(tensor))
+        return Removable()
+
+
+def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
+    """Raises Lost where a parameter begins or ceases to need a gradient."""
+    if parameter.requires_grad != requires_grad:
+        raise Lost(
+            f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
+            "a program has one answer for the whole call: whether it needs a gradient",
+            "requires_grad_() outside of forward(), or weight.detach() in it",
+            Refusal.WRITE,
+        )  # fmt: skip
+
+
+def _detached(leaf: Any, written: list[Tensor]) -> Any:
+    keeps = not isinstance(leaf, Tensor) or not leaf.requires_grad or any(leaf is t for t in written)
+    return leaf if keeps else leaf.detach()
+
+
+@contextmanager
+def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
+    """Inside, norms of the model that cannot be traced have another forward, which computes the same.
+
+    A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function is one
+    operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
+    is nothing.
+    """
+    exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
+    for module in model.modules():
+        if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
+            continue
+        tracks = module.training and module.track_running_stats
+        if tracks and isinstance(module, InstanceNorm):
+            exchanged[module, "forward"] = partial(_tracking_instance_norm, module)
+        elif tracks and module.momentum is None:
+            exchanged[module, "forward"] = partial(_cumulative_batch_norm, module)
+        elif isinstance(module, nn.SyncBatchNorm):
+            exchanged[module, "forward"] = partial(BatchNorm.forward, module)
+    to = nn.Module.to
+    exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
+    with attributes(exchanged), redirected_functions(apply), other_lists(as_places):
+        yield
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Outside of any `torch.autocast`: what it does is in a trace already."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`module.to(device, dtype)` in a forward: nothing where it is there and has that dtype; export could not replace
+    its parameters."""
+    options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
+    targets = [*args, *options.values()]
+    devices = [torch.device(value) for value in targets if isinstance(value, (str, torch.device))]
+    dtypes = [value for value in targets if isinstance(value, torch.dtype)]
+    if not targets or len(devices) + len(dtypes) < len(targets):
+        return to(module, *args, **kwargs)
+    for tensor in (*module.parameters(), *module.buffers()):
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if not all(_is_on(tensor, device) for device in devices) or (floats and any(tensor.dtype != d for d in dtypes)):
+            raise Lost(
+                f"forward() moves or casts a {type(module).__name__}",
+                f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
+                "cannot replace them",
+                f"module.to({', '.join(str(value) for value in targets)}) before the model is parallelized",
+                Refusal.WRITE,
+            )
+    return module
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
+def ambient_autocast(device_type: str) -> torch.dtype | None:
+    """What `torch.autocast` casts to here; None outside of it."""
+    for kind in dict.fromkeys((device_type, "cuda")):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+    return None
+
+
+def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
+    """Batch norm whose running statistics are the mean over all batches so far: torch reads the number of batches as a
+    Python number there."""
+    module._check_input_dim(source)
+    module.num_batches_tracked.add_(1)
+    dims = [dim for dim in range(source.ndim) if dim != 1]
+    _move_statistics(module, source, dims, module.num_batches_tracked.to(module.running_mean.dtype).reciprocal())
+    return F.batch_norm(source, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
+    """Instance norm that moves its running statistics: torch hides that in an operator that looks functional."""
+    module._check_input_dim(source)
+    if source.dim() == module._get_no_batch_dim():
+        return _tracking_instance_norm(module, source.unsqueeze(0)).squeeze(0)
+    _move_statistics(module, source, list(range(2, source.ndim)), module.momentum or 0.0)
+    return F.instance_norm(source, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+@torch.no_grad()
+def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
+    """Running mean and unbiased variance over `dims` (and then over rows), towards those of this batch by `share`."""
+    rows = source.to(module.running_mean.dtype)
+    mean = rows.mean(dims, keepdim=True)
+    var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)
+    for running, new in ((module.running_mean, mean), (module.running_var, var)):
+        running.copy_((1 - share) * running + share * new.reshape(-1, len(running)).mean(0))

@@ -1,0 +1,33 @@
+"""Python's and numpy's random numbers, drawn by torch: then a program draws them in every step, alike on all ranks.
+
+Only functions that give one number between two others, and that are called as attributes of their modules.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopart.common.scoped import attributes
+
+DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
+"""The note of a plan that this was so in the trace."""
+
+
+def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
+    """Inside, `random.random()`, `random.uniform(a, b)` and numpy's `rand()`, `random()` and `uniform(a, b)` draw from
+    torch's generator. `as_numbers`: and give numbers, not tensors: for a run of the model outside of a trace."""
+
+    def draw() -> Any:
+        drawn = torch.rand((), dtype=torch.float64)
+        return drawn.item() if as_numbers else drawn
+
+    def uniform(low: float = 0.0, high: float = 1.0) -> Any:
+        return low + (high - low) * draw()
+
+    return attributes({(random, "random"): draw, (random, "uniform"): uniform, (np.random, "rand"): draw,
+                       (np.random, "random"): draw, (np.random, "uniform"): uniform})  # fmt: skip

@@ -1,0 +1,293 @@
+"""What a model's forward does beside computing tensors: a trace runs it once, and a program not at all."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.compat.torch_internals import tree_map
+from autopart.errors import Refusal, TraceError
+from autopart.ir.graph import operator_name
+from autopart.tracing.python.concrete_constants import KnownValues, tensors_in
+from autopart.tracing.python.hidden_tensors import Caches
+from autopart.tracing.with_loss import users_modules
+
+_TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
+_OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
+"""Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
+_CONTAINERS = (list, dict, set, OrderedDict)
+"""OrderedDict: a module's hooks, which a forward may add to itself."""
+_CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
+_SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
+"""Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
+whatever a forward decides by `random() < p`, it decides otherwise."""
+
+
+class PythonState:
+    """Inside, what the model's forward writes to its modules' attributes is noted, and whether it draws random numbers
+    from Python or numpy; at the end it is undone, and tensors are gone from where else its code keeps some."""
+
+    def __init__(self, model: nn.Module):
+        self.modules = dict(users_modules(model))
+        self.start: dict[str, Any] = {}
+        """{attribute: what it shall be inside}"""
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        """{attribute: its value before and after}"""
+        self.caches = Caches(model)
+        self.word: int | None = None
+        """What the states of Python's and numpy's generators shall be filled with inside; None: as they are"""
+        self.drawn = ""
+        """Which of them was drawn from last"""
+
+    def __enter__(self) -> PythonState:
+        self.changed.clear()
+        self.caches.__enter__()
+        self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
+        self._random = random.getstate(), np.random.get_state(legacy=False)
+        if self.word is not None:
+            random.setstate((3, (self.word,) * 624 + (0,), None))
+            np.random.set_state(("MT19937", np.full(624, self.word, np.uint32), 0, 0, 0.0))
+        self._started = random_state()
+        for name, value in self.start.items():
+            path, _, last = name.rpartition(".")
+            vars(self.modules[path])[last] = value
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, module in self.modules.items():
+            self._restore(name, vars(module), self._before[name])
+        self.caches.__exit__()
+        now = random_state()
+        drawn = [name for name, before in self._started.items() if now[name] != before]
+        self.drawn = drawn[-1] if drawn else ""
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+
+    def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
+        attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
+        for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
+            self.changed[f"{name}.{key}".lstrip(".")] = (None, attributes.pop(key))
+        for key, (value, content) in before.items():
+            now = attributes.get(key)
+            if now is value and content is not None and not _same(now, content):
+                self.changed[f"{name}.{key}".lstrip(".")] = (content, type(now)(now))
+                _refill(now, content)
+            elif now is not value:
+                if not _same(now, value):
+                    self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
+                attributes[key] = value
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What was changed and holds no tensor: forward may decide by it next time."""
+        return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
+
+
+@contextmanager
+def same_containers(model: nn.Module) -> Iterator[None]:
+    """Put back the lists and dicts that are attributes of modules: torch.export replaces them by copies."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            for name, value in before.items():
+                if isinstance(value, (*_CONTAINERS, tuple)) and name not in _TORCH_OWN and name in now:
+                    now[name] = value
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the generators that a forward may draw from, by their modules' names, as values to compare."""
+    _, words, *rest = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Every attribute, with what is in it where it can be filled in place."""
+    return {
+        name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
+        for name, value in attributes.items() if name not in _TORCH_OWN
+    }  # fmt: skip
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or _holds_tensors(one) or _holds_tensors(other):
+        if isinstance(one, (list, dict)) and type(one) is type(other) and len(one) == len(other):
+            pairs = zip(one, other, strict=True) if isinstance(one, list) else ((one[k], other.get(k)) for k in one)
+            return all(a is b for a, b in pairs)
+        return False
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(True for _ in tensors_in(value))
+
+
+def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
+    """Raises TraceError where forward draws random numbers from Python or numpy and computes by them: a program would
+    repeat those of the trace.
+
+    Whether it does is tried: `again` traces once more with the smallest draws there are, and with the largest.
+    """
+    drawn = state.drawn
+    if not drawn:
+        return
+    text = _text(program)
+    for word in (_SMALLEST, _LARGEST):
+        state.word = word
+        same = _text(again()) == text
+        state.word = None
+        if not same:
+            raise TraceError(
+                f"{type(model).__name__} draws random numbers from {drawn} in its forward",
+                refusal=Refusal.RANDOM,
+                why="forward() runs once, for the trace: every step would use the numbers drawn there",
+                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
+            )
+
+
+def _text(program: Any) -> str:
+    """All that a trace fixes: its graph and its constants."""
+    modules = [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
+    casts = {node: _cast_of(node) for node in nodes}
+    codes = [_connected(module.graph, casts) for module in modules]
+    for node, cast in casts.items():
+        value = program.constants[constants[node.name]]
+        if _has_values(value):
+            value = value if cast is None else value.to(cast.meta["val"].dtype)
+            codes.append(f"{value.dtype} {value.tolist()!r}")
+    return "\n".join(codes)
+
+
+def _cast_of(constant: fx.Node) -> fx.Node | None:
+    """What reads a constant, if that is a cast alone."""
+    readers = list(constant.users)
+    return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
+
+
+def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
+    """The text of a graph without what has nothing to do with its inputs, weights and outputs, such as the first values
+    of a module that forward makes. `constants`, without their names: {one: its cast, which is left out, or None}."""
+    neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
+    ends = [node for node in graph.nodes if node.op != "call_function"]
+    kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
+    text, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    casts = {cast: constant for constant, cast in constants.items() if cast is not None}
+    for node in graph.nodes:
+        if node in casts:
+            copies[node] = copies[casts[node]]
+        elif node in constants:
+            copies[node] = text.placeholder("constant")
+        elif node in kept:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = text.create_node(node.op, node.target, args, kwargs)
+    return str(text)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and (tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0)
+
+
+def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
+    """The tensors among the attributes that forward changes which it casts, once and for all: a trace with what it left
+    there is the same but for the cast."""
+    cast = {
+        name: before.to(after.dtype) for name, (before, after) in state.changed.items()
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
+        and before.dtype != after.dtype
+    }  # fmt: skip
+    if not cast:
+        return []
+    changed, state.start = state.changed.copy(), cast
+    are_the_same = _text(again()) == _text(program)
+    state.changed, state.start = changed, {}
+    return list(cast) if are_the_same else []
+
+
+def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], Any], may_fail: bool) -> bool:
+    try:
+        return bool(computed(again()) == computed(program))
+    except Exception:  # forward does something that cannot be traced with what it left
+        if not may_fail:
+            raise
+        return False
+
+
+def _zeros(leaf: Any) -> Any:
+    """Stand in for a tensor of a trace, which has no values."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def check_attributes(
+    model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any],
+    computed: Callable[[Any], Any] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
+
+    A tensor is read where the trace has its first value as a constant, or where Python was told its values. Of numbers,
+    and of tensors where there was none before, that is tried: `again` traces once more with what forward left there,
+    and must give the same graph. `computed`: what of the graph must be the same, by default all of it. Returns notes
+    for the user.
+    """
+    name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
+    for attribute in _only_cast(state, program, again):
+        del changed[attribute]
+    before = [(attribute, value) for attribute, (value, _) in changed.items()]
+    for attribute, value in [*before, *state.caches.replaced]:
+        if any(
+            constant is tensor
+            for tensor in tensors_in(value)
+            for constant in (*program.constants.values(), *known.read)
+        ):
+            raise TraceError(
+                f"{name} keeps a tensor from one call to the next in '{attribute}'",
+                refusal=Refusal.STATE,
+                why="a program has the value that it had for the trace, and no place for the next",
+                hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
+            )
+    first_tensors = {
+        attribute: tree_map(_zeros, after) for attribute, (before, after) in changed.items()
+        if not _holds_tensors(before) and any(not known.is_fixed(tensor) for tensor in tensors_in(after))
+    }  # fmt: skip
+    left = [one for one in state.caches.left if any(not known.is_fixed(tensor) for tensor in tensors_in(one.value))]
+    if numbers or first_tensors or left:
+        state.start = {**numbers, **first_tensors}
+        state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
+        if not _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left)):
+            shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
+            shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
+            raise TraceError(
+                f"{name} computes something else in every call",
+                refusal=Refusal.STATE,
+                why=f"forward() leaves {', '.join(shown[:3])}, and the next call reads it",
+                hint="a tensor in a buffer (register_buffer), changed by tensor operations",
+            )
+    if not changed:
+        return ()
+    written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
+    return (f"forward() also sets {written}: that happens in the trace only",)

@@ -1,0 +1,101 @@
+"""The checkpoints that a model makes itself (`torch.utils.checkpoint`), reentrant or not: plain calls, and noted.
+
+What a reentrant checkpoint runs has no gradient in a trace: it is an autograd.Function whose forward runs without grad
+mode, and whose backward runs the model's Python again. Here its function is run as any other part of the model. What
+the backward of the partitioned model computes again is the plan's choice; that of the model is its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopart.compat.torch_internals import other_checkpoints, redirected_functions
+from autopart.tracing.with_loss import users_modules
+
+
+class OwnCheckpoints:
+    """Inside, `torch.utils.checkpoint` calls its function and no more; notes which modules it was called for."""
+
+    def __init__(self, model: nn.Module):
+        self.paths = {module: path for path, module in users_modules(model)}
+        self.inside: set[str] = set()
+        """Paths of the modules that ran in a checkpoint."""
+        self.unnamed = False
+        """Whether the function of a checkpoint called no module."""
+        self._seen: set[str] | None = None
+
+    @property
+    def found(self) -> tuple[str | None, ...]:
+        """The modules that ran in a checkpoint, without those inside them, in the model's order; None for checkpoints
+        of functions that called no module."""
+        outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
+        return (*outermost, None) if self.unnamed else tuple(outermost)
+
+    def _inside_another(self, path: str) -> bool:
+        parts = path.split(".")
+        ancestors = [".".join(parts[:length]) for length in range(len(parts))] if path else []
+        return not self.inside.isdisjoint(ancestors)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While active, checkpoints that do not run as an autograd.Function are plain calls too."""
+
+        def note(module: nn.Module, args: Any) -> None:
+            if self._seen is not None and module in self.paths:
+                self._seen.add(self.paths[module])
+
+        with other_checkpoints(self._noted), register_module_forward_pre_hook(note):
+            yield
+
+    def apply(self, apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """`CheckpointFunction.apply(run, preserve_rng_state, *arguments)` as a plain call of `run`."""
+        run, _, *arguments = args
+        with self._noted(run):
+            return run_plainly(run, arguments)
+
+    @contextmanager
+    def _noted(self, run: Any) -> Iterator[None]:
+        """Inside, a checkpoint's function runs; the outermost one counts."""
+        if self._seen is not None:
+            yield
+            return
+        arguments: list[Any] = []
+        while isinstance(run, partial):  # partial(type(block).forward, block) is a call of the block
+            run, arguments = run.func, [*run.args[:1], *arguments]
+        owners = [getattr(run, "__self__", None), *arguments]
+        self._seen = {self.paths[o] for o in owners if isinstance(o, nn.Module) and o in self.paths}
+        try:
+            yield
+        finally:
+            self.unnamed |= not self._seen
+            self.inside |= self._seen
+            self._seen = None
+
+
+def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """What a reentrant checkpoint gives: without an argument that needs a gradient it gives none, as in torch."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
+        return run(*arguments)
+    with torch.no_grad():
+        return run(*arguments)
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Inside, checkpoints are plain calls: `torch.autograd.grad` can differentiate them, and masks are drawn once."""
+
+    def run(apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        if function is not CheckpointFunction:
+            return apply(function, *args, **kwargs)
+        return run_plainly(args[0], args[2:])
+
+    with redirected_functions(run), other_checkpoints(lambda function: nullcontext()):
+        yield

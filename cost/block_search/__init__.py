@@ -1,0 +1,1 @@
+"""Search for recomputation, sharding and placement block by block."""

@@ -1,0 +1,307 @@
+"""Choices block by block: what each repeated block computes again, whether its weights are stored in parts, and which
+blocks a stage has.
+
+There are 6 ** blocks ways, times those to cut stages: too many to sweep. `BlockProblem` is what the methods of
+`cost.methods` search: seconds and bytes of every block under every option. The step is that of stages that each need
+`w` seconds a microbatch, `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022, arXiv:2201.12023, equation 2, for
+GPipe and 1F1B), where what is done once a step counts for a microbatch's share. A stage holds its parameters, what
+its blocks keep for as many microbatches as are in flight, and the largest of what its blocks need beyond that while
+they run, which a block that is not the last of its stage needs less of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.send_costs import scattering_pays
+from autopart.cost.predict.simulate import Simulation
+from autopart.cost.predict.table import Priced, Setting, Table, predict
+from autopart.cost.predict.table_memory import beyond_kept
+from autopart.cost.predict.table_rows import Parameter, Row
+from autopart.errors import OptionError
+from autopart.ir.run.recompute_spec import Word
+from autopart.plans.plan import TIMING_PARTS
+
+SCHEDULES = (None, "gpipe", "1f1b")
+
+
+class BlockOption(NamedTuple):
+    """What a block computes again, and whether its matrices are stored in parts (ZeRO-3)."""
+
+    recompute: Word
+    cut: bool
+
+
+class Block(NamedTuple):
+    """A repeated block: `path` of its container, its number, and where its operators are in the table's order."""
+
+    path: str
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.number}"
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """An option for every block, by its position in `BlockProblem.options`, and where later stages begin."""
+
+    options: tuple[int, ...]
+    begins: tuple[int, ...] = ()
+
+    @property
+    def stage_of(self) -> np.ndarray:
+        """[blocks] the stage of every block."""
+        return np.searchsorted(self.begins, np.arange(len(self.options)), side="right")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProblem:
+    """Seconds and bytes of every block under every option, and of every stage without its blocks.
+
+    Args:
+        time_s: [blocks, options] of a microbatch, forward and backward, with a microbatch's share of what is done once
+            a step.
+        state_bytes, kept_bytes, temporary_bytes: [blocks, options] of parameters with gradients and optimizer; of what
+            a microbatch keeps for its backward; of what is there beyond that while the block runs.
+        in_flight: [stages] for how many microbatches a stage keeps.
+        base_time_s, base_bytes, base_temporary_bytes: [stages] of what is in no block (embeddings, the loss), buffers.
+        memory_bytes: of a rank.
+    """
+
+    time_s: np.ndarray
+    state_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    temporary_bytes: np.ndarray
+    in_flight: np.ndarray
+    base_time_s: np.ndarray
+    base_bytes: np.ndarray
+    base_temporary_bytes: np.ndarray
+    microbatches: int
+    memory_bytes: float
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.time_s)
+
+    @property
+    def num_options(self) -> int:
+        return self.time_s.shape[1]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.in_flight)
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """[blocks] the first block that is priced the same."""
+        rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
+        _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        return first[kind.reshape(-1)]
+
+    def held_bytes(self, stage: int) -> np.ndarray:
+        """[blocks, options] that a block adds to a stage for as long as a step runs."""
+        return self.state_bytes + self.in_flight[stage] * self.kept_bytes
+
+    def price(self, options: np.ndarray, stage_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a step [choices] and bytes of every stage [choices, stages].
+
+        Args:
+            options, stage_of: [choices, blocks] of any number of choices at a time.
+        """
+        at = np.arange(self.num_blocks), options
+        times, states, kept, temporary = (
+            a[at] for a in (self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes)
+        )
+        stages = np.empty((2, len(options), self.num_stages))
+        for stage in range(self.num_stages):
+            mine = stage_of == stage
+            stages[0, :, stage] = self.base_time_s[stage] + (times * mine).sum(1)
+            extra = np.maximum((temporary * mine).max(1), self.base_temporary_bytes[stage])
+            held = ((states + self.in_flight[stage] * kept) * mine).sum(1)
+            stages[1, :, stage] = self.base_bytes[stage] + held + extra
+        return stages[0].sum(1) + (self.microbatches - 1) * stages[0].max(1), stages[1]
+
+    def step_time_s(self, choice: BlockChoice) -> float:
+        return float(self.price(np.array([choice.options]), choice.stage_of[None])[0][0])
+
+    def stage_bytes(self, choice: BlockChoice) -> np.ndarray:
+        return self.price(np.array([choice.options]), choice.stage_of[None])[1][0]
+
+    def fits(self, choice: BlockChoice) -> bool:
+        return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
+
+    def repaired(self, choice: BlockChoice) -> BlockChoice | None:
+        """The choice made to fit: where a stage holds too much, block by block the option that saves the most bytes a
+        second. None where that does not help."""
+        options = np.array(choice.options)
+        for stage in np.flatnonzero(self.stage_bytes(choice) > self.memory_bytes).tolist():
+            (mine,) = np.nonzero(choice.stage_of == stage)
+            size = self.held_bytes(stage) + self.temporary_bytes
+            for _ in range(len(mine) * self.num_options):
+                if self.stage_bytes(replace(choice, options=tuple(options)))[stage] <= self.memory_bytes:
+                    break
+                now = options[mine]
+                saved = size[mine, now][:, None] - size[mine]
+                longer = np.maximum(self.time_s[mine] - self.time_s[mine, now][:, None], 1e-12)
+                worth = np.where(saved > 0, saved / longer, -1.0)
+                block, option = np.unravel_index(worth.argmax(), worth.shape)
+                if worth[block, option] <= 0:
+                    return None
+                options[mine[block]] = option
+        changed = replace(choice, options=tuple(map(int, options)))
+        return changed if self.fits(changed) else None
+
+
+class Blocks:
+    """A model's repeated blocks under the tables of each recomputation: priced, and put together again as chosen.
+
+    Args:
+        tables: by recomputation, all for the same layouts.
+        setting: `zero`: what is in no block is stored so, 0 or 3.
+    Raises OptionError for schedules of several stages a rank, and where there are no blocks.
+    """
+
+    def __init__(self, tables: Mapping[Word, Table], setting: Setting, hardware: Hardware):
+        if setting.schedule.name not in SCHEDULES:
+            known = ", ".join(filter(None, SCHEDULES))
+            raise OptionError(f"schedule={setting.schedule.name!r} for choices block by block", why=f"it is {known}")
+        self.setting, self.hardware = setting, hardware
+        self.tables, self.outside_cut = tables, setting.zero == 3
+        self.found = {word: _blocks(table) for word, table in tables.items()}
+        self.blocks = self.found["none"]
+        pp = setting.mesh.size("pp")
+        if len(self.blocks) < pp:
+            why = f"repeated blocks that have a name and are adjacent: {len(self.blocks)}"
+            raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
+        cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
+        words = [
+            word for word, table in tables.items() if word == "none" or any("recompute" in at for at in table.counts)
+        ]
+        self.options = tuple(
+            BlockOption(word, cut) for word in words for cut in cuts
+        )  # without those that change nothing
+        self._all, self._first = _joined(tables)
+        self.priced = Priced(self._all, replace(setting, zero=3), hardware)
+
+    def problem(self, memory_bytes: float) -> BlockProblem:
+        """What each option costs each block."""
+        schedule, pp = self.setting.schedule, self.setting.mesh.size("pp")
+        priced = [
+            [self._part(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
+        ]
+        blocks = np.array(priced)
+        for i, outside in enumerate(self._outside()[1:-1]):  # what is between two blocks goes with the first
+            blocks[i] += self._part(outside)
+        times, states, kept, temporary = np.moveaxis(blocks, 2, 0)
+        first, last = self._outside()[0], self._outside()[-1]
+        ends = [[*first, *last]] if pp == 1 else [first, *[[]] * (pp - 2), last]
+        base_s, base_states, base_kept, base_temporary = np.array([self._part(order, ends) for order in ends]).T
+        flight = np.minimum(schedule.microbatches, np.inf if schedule.name == "gpipe" else pp - np.arange(pp))
+        flight = np.broadcast_to(flight, pp)
+        crossing = self.priced.crossing(self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]])
+        scatter_sends, on = self.setting.scatter_sends, (self.setting.mesh, self.hardware)
+        scatters = scattering_pays([crossing], *on) if scatter_sends is None else scatter_sends
+        sent = crossing.sent_bytes(self.setting.mesh, scatters) if pp > 1 else 0.0
+        neighbours = np.array([(i > 0) + (i < pp - 1) for i in range(pp)])
+        posted = schedule.microbatches if self.setting.receives_held is None else self.setting.receives_held
+        fixed = self._all.buffer_bytes + self._all.input_bytes * self.setting.rows
+        return BlockProblem(
+            times, states, kept, temporary, flight,
+            base_s + neighbours * (crossing.time_s(*on, scatters) if sent else 0.0),
+            base_states + flight * base_kept + fixed + neighbours * sent * posted, base_temporary,
+            schedule.microbatches, memory_bytes,
+        )  # fmt: skip
+
+    def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
+        """The model as chosen, and where its stages begin."""
+        outside = self._outside()
+        order, starts = list(outside[0]), list[int]()
+        for block, option in enumerate(choice.options):
+            starts.append(len(order))
+            order += [*self._order(self.options[option], block), *outside[block + 1]]
+        return replace(self._all, order=tuple(order)), tuple(starts[block] for block in choice.begins)
+
+    def simulation(self, choice: BlockChoice) -> Simulation:
+        """The step as chosen, simulated."""
+        table, cuts = self.table(choice)
+        return predict(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
+
+    @property
+    def outside_matrices(self) -> list[str]:
+        """The parameters in no block that ZeRO-3 would cut."""
+        table = self.tables["none"]
+        read = {name for row, path, _ in table.order if not path for name in table.rows[row].parameters}
+        return [name for name in table.parameters if name in read and table.parameters[name].cut]
+
+    def _order(self, option: BlockOption, block: int) -> list[tuple[int, str, int]]:
+        run, first = self.found[option.recompute][block], self._first[option]
+        return [(first + row, path, n) for row, path, n in self.tables[option.recompute].order[run.start : run.stop]]
+
+    def _outside(self) -> list[list[tuple[int, str, int]]]:
+        """What is before the first block, after each, and after the last."""
+        order, first = self.tables["none"].order, self._first[BlockOption("none", self.outside_cut)]
+        edges = [0, *(edge for block in self.blocks for edge in (block.start, block.stop)), len(order)]
+        return [[(first + row, path, n) for row, path, n in order[a:b]] for a, b in list(pairwise(edges))[::2]]
+
+    def _part(
+        self, order: Sequence[tuple[int, str, int]], ends: Sequence[Sequence[tuple[int, str, int]]] = ()
+    ) -> tuple[float, float, float, float]:
+        """Of some operators: seconds, and bytes of states, kept and temporary. `ends`: of all stages, to find which
+        parameters several hold."""
+        priced, schedule = self.priced, self.setting.schedule
+        rows = np.array([row for row, _, _ in order], dtype=int)
+        time = sum(sum(priced.by_row[row][part].values()) for row in rows for part in TIMING_PARTS) - self._hidden(rows)
+        held, *others = (priced.table.read_by(part) for part in (order, *ends))
+        once = priced.once(held, [set(names) for names in (others or [held])])
+        once["gradient_sum_s"] *= 1 - priced.hidden_sums
+        states = priced.state_bytes(held)
+        beyond, _ = beyond_kept(priced, order, others_beside=True)
+        temporary = max(beyond.forward, beyond.backward)
+        return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
+
+    def _hidden(self, rows: np.ndarray) -> float:
+        """Seconds of gathering and scattering weights that run beside the compute of as many operators, in a stage of
+        many blocks of which the first has nothing beside it."""
+        number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
+        hidden = 0.0
+        for parts in (("forward",), ("recompute", "input_backward", "weight_backward")):
+            kinds = [(kind, s) for row in rows for part in parts for kind, s in self.priced.by_row[row][part].items()]
+            moved = sum(s for kind, s in kinds if kind in stores)
+            hidden += min(moved, sum(s for _, s in kinds) - moved)
+        return hidden * self.priced.hardware.overlap * max(0.0, 1 - 1 / number)
+
+
+def _blocks(table: Table) -> list[Block]:
+    """The runs of operators in one repeated block."""
+    blocks, start = list[Block](), 0
+    for (path, number), run in groupby(table.order, key=lambda at: at[1:]):
+        stop = start + len(list(run))
+        blocks += [Block(path, number, start, stop)] * bool(path)
+        start = stop
+    return blocks
+
+
+def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]]:
+    """All rows of all tables, with parameters that ZeRO-3 cuts and with the same ones whole; where each begins."""
+    rows, first, parameters = list[Row](), dict[BlockOption, int](), dict[str, Parameter]()
+    for word, table in tables.items():
+        for cut in (False, True):
+            first[BlockOption(word, cut)] = len(rows)
+            names = {name: name if cut else f"{name} (whole)" for name in table.parameters}
+            parameters |= {names[name]: replace(p, over=p.over if cut else ()) for name, p in table.parameters.items()}
+            rows += [
+                replace(row, parameters=tuple(map(names.__getitem__, row.parameters)),
+                        reads_also=tuple(map(names.__getitem__, row.reads_also)))
+                for row in table.rows
+            ]  # fmt: skip
+    return replace(tables["none"], rows=tuple(rows), parameters=parameters, order=(), cuts={}), first

@@ -1,0 +1,222 @@
+"""Dynamic and integer programming for a `per_block.Problem`, and integer programs by their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
+
+# Dynamic programming
+
+
+def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
+    """Exact but for memory, which is counted in quanta, `budget` of which are the limit, each block's rounded up: so it
+    fits, and is no slower than the best choice under a limit that is less by a quantum for each block and one more.
+
+    A stage of blocks i to j is a knapsack: the least seconds for so many quanta. Stages follow each other by the pairs
+    (slowest stage, sum of stages) of which none is better in both.
+    """
+    fill = _Fill(problem, budget)
+    num_blocks, num_stages = problem.num_blocks, problem.num_stages
+    fronts: list[dict[int, list[tuple[float, float, int, int]]]] = [{0: [(0.0, 0.0, 0, 0)]}]
+    for stage in range(num_stages):
+        times = fill.times(stage)
+        last = stage == num_stages - 1
+        fronts.append({})
+        for stop in [num_blocks] if last else range(stage + 1, num_blocks - (num_stages - 1 - stage) + 1):
+            reached = [
+                (max(slowest, times[start, stop]), total + times[start, stop], start, i)
+                for start, front in fronts[stage].items() if start < stop and np.isfinite(times[start, stop])
+                for i, (slowest, total, _, _) in enumerate(front)
+            ]  # fmt: skip
+            if reached:
+                fronts[-1][stop] = _undominated(reached)
+    ends = fronts[-1].get(num_blocks, [])
+    if not ends:
+        return None, fill.count, 0.0
+    _, _, start, i = min(ends, key=lambda end: end[1] + (problem.microbatches - 1) * end[0])
+    stop, begins, options = num_blocks, list[int](), list[int]()
+    for stage in reversed(range(num_stages)):
+        options = [*fill.options(stage, start, stop), *options]
+        begins = [start, *begins]
+        stop, (_, _, start, i) = start, fronts[stage][start][i]
+    return BlockChoice(tuple(options), tuple(begins[1:])), fill.count, 0.0
+
+
+def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
+    front: list[tuple[float, float, int, int]] = []
+    for one in sorted(points):
+        if not front or one[1] < front[-1][1]:
+            front.append(one)
+    return front
+
+
+class _Fill:
+    """The fastest options of the blocks of one stage that fit."""
+
+    def __init__(self, problem: BlockProblem, quanta: int):
+        self.problem, self.kinds, self.count = problem, problem.kinds, 0
+        self.quantum = problem.memory_bytes / quanta
+        self.extras = np.unique(problem.temporary_bytes)
+
+    def times(self, stage: int) -> np.ndarray:
+        """[start, stop] seconds of the stage with these blocks, infinite where they do not fit."""
+        size = self.problem.num_blocks + 1
+        least_s = np.full((size, size), np.inf)
+        for extra in self.extras:
+            room, quanta, seconds = self._under(stage, extra)
+            if room < 0:
+                continue
+            known: dict[bytes, np.ndarray] = {b"": np.zeros(room + 1)}
+            for start in range(size - 1):
+                before = known[b""]
+                for block in range(start, size - 1):
+                    key = self.kinds[start : block + 1].tobytes()
+                    if key not in known:
+                        known[key] = _added(before, quanta[block], seconds[block])[0]
+                        self.count += 1
+                    before = known[key]
+                    if not np.isfinite(before[-1]):
+                        break
+                    least_s[start, block + 1] = min(least_s[start, block + 1], before[-1])
+        return least_s + self.problem.base_time_s[stage]
+
+    def options(self, stage: int, start: int, stop: int) -> list[int]:
+        """The options of the fastest."""
+        best: tuple[float, list[int]] = (np.inf, [])
+        for extra in self.extras:
+            room, quanta, seconds = self._under(stage, extra)
+            if room < 0:
+                continue
+            value, chosen = np.zeros(room + 1), []
+            for block in range(start, stop):
+                value, option = _added(value, quanta[block], seconds[block])
+                chosen.append(option)
+            if value[-1] < best[0]:
+                from_last, left = list[int](), room
+                for block, option in zip(reversed(range(start, stop)), reversed(chosen), strict=True):
+                    from_last.append(int(option[left]))
+                    left -= quanta[block, from_last[-1]]
+                best = value[-1], from_last[::-1]
+        return best[1]
+
+    def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
+        """Where no block needs more than this beyond what it holds: the quanta that are left, those of every block
+        under every option, and its seconds."""
+        problem = self.problem
+        temporary = max(extra, problem.base_temporary_bytes[stage])
+        room = np.floor((problem.memory_bytes - problem.base_bytes[stage] - temporary) / self.quantum + 1e-9)
+        quanta = np.ceil(problem.held_bytes(stage) / self.quantum - 1e-9).astype(int)
+        return int(room), quanta, np.where(problem.temporary_bytes <= extra, problem.time_s, np.inf)
+
+
+def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least seconds by quanta with one more block, and its option."""
+    ways = np.full((len(quanta), len(before)), np.inf)
+    for option, (used, time_s) in enumerate(zip(quanta, seconds, strict=True)):
+        if used < len(before):
+            ways[option, used:] = before[: len(before) - used] + time_s
+    return ways.min(0), ways.argmin(0)
+
+
+# Integer programming
+
+
+def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
+    """Exact, by HiGHS: how many blocks of each run of equal blocks have which option in which stage. Equal blocks are
+    not told apart, so that nothing is tried in every order. The lower bound is HiGHS's."""
+    counts, bound_s, nodes = _Counts(problem), 0.0, 0
+    for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's own tolerance may exceed the first
+        solution = counts.solved(limit, budget)
+        nodes += int(solution.mip_node_count or 0)
+        if limit == 1.0:
+            bound_s = float(solution.mip_dual_bound or 0.0) * problem.time_s.max()
+        if solution.x is None:
+            return None, nodes, bound_s
+        choice = counts.choice(solution.x)
+        if problem.fits(choice):
+            return choice, nodes, bound_s
+    return None, nodes, bound_s
+
+
+ProgramRow = tuple[list[tuple[Any, Any]], float, float]
+"""A constraint of a program: (column, factor) of its sum, and between which that is."""
+
+
+def integer_program(
+    cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
+) -> Any:
+    """The least cost of numbers from 0 to `upper`, some of which are `whole`, as HiGHS finds it."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    entries = [(i, column, factor) for i, (row, _, _) in enumerate(rows) for column, factor in row]
+    at, columns, factors = zip(*entries, strict=True)
+    matrix = csr_array((factors, (at, columns)), shape=(len(rows), len(cost)))
+    between = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
+    return milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=between, options=dict(options))
+
+
+class _Counts:
+    """The program: `n[stage, run, option]` blocks; `used`, whether there are any; `done[stage, run]`, whether a run has
+    ended by the end of a stage; `extra[stage]`, the largest temporary; `slowest`, the seconds of the slowest stage.
+
+    Seconds are in those of the slowest block, bytes in limits of memory.
+    """
+
+    def __init__(self, problem: BlockProblem):
+        self.problem = problem
+        self.runs = np.flatnonzero(np.diff(problem.kinds, prepend=-1))
+        self.lengths = np.diff([*self.runs, problem.num_blocks])
+        shape = (problem.num_stages, len(self.runs), problem.num_options)
+        sizes = [int(np.prod(shape))] * 2 + [shape[0] * shape[1], shape[0], 1]
+        parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        self.n, self.used = parts[0].reshape(shape), parts[1].reshape(shape)
+        self.done, self.extra, self.slowest = parts[2].reshape(shape[:2]), parts[3], parts[4][0]
+        self.size = sum(sizes)
+
+    def solved(self, limit: float, nodes: int) -> Any:
+        problem, longest = self.problem, self.problem.time_s.max()
+        seconds = problem.time_s[self.runs] / longest
+        cost = np.zeros(self.size)
+        cost[self.n], cost[self.slowest] = seconds, problem.microbatches - 1
+        upper = np.full(self.size, np.inf)
+        upper[self.n], upper[self.used], upper[self.done] = self.lengths[:, None], 1, 1
+        whole = np.ones(self.size)
+        whole[[*self.extra, self.slowest]] = 0
+        rows = list(self._rows(limit, seconds, problem.base_time_s / longest))
+        solution = integer_program(cost, rows, upper, whole, {"mip_rel_gap": 1e-6, "node_limit": nodes})
+        if solution.mip_dual_bound is not None:
+            solution.mip_dual_bound += problem.base_time_s.sum() / longest
+        return solution
+
+    def _rows(self, limit: float, seconds: np.ndarray, base_s: np.ndarray) -> Iterator[ProgramRow]:
+        """Of every constraint (column, factor), and between which it is."""
+        problem, memory, free = self.problem, self.problem.memory_bytes, np.inf
+        temporary = problem.temporary_bytes[self.runs] / memory
+        for run, length in enumerate(self.lengths):
+            yield [(column, 1.0) for column in self.n[:, run].ravel()], length, length
+        for stage, mine in enumerate(self.n):
+            blocks = mine.ravel()
+            yield [(column, 1.0) for column in blocks], 1, free
+            yield [*zip(blocks, seconds.ravel(), strict=True), (self.slowest, -1.0)], -free, -base_s[stage]
+            held = (problem.held_bytes(stage)[self.runs] / memory).ravel()
+            extra = self.extra[stage]
+            yield [*zip(blocks, held, strict=True), (extra, 1.0)], -free, limit - problem.base_bytes[stage] / memory
+            yield [(extra, 1.0)], problem.base_temporary_bytes[stage] / memory, free
+            for (run, option), column in np.ndenumerate(mine):
+                used = self.used[stage, run, option]
+                yield [(column, 1.0), (used, -float(self.lengths[run]))], -free, 0
+                yield [(extra, 1.0), (used, -temporary[run, option])], 0, free
+            for run in range(len(self.runs) - 1):  # the next run begins when this one has ended
+                done, now, after = self.done[stage, run], self.n[: stage + 1, run], self.n[: stage + 1, run + 1]
+                yield [*((column, 1.0) for column in now.ravel()), (done, -float(self.lengths[run]))], 0, free
+                yield [*((column, 1.0) for column in after.ravel()), (done, -float(self.lengths[run + 1]))], -free, 0
+
+    def choice(self, values: np.ndarray) -> BlockChoice:
+        numbers = np.round(values[self.n]).astype(int)
+        options = np.concatenate([np.repeat(np.arange(numbers.shape[2]), run) for stage in numbers for run in stage])
+        return BlockChoice(tuple(map(int, options)), tuple(map(int, np.cumsum(numbers.sum((1, 2)))[:-1])))

@@ -1,0 +1,73 @@
+"""Methods that search a `per_block.Problem`, to be compared: two exact ones, and two that only ask what choices cost.
+
+| name | method | `budget` | evaluations |
+|---|---|---|---|
+| `dynamic_programming` | over blocks and stages, with memory in quanta | quanta of the limit | stages filled |
+| `integer_programming` | HiGHS, on how many blocks of each kind a stage has | nodes | nodes |
+| `evolution_strategies` | zeroth-order (Salimans et al. 2017, arXiv:1703.03864) | choices | choices |
+| `reinforcement_learning` | REINFORCE (Williams 1992; Mirhoseini et al. 2017, arXiv:1706.04972) | choices | choices |
+
+The same seed gives the same answer; the exact methods need none. What a method finds fits, or it raises
+MemoryLimitError.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
+from autopart.cost.block_search.exact_methods import dynamic_programming, integer_programming
+from autopart.cost.block_search.sampling_methods import evolution_strategies, reinforcement_learning
+from autopart.errors import MemoryLimitError, OptionError
+from autopart.plans.headlines import quantity
+
+Method = Literal["dynamic_programming", "integer_programming", "evolution_strategies", "reinforcement_learning"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a method found. `evaluations`: as the module's table says. `lower_bound_s`: proven; 0.0 where nothing is."""
+
+    method: Method
+    choice: BlockChoice
+    step_time_s: float
+    evaluations: int
+    seconds: float
+    lower_bound_s: float = 0.0
+
+    def gap(self, best_s: float) -> float:
+        """How much slower it is than the best known, as a share of that."""
+        return self.step_time_s / best_s - 1
+
+
+_METHODS: dict[Method, tuple[Callable[[BlockProblem, int, int], tuple[BlockChoice | None, int, float]], int]] = {
+    "dynamic_programming": (dynamic_programming, 2000),
+    "integer_programming": (integer_programming, 100_000),
+    "evolution_strategies": (evolution_strategies, 40_000),
+    "reinforcement_learning": (reinforcement_learning, 20_000),
+}
+
+
+def solve(
+    problem: BlockProblem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None
+) -> Found:
+    """The best choice that a method finds.
+
+    Raises OptionError for an unknown method, MemoryLimitError where it finds nothing that fits.
+    """
+    if method not in get_args(Method):
+        raise OptionError(f"unknown method={method!r}", hint=", ".join(get_args(Method)))
+    search, usual = _METHODS[method]
+    start_s = time.perf_counter()
+    choice, evaluations, bound_s = search(problem, seed, budget or usual)
+    seconds = time.perf_counter() - start_s
+    if choice is None:
+        raise MemoryLimitError(
+            f"{method} finds no choice block by block that fits into {quantity(problem.memory_bytes, 'B')}",
+            hint="more stages or devices, smaller microbatches, or zero=3 for what is in no block",
+        )
+    assert problem.fits(choice), method
+    return Found(method, choice, problem.step_time_s(choice), evaluations, seconds, bound_s)

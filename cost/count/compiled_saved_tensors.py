@@ -1,0 +1,284 @@
+"""What a compiled stage keeps for its backward, and which of its values are in memory at all.
+
+`torch.compile` does not keep what autograd would. It computes again, in the kernels of the backward, whatever those can
+join: of a graph it keeps the values that are fewest bytes among all between which and the backward nothing but such
+operators lie, a minimum cut (Chen et al. 2016, arXiv:1604.06174, of what is worth keeping; as a cut: torch's own
+`min_cut_rematerialization_partition`, of which the rules below are). Products, attention, collectives and draws are
+never computed again, nor what a product of the backward reads, nor a sum to a quarter and less. What is joined with its
+readers is in no memory, and neither is its gradient.
+
+A graph falls apart at what is never computed again into small parts, and of repeated blocks they are alike: each is
+cut once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from autopart.cost.count.saved_tensors import MAX_KNOWN
+from autopart.cost.count.stage_footprint import Memory, Value, Walk, memories
+from autopart.ir.facts import cost_notes, is_joined
+from autopart.ops.operators import is_cast
+
+SMALL = 4
+"""A sum to one part in so many and less is kept and not computed again."""
+
+FARTHER = 1.1
+"""So much more a value weighs with each operator that lies between it and the backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Apart:
+    """What an operator keeps for itself alone: its statistics, a copy of what it makes, or of what numbers are kept
+    for their sign alone a byte each."""
+
+    size_bytes: int
+
+
+Piece = Memory | _Apart
+Edges = Mapping[Piece, list[Memory] | None]
+"""What each piece is computed from of what is not there anyway; None: it is never computed again."""
+
+
+def with_compiled(walk: Walk) -> Walk:
+    """The walk of a stage, with what its compiled graph has in memory: there `keeps` and `others` are what is kept of
+    what the backward of an operator reads, and values that are in no memory have no bytes."""
+    return replace(walk, compiled=_Compiled(walk).walk())
+
+
+class _Compiled:
+    """One stage. A piece is a memory, or what an operator keeps beside its values."""
+
+    def __init__(self, given: Walk):
+        self.given, self.alive = given, given.reached()
+        self.calls = [node for node in given.values if node.op == "call_function"]
+        self.order = {node: index for index, node in enumerate(self.calls)}
+        self.made = {node: self._made(node) for node in self.calls}
+        self.read = {node: self._read(node) for node in self.calls}
+        self.joined = cache(is_joined)
+        self.users: defaultdict[Piece, list[fx.Node]] = defaultdict(list)
+        for node in self.calls:
+            for memory in self.read[node] if self.made[node] else ():
+                self.users[memory].append(node)
+        self.apart = {node: _Apart(size) for node, size in given.others.items()}
+        self.in_backward = self._in_backward()
+        self.signs_of = self._signs()
+        self.far = self._used_far_apart()
+        self.forced = self._forced()
+        self.kept = self._kept()
+
+    def _made(self, node: fx.Node) -> list[Memory]:
+        made = memories(self.given.values[node], lasting=True)
+        return sorted((m for m in made if m.made_by is node), key=lambda memory: memory.size_bytes)
+
+    def _pieces(self, node: fx.Node) -> list[Piece]:
+        """All that a call makes."""
+        return [*self.made[node], *([self.apart[node]] if node in self.apart else [])]
+
+    def _read(self, node: fx.Node) -> list[Memory]:
+        read = (memories(self.given.values[used], lasting=True) for used in node.all_input_nodes)
+        return list(dict.fromkeys(memory for pieces in read for memory in pieces))
+
+    def _in_backward(self) -> dict[fx.Node, list[Piece]]:
+        """What the backward of each operator reads, of what is not there anyway."""
+        reads: dict[fx.Node, list[Piece]] = {}
+        for node in self.calls:
+            if node in self.alive:
+                kept = [memory for memory in self.given.keeps.get(node, ()) if not _is_there(memory)]
+                reads[node] = [*dict.fromkeys(kept), *([self.apart[node]] if node in self.apart else [])]
+        return reads
+
+    def _signs(self) -> dict[_Apart, list[Memory]]:
+        """What is kept of numbers of which a backward needs the sign alone: {it: the numbers}. The backward reads it
+        in place of them."""
+        signs: dict[_Apart, list[Memory]] = {}
+        for node, read in self.in_backward.items():
+            numbers = [piece for piece in read if isinstance(piece, Memory)]
+            if cost_notes(node).keeps_sign and numbers:
+                item_bytes = self.given.values[node].form.dtype.itemsize
+                apart = _Apart(sum(memory.size_bytes // item_bytes for memory in numbers))
+                self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
+        return signs
+
+    def _used_far_apart(self) -> dict[Memory, bool]:
+        """What is read on both sides of an operator that cannot be joined, and what is made of it behind that:
+        {memory: whether it is the latter}."""
+        far: dict[Memory, bool] = {}
+        for memory, users in self.users.items():
+            if len(users) < 2 or not isinstance(memory, Memory):
+                continue
+            first = self._first_apart(users)
+            behind = [node for node in users if self.order[node] > first and self.joined(node)]
+            if behind:
+                far.setdefault(memory, False)
+                far |= {made: True for node in behind for made in self.made[node]}
+        return far
+
+    def _first_apart(self, users: Sequence[fx.Node]) -> int:
+        """Where the first operator stands that cannot be joined with these, or with what reads them."""
+        last = max(self.order[node] for node in users)
+        queue, seen = [self.order[node] for node in users], set(users)
+        heapq.heapify(queue)
+        while queue:
+            index = heapq.heappop(queue)
+            node = self.calls[index]
+            if not self.joined(node):
+                return index
+            for made in self.made[node]:
+                for user in self.users[made]:
+                    if user not in seen and self.order[user] <= last:
+                        seen.add(user)
+                        heapq.heappush(queue, self.order[user])
+        return last
+
+    def _forced(self) -> set[Piece]:
+        """What is not computed again."""
+        forced: set[Piece] = {memory for memory, is_behind in self.far.items() if is_behind}
+        for node in self.calls:
+            size = sum(memory.size_bytes for memory in self.read[node])
+            is_made_once = not self.joined(node) or cost_notes(node).joins == "copied"
+            forced |= {m for m in self.made[node] if is_made_once or m.size_bytes * SMALL < size}
+            apart, is_drawn = self.apart.get(node), not self.joined(node) or cost_notes(node).joins == "drawn"
+            if apart is not None and (is_drawn or apart.size_bytes * SMALL < size):
+                forced.add(apart)
+            if not self.joined(node):
+                forced |= set(self.in_backward.get(node, ()))
+        return forced
+
+    def _sources(self) -> dict[Piece, list[Memory]]:
+        """What each piece is computed from, of what is not there anyway."""
+        sources: dict[Piece, list[Memory]] = {}
+        for node in self.calls:
+            read = [memory for memory in self.read[node] if not _is_there(memory)]
+            sources |= dict.fromkeys(self._pieces(node), read)
+        return sources | self.signs_of
+
+    def _kept(self) -> set[Piece]:
+        """The cut, and what regions that are run again read."""
+        regions = self.given.regions(self.alive)
+        kept: set[Piece] = {m for nodes in regions.values() for m in self.given.read_by(nodes)}
+        self.entering = set(kept)
+        reads = {piece for pieces in self.in_backward.values() for piece in pieces}
+        self.sources = self._sources()
+        edges = {piece: None if piece in self.forced else read for piece, read in self.sources.items()}
+        away = self._away(reads)
+        weights = {
+            piece: piece.size_bytes * FARTHER ** min(away.get(piece, 100), 100) * (1 if self._is_apart(piece) else 2)
+            for piece in edges
+        }
+        for part in _parts(edges):
+            if not reads.isdisjoint(part):
+                kept |= _cut(part, edges, weights, reads)
+        return kept
+
+    def _away(self, reads: set[Piece]) -> dict[Piece, int]:
+        """How many operators lie between each piece and the backward."""
+        away: dict[Piece, int] = dict.fromkeys(reads, 1)
+        for node in reversed(self.calls):
+            nearest = min((away[made] for made in self._pieces(node) if made in away), default=100)
+            for memory in self.read[node]:
+                away[memory] = min(away.get(memory, 100), nearest + 1)
+        return away
+
+    def _is_apart(self, piece: Piece) -> bool:
+        """Whether something reads a piece that cannot be joined with what makes it."""
+        return isinstance(piece, Memory) and not (self.users.get(piece) and all(map(self.joined, self.users[piece])))
+
+    def _needs(self) -> dict[Piece, dict[Piece, None]]:
+        """What is kept that the backward has each piece from."""
+        needs: dict[Piece, dict[Piece, None]] = {}
+        for piece, sources in self.sources.items():
+            if piece in self.kept:
+                needs[piece] = {piece: None}
+            elif piece in self.forced:
+                needs[piece] = {}
+            else:
+                needs[piece] = {other: None for source in sources for other in needs.get(source, {source: None})}
+        return needs
+
+    def walk(self) -> Walk:
+        given, left_out = self.given, self._left_out()
+        values = {node: _with(value, left_out) for node, value in given.values.items()}
+        needs = self._needs()
+        keeps, others = dict[fx.Node, list[Memory]](), dict[fx.Node, int]()
+        for node in self.calls:
+            pieces = {other: None for piece in self.in_backward.get(node, ()) for other in needs.get(piece, [piece])}
+            lasting = [memory for memory in given.keeps.get(node, ()) if _is_there(memory)]
+            keeps[node] = [*lasting, *(m for m in pieces if isinstance(m, Memory))]
+            size = sum(m.size_bytes for m in pieces if isinstance(m, _Apart))
+            if size:
+                others[node] = size
+        joined = frozenset(filter(self.joined, self.calls))
+        takes = {node: (0, 0) if node in joined else sizes for node, sizes in given.takes.items()}
+        keeps = {node: [left_out.get(memory, memory) for memory in kept] for node, kept in keeps.items()}
+        return replace(given, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
+
+    def _left_out(self) -> dict[Memory, Memory]:
+        """Those that are in no memory, as none of any size."""
+        outputs = (self.given.values[node] for node in self.given.outputs if isinstance(node, fx.Node))
+        sent = {memory for output in outputs for memory in memories(output)}
+        made = {memory for node in self.calls if self.joined(node) for memory in self.made[node]}
+        there = sent | self.kept | self.entering | set(self.far)
+        casts = {memory for memory in made & self.kept if memory.again}
+        nowhere = {m for m in made - there if self.users.get(m) and not self._is_apart(m)}
+        changed = {memory: replace(memory, again=False) for memory in casts}
+        return changed | {memory: replace(memory, size_bytes=0, again=False) for memory in nowhere}
+
+
+def _is_there(memory: Memory) -> bool:
+    return memory.lives or (memory.again and not is_cast(memory.made_by))
+
+
+def _with(value: Any, others: dict[Memory, Memory]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_with(item, others) for item in value)
+    return replace(value, memory=others.get(value.memory, value.memory)) if isinstance(value, Value) else value
+
+
+def _parts(edges: Edges) -> Iterable[list[Piece]]:
+    """The pieces that are computed from each other, in their order."""
+    graph: nx.Graph[Piece] = nx.Graph()
+    for piece, sources in edges.items():
+        graph.add_node(piece)
+        graph.add_edges_from((source, piece) for source in sources or ())
+    index = {piece: i for i, piece in enumerate(graph)}
+    return (sorted(part, key=index.__getitem__) for part in nx.connected_components(graph))
+
+
+def _cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
+    """Of pieces that are computed from each other those to keep."""
+    number = {piece: i for i, piece in enumerate(part)}
+    form = []
+    for piece in part:
+        sources = edges[piece]
+        known = None if sources is None else tuple(number[source] for source in sources)
+        form.append((known, round(weights[piece]), piece in reads))
+    return {part[i] for i in _least(tuple(form))}
+
+
+@lru_cache(MAX_KNOWN)
+def _least(form: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
+    """The minimum cut of pieces by number: what each is computed from (None: it is not), its weight, and whether
+    the backward reads it."""
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
+    for i, (sources, weight, is_read) in enumerate(form):
+        graph.add_edge((i, "in"), (i, "out"), capacity=weight)
+        for source in sources or ():
+            graph.add_edge((source, "out"), (i, "in"), capacity=math.inf)
+        if sources is None:
+            graph.add_edge("source", (i, "in"), capacity=math.inf)
+        if is_read:
+            graph.add_edge((i, "out"), "sink", capacity=math.inf)
+    if "source" not in graph or "sink" not in graph:
+        return frozenset()
+    _, (given, _) = nx.minimum_cut(graph, "source", "sink")
+    return frozenset(i for i in range(len(form)) if (i, "in") in given and (i, "out") not in given)

@@ -1,0 +1,172 @@
+"""What a stage's operators do to a rank's memory, in bytes: what each allocates and frees (`steps.py`), and what is
+sent beside it. `cost/predict/comm_buffers.py` follows that for all blocks of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autopart.cost.count.liveness import Backward, backward_steps, forward_steps
+from autopart.cost.count.stage_footprint import Memory, Value, Walk, rerun_memory, saved_others
+from autopart.cost.predict.comm_buffers import Event, Traffic, backward_peaks, forward_peak
+from autopart.ir.blocks.deduplication import Folds, later, unrolled
+from autopart.ir.facts import facts, times
+
+
+class _Step(NamedTuple):
+    """What one operator does."""
+
+    node: fx.Node
+    events: tuple[Event, ...]
+
+    @property
+    def block(self) -> str:
+        path, number = facts(self.node).get("block", ("", 0))
+        return f"{path}.{number}"
+
+    def later(self, folds: Folds, blocks: int) -> _Step:
+        """The same, so many blocks later."""
+        if not any(event.name for event in self.events):
+            return self
+        return self._replace(
+            events=tuple(event._replace(name=later(folds, event.name, blocks)) for event in self.events)
+        )
+
+
+def _of_all(folds: Folds, steps: Iterable[_Step]) -> list[tuple[Event, ...]]:
+    """Those of all blocks of the model."""
+    return [
+        step.events for step in unrolled(folds, list(steps), lambda one: one.block, lambda one, i: one.later(folds, i))
+    ]
+
+
+def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> float:
+    """The most that values, weights on their way and what is kept take while the forward runs."""
+    steps = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
+    made_bytes = {step.node: _bytes(step.made) for step in steps}
+
+    def events(node: fx.Node, ended: Set[Memory]) -> Iterator[Event]:
+        row, new_bytes = traffic.row_of.get(node), made_bytes[node]
+        if row is None:
+            yield Event("needs", walk.takes.get(node, (0, 0))[0])
+        elif node is traffic.rows[row].first:
+            yield from traffic.gathers(row)
+            new_bytes = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
+        else:
+            new_bytes = 0
+        new_bytes += saved_others(walk, node) if node in saved else 0
+        written_over = _bytes(ended) if _writes_over(walk, node) else 0
+        yield Event("takes", new_bytes - written_over)
+        yield Event("peak", 0)
+        yield Event("takes", written_over - _bytes(ended))
+
+    return forward_peak(_of_all(walk.trace.folds, (
+        _Step(step.node, tuple(events(step.node, step.ended))) for step in steps if step.node.op == "call_function"
+    )))  # fmt: skip
+
+
+def backward_bytes(
+    walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
+) -> tuple[float, float]:  # fmt: skip
+    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
+    ones.
+
+    Args:
+        kept: bytes that are held for the backward of each node.
+    """
+    steps = _of_all(walk.trace.folds, _Backward(walk, alive, kept, traffic).steps())
+    whole = {str(n.target): read.memory.size_bytes for n, read in walk.values.items() if n.op == "get_attr"}
+    begins = sum(size * times(node) for node, size in kept.items())
+    return backward_peaks(steps, begins, traffic, walk.trace.of_all(whole), walk.program.microbatches)
+
+
+class _Backward:
+    """What the backward of every operator does."""
+
+    def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
+        self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
+        self.again = {node: _bytes(memory) + others for node, (memory, others) in rerun_memory(walk, alive).items()}
+        self.in_rows = {name for row in traffic.rows for name in row.names}
+        self.opened: set[int] = set()
+        self.read_bytes = 0
+        """Of what the operators right before have read, which are one kernel with the next if that is joined: all is
+        there until it ends."""
+        self.read_sizes: set[int] = set()
+        """Of what these keep: one of the size of what the kernel makes is written over."""
+        self.parts_bytes: Counter[int] = Counter()
+        self.wholes_bytes: Counter[int] = Counter()
+
+    def steps(self) -> Iterator[_Step]:
+        for step in backward_steps(self.walk, self.alive):
+            yield _Step(step.node, tuple(self._events(step)))
+
+    def _events(self, step: Backward) -> Iterator[Event]:
+        node, values = step.node, self.walk.values
+        new_bytes, done, written_over = _bytes(step.made), _bytes(step.done), 0
+        further = sum(_size(values[used]) for used in step.further)
+        yield from self._before(step)
+        row = self.traffic.row_of.get(node)
+        if row is None:
+            yield Event("needs", self.walk.takes.get(node, (0, 0))[1])
+            if _writes_over(self.walk, node):
+                written_over = done + self.kept.get(node, 0) + self.again.get(node, 0)
+                self.read_bytes += max(0, written_over - new_bytes)
+                self.read_sizes |= {memory.size_bytes for memory in self.walk.keeps.get(node, ())}
+            else:
+                if node in self.walk.in_place and new_bytes not in self.read_sizes:
+                    yield Event("needs", new_bytes + self.read_bytes)
+                self.read_bytes, self.read_sizes = 0, set()
+            yield Event("takes", new_bytes - written_over)
+        else:  # gradients of parts are made where those of all wholes are there, which are sent
+            self.parts_bytes[row] += new_bytes
+            self.wholes_bytes[row] += done
+            new_bytes = done = 0
+        yield Event("needs", further)
+        if row is not None and node is self.traffic.rows[row].first:
+            if row in self.opened:
+                self.opened.discard(row)
+                yield Event("takes", -self.traffic.rows[row].whole_bytes)
+            yield Event("sends", self.traffic.rows[row].grad_bytes, self.parts_bytes[row])
+            done = self.wholes_bytes[row]
+        yield Event("takes", written_over - done - self.kept.get(node, 0) - self.again.get(node, 0))
+        yield Event("peak", 2 * further)
+        for name, memory in step.whole.items():
+            yield Event("gives", memory.size_bytes if memory and name not in self.in_rows else 0, name=name)
+
+    def _before(self, step: Backward) -> Iterator[Event]:
+        """What is run again, and gathered again, before the backward of a node."""
+        row_of = self.traffic.row_of
+        if step.rerun:
+            rows = {row_of[n] for n in step.rerun if n in row_of}
+            yield from self._open(set(sorted(rows)[:1]))  # which it begins with
+            yield Event("takes", sum(self.again.get(n, 0) for n in step.rerun))
+            yield from self._open(rows)
+        yield from self._open({row_of[m.made_by] for m in self.walk.keeps.get(step.node, ())
+                               if m.again and m.made_by in row_of})  # fmt: skip
+
+    def _open(self, rows: set[int]) -> Iterator[Event]:
+        for row in sorted(rows - self.opened, reverse=True):
+            self.opened.add(row)
+            yield from self.traffic.opens(row)
+
+
+def _writes_over(walk: Walk, node: fx.Node) -> bool:
+    """Whether what an operator makes may lie where what it reads was, or the gradient of one where that of the other
+    was: of a cast they may not, whose elements have another size."""
+    if node not in walk.in_place:
+        return False
+    made, *read = (value.form.dtype.itemsize for one in (node, *node.all_input_nodes)
+                   if isinstance(value := walk.values[one], Value))  # fmt: skip
+    return made in read
+
+
+def _bytes(pieces: Set[Memory]) -> int:
+    return sum(memory.size_bytes for memory in pieces)
+
+
+def _size(value: Any) -> int:
+    return value.form.size_bytes if isinstance(value, Value) else 0

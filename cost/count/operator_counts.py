@@ -1,0 +1,355 @@
+"""What every operator of a stage does in a microbatch, from the stage's graph with its local shapes.
+
+The FLOPs of a matrix product are those that torch counts on the local shapes. Everything else is its memory traffic;
+what makes no memory of its own (views) does nothing.
+
+Of a matrix product each operand's gradient takes as long as the product; of fused attention, which computes its scores
+again (Dao et al. 2022, arXiv:2205.14135, section 3.1), five products where the forward has two. Of all others the
+backward reads the gradient of the output and what was kept, and writes the gradients of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autopart.common.matrix_alignment import unaligned
+from autopart.cost.count.saved_tensors import Form
+from autopart.cost.count.scaling_exponents import Growth
+from autopart.cost.count.stage_footprint import Memory, Value, Walk, memories, needs_grad
+from autopart.cost.flops import FORMULAS, counted_flops
+from autopart.cost.predict.collective_costs import PARTS
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, Work
+from autopart.ir.facts import cost_notes, facts
+from autopart.ir.graph import operator_name, tensor_inputs
+from autopart.ir.layout import DIRECTIONS, parts_of
+from autopart.ir.program import Program
+from autopart.ops.operators import ROTATING, is_cast
+from autopart.tracing.trace import Trace
+
+_SUMMED = 3
+"""Values that adding a gradient to another one reads and writes."""
+
+
+class Counted(NamedTuple):
+    """What one operator of a stage does in a microbatch: its forward, the backwards towards what the stage received and
+    towards its weights, what of the forward is run again before them, and adding the gradients of weights, which it is
+    the first to read, to those of earlier microbatches."""
+
+    node: fx.Node
+    forward: tuple[Work, ...]
+    input_backward: tuple[Work, ...] = ()
+    weight_backward: tuple[Work, ...] = ()
+    recompute: tuple[Work, ...] = ()
+    accumulate: tuple[Work, ...] = ()
+
+
+def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool = False) -> list[list[Counted]]:
+    """What the operators of every stage do in a microbatch on the stage's first rank, in their order.
+
+    Args:
+        fused: what lies between two products or collectives is one kernel, as a compiler makes it (or Megatron's fused
+            kernels: Narayanan et al. 2021, section 4.2), which reads and writes what others made or use, each piece of
+            memory once; the last operator of a chain has its work.
+    """
+    growth = Growth(trace, program)
+    known: dict[Any, Counted] = {}
+    counters = [_Counter(walk, growth, known, fused) for walk in walks]
+    return [counter.fused(counter.stage()) if fused else counter.stage() for counter in counters]
+
+
+class _Counter:
+    """One stage. `known`: what calls do, by all that it depends on; repeated blocks are counted once."""
+
+    def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted], fuses: bool):
+        self.walk, self.growth, self.known, self.fuses = walk, growth, known, fuses
+        self.alive = walk.reached()
+        self.weights = walk.of_weights(self.alive)
+        self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
+
+    def stage(self) -> list[Counted]:
+        """All operators."""
+        rerun = rerun_nodes(self.walk, self.alive)
+        added, read = set[fx.Node](), set[fx.Node]()
+        operators = []
+        for node in self.walk.values:
+            if node.op != "call_function":
+                continue
+            one = self._one(node)
+            trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
+            added.update(trained)
+            sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
+            joined, to_weights = self._joined(node, read), node in self.weights
+            operators.append(one._replace(
+                input_backward=one.input_backward + joined * (not to_weights),
+                weight_backward=one.weight_backward + joined * to_weights,
+                recompute=one.forward if node in rerun else (), accumulate=sums,
+            ))  # fmt: skip
+        return operators
+
+    def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
+        """Adding gradients to those of operators before this one which have `read` the same values; it reads more."""
+        if self.fuses or node not in self.alive:
+            return ()
+        works = []
+        for used in tensor_inputs(node):
+            found = self.walk.values[used]
+            if used in read:
+                works.append(Work("other", self.size(used) * _SUMMED, in_order=True))
+            elif used.op != "get_attr" and isinstance(found, Value) and needs_grad(found):
+                read.add(used)
+        return tuple(works)
+
+    def fused(self, operators: Sequence[Counted]) -> list[Counted]:
+        """With the works of every chain of operators that are priced by their memory traffic as one."""
+        fused, chain = [], list[Counted]()
+        ends: tuple[Counted | None, ...] = (*operators, None)
+        for one in ends:
+            if one is not None and all(work.kind == "other" for works in one[1:4] for work in works):
+                chain.append(one)
+                continue
+            fused += self._chain(chain) if sum(map(bool, (c.forward for c in chain))) > 1 else chain
+            fused += [one] if one is not None else []
+            chain = []
+        return fused
+
+    def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
+        nodes = {one.node for one in chain if not is_cast(one.node)}
+        works = [one.node for one in chain if one.forward]
+        ends = [node for node in nodes if not nodes.issuperset(node.users)]
+        written = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
+        sources = [used for node in works for used in tensor_inputs(node)]
+        read = {m for used in sources for m in memories(self.walk.values[used], lasting=True) if m.made_by not in nodes}
+        tables = {m for node in works if cost_notes(node).looks_up
+                  for m in memories(self.walk.values[tensor_inputs(node)[0]], lasting=True)}  # fmt: skip
+        rows = Size.sum(self._made(node) for node in works if cost_notes(node).looks_up)
+        kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
+        grads = {m for used in sources if needs_grad(value := self.walk.values[used])
+                 for m in memories(value, lasting=True) if m in read}  # fmt: skip
+        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(written))), in_order=True),)
+        again = self._bytes(kept & (read | written))
+        backward = Work("other", Size.sum((self._bytes(written), again, self._bytes(grads))), in_order=True)
+        back = () if self.alive.isdisjoint(nodes) else (backward,)
+        of_inputs = any(one.input_backward for one in chain)
+        last = chain[-1]._replace(
+            forward=forward, recompute=forward if any(one.recompute for one in chain) else (),
+            input_backward=back if of_inputs else (), weight_backward=() if of_inputs else back,
+        )  # fmt: skip
+        return [*(Counted(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
+
+    def _bytes(self, pieces: Set[Memory]) -> Size:
+        return Size.sum(map(self.growth.of_memory, pieces))
+
+    def size(self, node: fx.Node) -> Size:
+        return self.growth.of_value(node, self.walk.values[node])
+
+    def _one(self, node: fx.Node) -> Counted:
+        name = operator_name(node).removeprefix("autopart::")
+        if name in DIRECTIONS:
+            return self._conversion(node, name)
+        if name in ROTATING:
+            return self._rotation(node)
+        if is_cast(node):  # priced with the parameter: `cost.rows.Parameter`
+            return Counted(node, ())
+        read = [self.walk.values[used] for used in tensor_inputs(node)]
+        forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
+                      if isinstance(v, Value))  # fmt: skip
+        others = (*(repr(a) for a in node.args if not isinstance(a, fx.Node)), str(node.kwargs))
+        which = tuple(used in self.weights for used in tensor_inputs(node))
+        key = node.target, forms, others, which, node in self.alive, self.growth.of(node)
+        if key not in self.known:
+            self.known[key] = self._call(node, read, which)
+        return self.known[key]._replace(node=node)
+
+    def _conversion(self, node: fx.Node, name: str) -> Counted:
+        if self.walk.gathers_held(node):
+            return Counted(node, ())
+        forward, backward = DIRECTIONS[name]
+        axis: Any = node.args[1]
+        sides = (node, node.args[0]) if backward else (node,)
+        forms = {n: self.walk.values[n].form for n in sides}
+        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
+        out_dtype, whole_dtype = forms[node].dtype, forms[whole].dtype
+
+        def sent(dtype: torch.dtype) -> Size:
+            size = self.size(whole) if forward != "all_to_all" else self._on_all_ranks(self.size(whole), axis)
+            return size if dtype == whole_dtype else size * (dtype.itemsize / whole_dtype.itemsize)
+
+        moved = self._moved(axis, forward, sent(out_dtype))
+        if node not in self.alive:
+            return Counted(node, moved)
+        back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or out_dtype))
+        towards, others = (back, ()) if node in self.weights else ((), back)
+        if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
+            others += moved
+        return Counted(node, moved, others, towards)
+
+    def _rotation(self, node: fx.Node) -> Counted:
+        """Attention whose keys and values go around: its products with the keys of all ranks, and what is sent on."""
+        query, axis, key, value = node.args[0], str(node.args[1]), node.args[2], node.args[3]
+        ranks = self.walk.program.mesh.size(axis)
+        (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
+        flops = facts(node).get("counted_flops", 2 * rows * heads * queries * int(node.args[5]) * (width + out))
+        traffic, moving = Size.sum(self.size(n) for n in (query, key, value, node)), self.size(key) + self.size(value)
+        dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
+        counted = Size.of(float(flops), self.growth.of_product(node))
+        one = Work("attention", traffic, counted, dtype, depth=self._width(query))
+        if cost_notes(node).counts_seen:
+            one = self._of_seen(one, node, int(node.args[5]))
+        sent = Work("send", moving, axis=axis, times=ranks - 1.0)
+        if node not in self.alive:
+            return Counted(node, (one, sent))
+        back = Work("send", moving, axis=axis, times=2 * ranks - 1.0)
+        return Counted(node, (one, sent), (one._replace(times=2.5), back))
+
+    def _on_all_ranks(self, shard: Size, axis: str) -> Size:
+        """The bytes of a value of which every rank of an axis has a shard, before and after."""
+        mesh = self.walk.program.mesh
+        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in parts_of(axis)}
+        return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
+
+    def _moved(self, axis: str, kind: str, size: Size) -> tuple[Work, ...]:
+        moves = kind in PARTS and self.walk.program.mesh.size(axis) > 1
+        return (Work(kind, size, axis=axis),) if moves else ()
+
+    def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> Counted:
+        written, alive = self._made(node), node in self.alive
+        if not written.terms:
+            back = () if self.fuses or not alive else self._of_view(node)
+            return Counted(node, (), (), back) if node in self.weights else Counted(node, (), back)
+        sizes = [self.size(n) for n in tensor_inputs(node)]
+        flops = _flops(node)
+        if flops:
+            return self._product(node, flops, Size.sum((*sizes, written)), read, of_weights)
+        size_in = written if cost_notes(node).looks_up else Size.sum(sizes)
+        forward = (Work("other", size_in + written, in_order=self._in_order(node)),)
+        if not alive:
+            return Counted(node, forward)
+        kept = Size.sum(self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ())))
+        grads = [(weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)]
+        backward = self._backward(node, written, kept, [size for _, size in grads])
+        return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
+
+    def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
+        """Of an operator that computes little."""
+        notes = cost_notes(node)
+        if self.fuses or not notes.is_arithmetic:
+            return (Work("other", Size.sum((written, kept, *grads))),)
+        small = [size for size in grads if size.value < written.value]
+        works = [Work("other", written + size) for size in small]  # summed over what it was broadcast to
+        if notes.gradients == "handed on":
+            return tuple(works)
+        return (*works, Work("other", written * 2.0 + kept * (1 / len(grads)), times=float(len(grads)),
+                             in_order=self._in_order(node)))  # fmt: skip
+
+    def _in_order(self, node: fx.Node) -> bool:
+        """Whether a call is arithmetic of numbers and whole tensors, none of which is repeated or read in another
+        order."""
+        if self.fuses or not cost_notes(node).is_arithmetic:
+            return False
+        out = self.walk.values[node]
+        read = [self.walk.values[used] for used in tensor_inputs(node)]
+        forms = [one.form for one in (out, *read) if isinstance(one, Value)]
+        return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
+
+    def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
+        """The backward of what makes no memory of its own: of a part it writes zeros and the part, of parts it joins
+        them, of what was repeated it sums."""
+        gradients, (source, *_) = cost_notes(node).gradients, tensor_inputs(node)
+        if gradients == "part":
+            return (Work("other", self.size(source) + self.size(node) * 2.0),)
+        if gradients == "parts":
+            return (Work("other", self.size(source) * 2.0),)
+        form = self.walk.values[node].form
+        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # a view's own size is that of its memory
+        if gradients == "repeated" and whole > self.size(source).value:
+            return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
+        return ()
+
+    def _product(
+        self, node: fx.Node, flops: int, traffic: Size, read: Sequence[Any], of_weights: Sequence[bool]
+    ) -> Counted:
+        dtypes = [v.form.dtype for v in read if isinstance(v, Value)]
+        widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
+        dtype = str(widest).removeprefix("torch.")
+        counted = Size.of(float(flops), self.growth.of_product(node))
+        notes = cost_notes(node)
+        if notes.backward_work:
+            causal = self._queries(node) if notes.is_causal else NOTHING
+            one = Work(notes.kind, traffic, counted, dtype, depth=self._width(tensor_inputs(node)[0]), causal=causal)
+            if notes.counts_seen:
+                one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
+            back = (one._replace(times=notes.backward_work),) * (node in self.alive)
+            return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
+        odd = unaligned(map(self._row, (node, *tensor_inputs(node)))) if widest.itemsize == 2 else 0
+        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted), unaligned=odd)
+        parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
+        for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
+            if node in self.alive and needs_grad(v):
+                sum_of_rows = Work("other", self._made(node) + self.size(used))  # a bias's
+                product = one._replace(depth=self._depth(used, counted))
+                parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
+        return Counted(node, (one,), parts[False], parts[True])
+
+    def _width(self, query: fx.Node) -> Size:
+        """Of a head; which mesh or batch does not change."""
+        return Size.of(float(self.walk.values[query].form.shape[-1]), Powers())
+
+    def _row(self, node: fx.Node) -> int:
+        """Values in a row of a matrix on a rank; 0 of what is none."""
+        found = self.walk.values[node]
+        return found.form.shape[-1] if isinstance(found, Value) and len(found.form.shape) > 1 else 0
+
+    def _queries(self, node: fx.Node) -> Size:
+        """How many queries attention has, which grow where its scores grow by more than their keys."""
+        form = self.walk.values[node].form
+        return Size.of(float(form.shape[-2]), Powers(s=min(1, self.growth.of_product(node).s)))
+
+    def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
+        """Attention that was counted by the keys seen, as causal attention to all keys, of which that is half: what a
+        kernel computes of blocks of keys beyond what is seen is then as much as there."""
+        grown = Powers(s=min(1, self.growth.of_product(node).s))
+        return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
+
+    def _depth(self, product: fx.Node, flops: Size) -> Size:
+        """How many features each element of a product's result is the sum over; nothing for sums over rows and
+        positions, as in the gradient of a weight."""
+        if not isinstance(self.walk.values[product], Value):  # a recurrent layer's several
+            return NOTHING
+        elements = math.prod(self.walk.values[product].form.shape)
+        (powers, number), other = flops.terms[0], self.growth.of(product)
+        less = Powers(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
+        return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
+
+    def _made(self, node: fx.Node) -> Size:
+        """Bytes of new memory that a call writes."""
+        result = self.walk.values[node]
+        values = result if isinstance(result, tuple) else (result,)
+        written = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
+        return Size.of(sum(memory.size_bytes for memory in written), self.growth.of(node))
+
+
+def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
+    """The operators that the backward runs again: those of each region up to the last of which autograd keeps anything,
+    as `torch.utils.checkpoint` stops there."""
+    last: dict[int, int] = {}
+    nodes = [node for node in walk.values if "region" in facts(node) and node.op == "call_function"]
+    for index, node in enumerate(nodes):
+        if node in alive and (walk.keeps.get(node) or walk.others.get(node)):
+            last[facts(node)["region"]] = index
+    return {node for index, node in enumerate(nodes) if index <= last.get(facts(node)["region"], -1)}
+
+
+def _flops(node: fx.Node) -> int:
+    """Its matrix work on the local shapes; none where that cannot be told without values."""
+    is_own = operator_name(node).startswith("autopart::")
+    if is_own and node.target.overloadpacket not in FORMULAS:
+        return facts(node).get("counted_flops", 0)
+    try:
+        return counted_flops(node)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return 0

@@ -1,0 +1,103 @@
+"""In which powers of a microbatch's rows, a row's tokens, `1 / tp`, `1 / cp` and `1 / ep` written values and FLOPs
+grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopart.cost.count.stage_footprint import Memory, Value
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
+from autopart.ir.facts import facts
+from autopart.ir.graph import tensor_inputs, value
+from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.tracing.trace import Trace
+
+
+def tokens(trace: Trace) -> int:
+    """The tokens of a row: the second dim of the first input of whole numbers or of embeddings; else 1."""
+    for node in trace.graph.find_nodes(op="placeholder"):
+        tensor = value(node)
+        if tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.dtype.is_floating_point):
+            return int(tensor.shape[1])
+    return 1
+
+
+class Growth:
+    """The powers of written nodes, from the factors that the dims of the traced values are made of.
+
+    A dim that is a multiple of the tokens of a row, and is not a size of a weight, counts tokens.
+    """
+
+    def __init__(self, trace: Trace, program: Program):
+        self._traced = {node.name: node for node in trace.graph.nodes}
+        self._tokens = tokens(trace)
+        cut = () if program.copied else program.mesh.along("rows")
+        sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
+        self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
+        self._row_axes = [axis for axis, size in sizes.items() if size > 1]
+        # Each found once: the powers of a written value's bytes, of a traced value, the dim that is cut over an axis.
+        self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
+
+    def of_value(self, node: fx.Node, result: Any) -> Size:
+        """The bytes of a value that a node makes; nothing for several."""
+        return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, Value) else NOTHING
+
+    def of_memory(self, memory: Memory) -> Size:
+        """The bytes of a piece of memory."""
+        return Size.of(memory.size_bytes, self.of(memory.made_by))
+
+    def _of_written(self, node: fx.Node) -> Powers:
+        """Of a written value's bytes."""
+        origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
+        if origin is None:  # one step of several towards a traced value, or a tuple of them
+            parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
+            powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
+            whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}
+            return powers._replace(**whole)
+        powers = self._of_traced(origin)
+        cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
+        over = {name: int(axis in layout and layout[axis].is_divided) for name, axis in self._axes.items()}
+        return Powers(powers.b * cut, powers.s, **over)
+
+    def _of_atoms(self, origin: fx.Node) -> Powers:
+        return self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
+
+    def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
+        """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
+        if facts(node).get("origin", "") in self._traced:
+            placement = facts(node).get("layout", {}).get(axis)
+            return placement.dim if placement is not None and placement.is_divided else None
+        for used in tensor_inputs(node):
+            dim, written, read = self._cut(used, axis), value(node), value(used)
+            if dim is None:
+                continue
+            if not isinstance(written, Tensor) or not isinstance(read, Tensor) or written.numel() == read.numel():
+                return dim
+            if written.shape[: dim + 1] == read.shape[: dim + 1]:
+                return dim
+        return None
+
+    def of_product(self, node: fx.Node) -> Powers:
+        """Of the FLOPs of a written product: those of its factors, each counted once."""
+        largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
+        origin = self._traced.get(facts(node).get("origin", ""))
+        pattern = facts(origin).get("pattern") if origin is not None else None
+        if origin is None or pattern is None or not pattern.flops:
+            return largest
+        factors = self._count(atom for atoms in factor_atoms(origin, pattern).values() for atom in atoms)
+        return largest._replace(s=factors.s)
+
+    def _count(self, atoms: Iterable[Atom]) -> Powers:
+        all_atoms = list(atoms)
+        rows = any(atom.kind == BATCH for atom in all_atoms)
+        counted = [a for a in all_atoms if a.kind == DATA_DIM and self._tokens > 1 and a.size % self._tokens == 0]
+        return Powers(int(rows), len(counted))
+
+
+def _largest(powers: list[Powers]) -> Powers:
+    return Powers(*map(max, zip(*powers, strict=True))) if powers else Powers()

@@ -1,0 +1,50 @@
+"""How many parts there are of what the layouts of a program divide over an axis: heads, experts, features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from autopart.cost.predict.operator_work import CHOSEN
+from autopart.ir.atoms import BATCH, DATA_DIM
+from autopart.ir.facts import facts
+from autopart.ir.graph import pattern_of, shape, tensor_inputs
+from autopart.ir.program import Program
+from autopart.tracing.trace import Trace
+
+Divided = dict[str, dict[int, str]]
+"""`{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`: by axis, how many of what a product reads or
+makes are divided over it, and the first such product."""
+
+
+def divided(trace: Trace, program: Program) -> Divided:
+    """What the products of a program divide over the axes that features and experts lie on."""
+    mesh, counts = program.mesh, Divided()
+    axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
+    traced = {node.name: node for node in trace.graph.nodes}
+    for stage in program.stages:
+        for node in stage.graph.graph.nodes:
+            origin = traced.get(facts(node).get("origin", ""))
+            pattern = facts(origin).get("pattern") if origin is not None and node.op == "call_function" else None
+            if origin is None or pattern is None or not pattern.flops:
+                continue
+            for name, axis in axes.items():
+                for count in _counts(traced, node, axis) if mesh.size(axis) > 1 else ():
+                    counts.setdefault(name, {}).setdefault(count, pattern_of(facts(origin)["key"]))
+    return counts
+
+
+def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
+    """Of the dims of what a node reads and makes that are cut over an axis, the sizes of their outermost factors."""
+    for used in (node, *tensor_inputs(node)):
+        origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)
+        if origin is None or placement is None or not placement.is_shard:
+            continue
+        atoms = facts(origin)["atoms"][placement.dim]
+        if not atoms or atoms[0].kind in (BATCH, DATA_DIM):
+            continue
+        if len(placement.sections) == 1:  # so many equal ones
+            yield shape(origin)[placement.dim] // abs(placement.sections[0])
+        else:
+            yield from placement.sections or (atoms[0].size,)

@@ -1,0 +1,398 @@
+"""The memory a program takes on its ranks, from its lowered graphs with their local shapes.
+
+Of every stage graph a rank's values are followed node by node: whose memory each is, what autograd keeps of it
+(`kept.py`), and until when it is read. So a microbatch's activations are those that the runtime holds, to the byte; how
+many microbatches are held at a time comes from the schedule's own actions (`autopart.ir.run.schedule_actions`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autopart.cost.count.saved_tensors import KNOWN, Effect, Form, Kept, MadeTensor
+from autopart.ir.facts import facts, times
+from autopart.ir.graph import operator_name, tensor_inputs, value
+from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
+from autopart.ir.program import SEEDS, Boundary, Program, Stage
+from autopart.ir.run.unshard_policy import Way, held_whole
+from autopart.ir.sharding import Cut
+from autopart.ops.operators import OPERATORS, ROTATING, is_cast, stored_source
+from autopart.tracing.trace import Trace
+
+
+@dataclass(eq=False)
+class Memory:
+    """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
+    is gathered of its parts, or cast, and again where the backward reads it."""
+
+    size_bytes: int
+    lives: bool
+    made_by: fx.Node
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of one rank."""
+
+    form: Form
+    memory: Memory
+
+
+def saved_memory(
+    walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
+) -> dict[fx.Node, list[Memory]]:  # fmt: skip
+    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again
+    that is what the region reads, kept by its first node."""
+    held: set[Memory] = set()
+    saved: dict[fx.Node, list[Memory]] = {}
+    entered: set[int] = set()
+    regions = walk.regions(alive)
+    for node in walk.values:
+        region = facts(node).get("region")
+        if region in regions:
+            pieces = [] if region in entered else walk.read_by(regions[region])
+            entered.add(region)
+        else:
+            pieces = walk.keeps.get(node, []) if node in alive else []
+        lasting = (m.again or (m.lives and m not in received) for m in dict.fromkeys(pieces))
+        fresh = [m for m, lasts in zip(dict.fromkeys(pieces), lasting, strict=True) if not lasts and m not in held]
+        held |= set(fresh)
+        if node in alive or fresh:
+            saved[node] = fresh
+    return saved
+
+
+def saved_others(walk: Walk, node: fx.Node) -> int:
+    """Bytes that a node keeps of its own, until its backward."""
+    return 0 if "region" in facts(node) else walk.others.get(node, 0)
+
+
+def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Memory], int]]:
+    """What each region keeps when its backward begins, beside what is kept anyway, by the node that keeps it first:
+    memory, and bytes of what is no value. With that node's backward it goes."""
+    regions = walk.regions(alive)
+    kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
+    again: dict[fx.Node, tuple[set[Memory], int]] = {}
+    for node in (n for nodes in regions.values() for n in nodes if n in alive):
+        fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
+        kept |= fresh
+        again[node] = fresh, walk.others.get(node, 0)
+    return again
+
+
+def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
+    """The values of a stage's nodes on its heaviest rank, for one microbatch."""
+    held = held_whole(program, program.stages)
+    walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage), held)
+    walk.run()
+    return walk
+
+
+def memories(result: Any, lasting: bool = False) -> set[Memory]:
+    """The memory of a value, or of a tuple of them; `lasting`: also what lives on."""
+    if isinstance(result, tuple):
+        return {memory for item in result for memory in memories(item, lasting)}
+    return {result.memory} if isinstance(result, Value) and (lasting or not result.memory.lives) else set()
+
+
+@dataclass
+class Walk:
+    """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches. `takes`: the most
+    new memory in a node's forward and in its backward. `compiled`: the same as it is in memory where the stage is
+    compiled (`remade.py`)."""
+
+    trace: Trace
+    program: Program
+    stage: Stage
+    inputs: Mapping[str, Any]
+    input_bytes: int
+    held: Mapping[str, Way] = field(default_factory=dict)
+    """The parameters that are whole for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
+    others: dict[fx.Node, int] = field(default_factory=dict)
+    takes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    outputs: tuple[Any, ...] = ()
+    compiled: Walk | None = None
+    in_place: Set[fx.Node] = frozenset()
+    """The operators that write over what they read last, as kernels of a compiler do."""
+
+    @property
+    def in_memory(self) -> Walk:
+        """What is held of it."""
+        return self.compiled or self
+
+    def run(self) -> None:
+        received, attributes = iter(self.stage.receives), dict[str, Value]()
+        for node in self.stage.graph.graph.nodes:
+            if node.op == "placeholder":
+                stage_input = self.inputs.get(str(node.target))
+                self.values[node] = stage_input if stage_input is not None else _received(next(received), node)
+            elif node.op == "get_attr":
+                attribute = attributes.setdefault(str(node.target), self._read(node))
+                self.values[node] = attribute
+            elif node.op == "output":
+                self.outputs = tuple(node.args[0])
+            elif node.target is operator.getitem:
+                self.values[node] = self.values[node.args[0]][node.args[1]]
+            else:
+                self.values[node] = self._call(node)
+
+    def _read(self, node: fx.Node) -> Value:
+        """An attribute; the whole of a parameter that is held whole."""
+        attribute = _attribute(self.trace, node)
+        if str(node.target) not in self.held:
+            return attribute
+        way = self.held[str(node.target)]
+        shape = (*attribute.form.shape[: way.dim], way.size, *attribute.form.shape[way.dim + 1 :])
+        form = Form.contiguous(shape, way.dtype or attribute.form.dtype, attribute.form.needs_grad)
+        return Value(form, Memory(form.size_bytes, True, node))
+
+    def gathers_held(self, node: fx.Node) -> bool:
+        """Whether a node gathers what is there whole already."""
+        source = node.args[0] if node.args else None
+        return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
+
+    def _call(self, node: fx.Node) -> Any:
+        name = operator_name(node).removeprefix("autopart::")
+        if name == "axis_index":
+            return 0
+        if self.gathers_held(node):
+            return self.values[node.args[0]]
+        if name in DIRECTIONS:
+            result = self._convert(node, DIRECTIONS[name][0])
+            if name in ROUTING and result.form.needs_grad:
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
+            self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
+            return result
+        if name in ROTATING:
+            return self._rotate(node)
+        result = call(node, self.values, self.keeps, self.others, self.takes)
+        if is_cast(node):
+            result.memory.again = True
+        return result
+
+    def _rotate(self, node: fx.Node) -> Value:
+        """Attention whose keys and values go around: it keeps its operands, its output and a number for every query,
+        and has room for two ranks' keys and values, in the backward for their gradients too."""
+        traced = value(node)
+        sides: list[Value] = [self.values[used] for used in tensor_inputs(node)]
+        form = Form.contiguous(traced.shape, traced.dtype, any(side.form.needs_grad for side in sides))
+        output = Value(form, Memory(form.size_bytes, False, node))
+        totals = form.size_bytes // traced.shape[-1]
+        if form.needs_grad:
+            self.keeps[node] = [*(side.memory for side in sides), output.memory]
+            self.others[node] = totals
+        moving = sum(side.form.size_bytes for side in sides[1:3])
+        self.takes[node] = (form.size_bytes + totals + moving, 4 * moving + 2 * sides[0].form.size_bytes)
+        return output
+
+    def _conversion_bytes(self, node: fx.Node, result: Form, source: Form) -> tuple[int, int]:
+        """The most new memory in a conversion and in its backward, with the copies in the dtype that is sent."""
+        name = operator_name(node).removeprefix("autopart::")
+        in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
+        numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]
+        sent = result.dtype, node.kwargs.get("grad_dtype") or result.dtype
+        forward, backward = (
+            _moving_bytes(kind, max(numbers) * dtype.itemsize, min(numbers) * dtype.itemsize, in_order)
+            for kind, dtype in zip(DIRECTIONS[name], sent, strict=True)
+        )
+        forward += numbers[1] * sent[0].itemsize * (source.dtype != sent[0])
+        backward += numbers[0] * sent[1].itemsize * (result.dtype != sent[1])
+        return forward, backward + source.size_bytes * (source.dtype != sent[1])
+
+    def _convert(self, node: fx.Node, primitive: str) -> Any:
+        """A collective, or the local part of one, as `runtime.collectives` makes it."""
+        source: Value = self.values[node.args[0]]
+        parts = self.program.mesh.size(node.args[1])
+        form, owner = source.form, source.memory
+        form = form._replace(dtype=node.kwargs.get("dtype") or form.dtype)
+        if primitive == "identity":
+            return source
+        shape, in_order = list(form.shape), False
+        if primitive in ("slice", "reduce_scatter", "all_gather", "pad"):
+            dim, size, *rest = node.args[2:]
+            cut = Cut(dim, size, tuple(rest[0]) if rest else (), parts)
+            shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
+            in_order = primitive == "slice" and len(cut.spans(0)) == 1
+        elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
+            shape = list(value(node).shape)  # of rows that are sent to experts, as many as are expected
+        elif primitive == "all_to_all":
+            cut_before, cut_after = node.args[2:4]
+            shape[cut_before] *= parts
+            shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
+        result_form = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
+        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
+            return Value(result_form, owner)
+        stores = self.program.mesh.stores(node.args[1])
+        again = primitive == "all_gather" and stores and stored_source(node) is not None
+        return Value(result_form, Memory(result_form.size_bytes, False, node, again))
+
+    def reached(self) -> set[fx.Node]:
+        """The nodes that a gradient of the outputs passes."""
+        alive: set[fx.Node] = set()
+        todo = [node for node in self.outputs if isinstance(node, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in alive and needs_grad(self.values[node]):
+                alive.add(node)
+                todo.extend(node.all_input_nodes)
+        return alive
+
+    def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
+        """The operators of every region that is run again in the backward (`Facts.region`)."""
+        by_region: dict[int, list[fx.Node]] = {}
+        for node in self.values:
+            if "region" in facts(node) and node.op == "call_function":
+                by_region.setdefault(facts(node)["region"], []).append(node)
+        return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
+
+    def towards(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that its backward makes gradients of."""
+        return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
+
+    def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
+        """The memory that operators read and do not make."""
+        inside = set(nodes)
+        read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
+        return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
+
+    def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
+        """Of the nodes that a gradient passes: those that pass it on to weights alone."""
+        weights: set[fx.Node] = set()
+        for node in self.values:
+            if node not in alive:
+                continue
+            grads = self.towards(node)
+            if node.op == "get_attr" or (grads and all(used in weights for used in grads)):
+                weights.add(node)
+        return weights
+
+
+def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
+    """The most new memory in a collective or its local part, as `runtime.collectives` runs it: parts that do not lie in
+    order are copied together before they are sent, or joined after."""
+    copied = 0 if in_order else whole
+    taken = {"all_reduce": whole, "all_gather": whole + copied, "reduce_scatter": part + copied}
+    return taken.get(primitive, 3 * whole if primitive == "all_to_all" else 0)
+
+
+def call(
+    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int],
+    takes: dict[fx.Node, tuple[int, int]],
+) -> Any:  # fmt: skip
+    """What a call makes, with its memory; what it keeps and takes is noted."""
+    assert callable(node.target)
+    inputs = [values[used] for used in tensor_inputs(node)]
+    read = [v for v in inputs if isinstance(v, Value)]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
+    try:
+        effect = KNOWN.effect(node.target, args, kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):  # it needs values: as if it kept all
+        effect = _unknown(node, read)
+    pieces = [Memory(size, False, node) for size in effect.pieces]
+    owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
+    keeps[node] = [read[i].memory for i in effect.kept.inputs] + [owners[i] for i in effect.kept.outputs]
+    takes[node] = effect.forward_bytes, effect.backward_bytes
+    if effect.kept.other_bytes:
+        others[node] = effect.kept.other_bytes
+    tensors = [Value(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
+    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, MadeTensor) else leaf)
+
+
+def map_tuple(nested: Any, function: Any) -> Any:
+    if not isinstance(nested, tuple):
+        return function(nested)
+    return tuple(map_tuple(item, function) for item in nested)
+
+
+def _form(result: Any) -> Any:
+    return result.form if isinstance(result, Value) else result
+
+
+def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
+    traced = value(node)
+    if traced is None:
+        return Effect(None, (), (), (), Kept((), (), 0))
+    tensors = [t for t in (traced if isinstance(traced, (tuple, list)) else [traced]) if isinstance(t, torch.Tensor)]
+    grad = any(v.form.needs_grad for v in read)
+    forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
+    memory = tuple(-1 - i for i in range(len(forms)))
+    shown = tuple(MadeTensor(i) for i in range(len(forms))) if isinstance(traced, (tuple, list)) else MadeTensor(0)
+    kept = Kept(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
+    return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
+
+
+def needs_grad(result: Any) -> bool:
+    if isinstance(result, tuple):
+        return any(map(needs_grad, result))
+    return isinstance(result, Value) and result.form.needs_grad
+
+
+def _received(boundary: Boundary, node: fx.Node) -> Value:
+    form = Form.contiguous(boundary.shape, boundary.dtype, needs_grad=True)
+    return Value(form, Memory(form.size_bytes, True, node))
+
+
+def _attribute(trace: Trace, node: fx.Node) -> Value:
+    parameter = trace.parameters.get(str(node.target))
+    traced = value(node)
+    form = Form.contiguous(tuple(traced.shape), traced.dtype, parameter is not None and parameter.requires_grad)
+    return Value(form, Memory(form.size_bytes, True, node))
+
+
+def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[str, Any], int]:
+    """What the prologue makes, as one microbatch's rows on one rank; and the bytes of all of it."""
+    values: dict[fx.Node, Any] = {}
+    forms = [Form.of(t, t.requires_grad) for t in trace.call.tensors]
+    if program.input_names[-1:] == (SEEDS,):
+        forms.append(Form.contiguous((program.row_ranks * program.microbatches,), torch.int64))
+    call_forms = iter(forms)
+    outputs: tuple[Any, ...] = ()
+    for node in stage.prologue.graph.nodes:
+        if node.op == "placeholder":
+            form = next(call_forms)
+            values[node] = Value(form, Memory(form.size_bytes, True, node))
+        elif node.op == "get_attr":
+            values[node] = _attribute(trace, node)
+        elif node.op == "output":
+            outputs = tuple(map_aggregate(node.args[0], lambda a: values[a] if isinstance(a, fx.Node) else a))
+        elif node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = call(node, values, {}, {}, {})
+    inputs: dict[str, Any] = {}
+    sizes: dict[Memory, int] = {}
+    read = {str(node.target): node for node in stage.graph.graph.find_nodes(op="placeholder")}
+    for stage_input, whole in zip(stage.inputs, outputs, strict=False):
+        if not isinstance(whole, Value):
+            inputs[stage_input.name] = whole
+            continue
+        rows, memory = _rows(program, stage_input.batch_dim, whole)
+        is_copied = memory is not whole.memory  # the rows of every microbatch
+        number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
+        sizes[memory] = memory.size_bytes * number
+        inputs[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
+    return inputs, sum(size for memory, size in sizes.items() if not memory.lives)
+
+
+def _rows(program: Program, dim: int | None, whole: Value) -> tuple[Form, Memory]:
+    """One microbatch's rows on one rank: a view where rows are cut, else a copy."""
+    blocks = program.row_ranks * program.microbatches
+    form = whole.form
+    if dim is None or blocks == 1:
+        return form, whole.memory
+    shape = [*form.shape]
+    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.row_ranks)[0], program.microbatches)[0]
+    if dim == 0:
+        return Form(tuple(shape), form.stride, form.dtype, form.needs_grad), whole.memory
+    rows = Form.contiguous(shape, form.dtype, form.needs_grad)
+    return rows, Memory(rows.size_bytes, False, whole.memory.made_by)

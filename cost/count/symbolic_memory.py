@@ -1,0 +1,202 @@
+"""What a stage's operators hold in memory, as `Size`, so that a table knows it at other sizes: what each keeps for the
+backward, what a cut before it sends, and what is there while it runs, which `events.py` counts of the same steps in
+bytes. Weights on their way and gradients of weights are no part of it: `cost.table_memory` knows when those come and
+go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from functools import cache, cached_property
+
+from torch import fx
+
+from autopart.cost.count.liveness import backward_steps, forward_steps
+from autopart.cost.count.operator_counts import Counted
+from autopart.cost.count.scaling_exponents import Growth
+from autopart.cost.count.stage_footprint import (
+    Memory,
+    Value,
+    Walk,
+    memories,
+    needs_grad,
+    rerun_memory,
+    saved_memory,
+    saved_others,
+)
+from autopart.cost.predict.operator_work import NOTHING, Powers, Size
+from autopart.cost.predict.table_rows import Row
+from autopart.ir.facts import facts
+from autopart.ir.graph import tensor_inputs
+from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ir.run.unshard_policy import gathers_stored, source_name, storing_axes
+from autopart.ops.operators import is_cast, stored_source
+
+PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
+
+
+class Running:
+    """A sum of Sizes that come and go."""
+
+    def __init__(self) -> None:
+        self.total: dict[Powers, float] = {}
+
+    def add(self, size: Size, times: int = 1) -> None:
+        for powers, value in size.terms:
+            self.total[powers] = self.total.get(powers, 0) + times * value
+
+    def size(self) -> Size:
+        return Size(tuple(sorted((powers, value) for powers, value in self.total.items() if value)))
+
+
+class Held:
+    """What a stage's operators hold in memory. `kept_before`: which of the values that it receives, by number, the
+    stages before keep."""
+
+    def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
+        self.walk, self.growth, self.size = walk, growth, cache(growth.of_memory)
+        self.traced = {node.name: node for node in walk.trace.graph.nodes}
+        self._in_parts = cache(self._can_be_scattered)
+        self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
+        received = [walk.values[node].memory for node in self.received]
+        before = {received[number] for number in kept_before}
+        self.saved = saved_memory(walk, self.alive, {*received} - before)
+        index = {node: i for i, node in enumerate(walk.values)}
+        keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
+        self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
+        sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
+        self.sends_kept = {number for number, memory in enumerate(sent) if memory in self.keeper}
+        self.others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
+        self.kept = {
+            node: Size.sum([self.others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
+            for node in walk.values
+        }
+        self.rerun = {
+            node: Size.sum([*map(self.size, memory), self._other(node, other)])
+            for node, (memory, other) in rerun_memory(walk, self.alive).items()
+        }
+        axes = storing_axes(walk.program)
+        self.gathers = {node for node in walk.values if gathers_stored(node, axes)}
+        self.in_forward, self.in_backward = self._in_forward(), self._in_backward()
+        self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
+        casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
+        read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
+        self.cast_again = {str(node.target) for node in read if node is not None}
+
+    def row(self, one: Counted, is_place: bool, load: Size) -> Row:
+        """`is_place`: whether a stage may begin there. `load`: as the row has it."""
+        works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
+        names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
+        values = [self.walk.values[n] for n in one.node.all_input_nodes]
+        made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
+        also = {source_name(n) if n in self.gathers else str(n.target) for n in made_by
+                if n in self.gathers or n.op == "get_attr"}  # fmt: skip
+        travelling = self.crossing[one.node]
+        crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
+        return Row(
+            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
+            crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
+            *((NOTHING,) * 3 if crossing is None else self._cut_before(one.node, travelling)),
+        )  # fmt: skip
+
+    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> tuple[Size, Size, Size]:
+        """Of what a cut before a node sends: what ranks have alike, what no operator before keeps, and of that
+        what one behind does."""
+        alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
+        pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
+        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]]
+        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
+        return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
+
+    def _can_be_scattered(self, node: fx.Node) -> bool:
+        """Whether a value of the stage can be sent in parts."""
+        origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
+        return origin is not None and in_parts(origin, layout, self.walk.program.mesh) is not None
+
+    def _in_forward(self) -> dict[fx.Node, Size]:
+        """While the forward of each node runs."""
+        now, beyond = Running(), dict[fx.Node, Size]()
+        held = {memory for pieces in self.saved.values() for memory in pieces}
+        now.add(self._values(memory for memory in held if memory.lives))  # what the stage receives
+        for step in forward_steps(self.walk, held):
+            kept = self.kept.get(step.node, NOTHING) * -1
+            needs = now.size() + self._takes(step.node, 0) + kept
+            now.add(self._values(step.made) + self.others.get(step.node, NOTHING) + kept)
+            peak = now.size()
+            now.add(self._values(step.ended), -1)
+            beyond[step.node] = _largest(now.size() if step.node in self.walk.in_place else peak, needs)
+        return beyond
+
+    def _in_backward(self) -> dict[fx.Node, Size]:
+        """While the backward of each node runs: gradients of values, and what it takes itself."""
+        now, beyond = Running(), dict[fx.Node, Size]()
+        for step in backward_steps(self.walk, self.alive):
+            now.add(Size.sum(self.rerun.get(node, NOTHING) for node in step.rerun))
+            of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # which are counted apart
+            needs = now.size() + self._takes(step.node, 1) + of_weights * -1
+            now.add(self._values(step.made))
+            further = Size.sum(map(self._value, step.further))
+            peak = _largest(now.size() + further, needs)
+            now.add(self._values(step.done) + self.rerun.get(step.node, NOTHING), -1)
+            ends = now.size() + further * 2 + self.kept.get(step.node, NOTHING) * -1
+            beyond[step.node] = ends if step.node in self.walk.in_place else _largest(peak, ends)
+        return beyond
+
+    def _takes(self, node: fx.Node, direction: int) -> Size:
+        """What a node makes for itself, which grows as the largest of what it reads and makes."""
+        if node in self.gathers:
+            return NOTHING
+        sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], Value)]
+        largest = max(sides or [node], key=lambda n: self.walk.values[n].form.size_bytes if sides else 0)
+        return Size.of(self.walk.takes.get(node, (0, 0))[direction], self.growth.of(largest))
+
+    def _values(self, pieces: Iterable[Memory]) -> Size:
+        """All memory but that of weights and of what is gathered of them."""
+        return Size.sum(self.size(memory) for memory in pieces if not self._is_weight(memory))
+
+    def _is_weight(self, memory: Memory) -> bool:
+        return memory.made_by.op == "get_attr" or memory.made_by in self.gathers
+
+    def _value(self, node: fx.Node) -> Size:
+        """A value by its own shape."""
+        return self.growth.of_value(node, self.walk.values[node])
+
+    def _other(self, node: fx.Node, size_bytes: int) -> Size:
+        """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
+        something that grows as what it makes."""
+        read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], Value)]
+        options = [Size.sum(read), *read]
+        return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
+
+    @property
+    def received(self) -> list[fx.Node]:
+        """What the stage before sends."""
+        return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
+
+    @cached_property
+    def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
+        """What a stage that begins at a node would receive: None of a value without gradient, which cannot travel."""
+        nodes = list(self.walk.values)
+        last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+        last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
+        data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
+        received, travelling = set(self.received), dict[fx.Node, Size | None]()
+        crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
+        for i, node in enumerate(nodes):
+            travelling = {source: size for source, size in travelling.items() if last[source] >= i}
+            crossings[node] = dict(travelling)
+            reads, value = node.all_input_nodes, self.walk.values[node]
+            if node in received:
+                travelling[node] = self.size(value.memory)
+            elif node.op == "placeholder" or (node.op == "call_function" and data.issuperset(reads)):
+                data.add(node)
+            elif node.op == "get_attr" or weights.issuperset(reads):
+                weights.add(node)
+            elif last.get(node, i) > i:
+                single = isinstance(value, Value) and needs_grad(value)
+                travelling[node] = self._value(node) if single else None
+        return crossings
+
+
+def _largest(*sizes: Size) -> Size:
+    return max(sizes, key=lambda size: size.value)

@@ -1,0 +1,1 @@
+"""Closed formulas (sympy) of step time and memory."""

@@ -1,0 +1,378 @@
+"""`Plan.cost`: figures as a mapping, and the formulas behind them (`cost.formula`) with the plan's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from autopart.errors import LayoutError, OptionError, PlanError, StageError
+from autopart.ir.mesh import Mesh, check_balance
+from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.run.schedules import can_run, check_schedule, schedule_for, versions_of
+from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
+
+if TYPE_CHECKING:
+    import sympy
+
+    from autopart.cost.formula.step_formula import Formula
+    from autopart.cost.hardware.profile import Hardware
+    from autopart.cost.predict.run_setting import Setting
+    from autopart.cost.predict.simulate import Simulation
+    from autopart.cost.predict.table import Table
+
+OF_OLD_PLANS = ("formula", "values")
+"""What plans had beside a time that was not the simulated one."""
+
+
+def _simulated(plan: Plan) -> Any:
+    from autopart.cost.predict.simulate import simulate  # loads torch, which a plan that is only shown does not need
+
+    return simulate(plan)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A step's numbers: seconds and bytes, and both by kind. `float()` of it is the seconds. `notes`: what may be
+    otherwise in a plan that is made for these sizes."""
+
+    step_time_s: float
+    memory_bytes: float
+    parts_s: Mapping[str, float]
+    memory_parts: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.step_time_s
+
+
+class Cost(dict[str, Any]):
+    """What a plan costs. As a mapping: its figures. `expression`: seconds of a step in sympy, `parts`: the same by
+    kind, `memory` and `memory_parts`: bytes of a rank. The formulas are those of equal stages, times `scale`.
+
+    Symbols are those of `autopart.cost.formula.step_formula`: `b` rows of a microbatch on a rank, `s` tokens of a
+    row, `tp`, `dp`,
+    `pp`, `m` microbatches, `v` stages a rank, and the hardware's.
+
+    Example:
+        >>> plan.cost.parts["matmul"], plan.cost.at(tp=8, pp=4).step_time_s    # doctest: +SKIP
+    """
+
+    plan: Plan | None = None
+
+    @staticmethod
+    def of(plan: Plan) -> Cost:
+        """A plan's. One of an older version says a time of other formulas: the step is simulated in its place."""
+        cost = Cost(plan.cost)
+        cost.plan = plan
+        if plan.timing and "step_time_s" in cost and any(name in cost for name in OF_OLD_PLANS):
+            for name in OF_OLD_PLANS:
+                cost.pop(name, None)
+            cost |= _simulated(plan).figures()
+        return cost
+
+    @cached_property
+    def scale(self) -> float:
+        """What the formulas are multiplied by, so that at the plan's own sizes they say what `autopart.simulate` does.
+
+        The simulated step over theirs: stages that weigh unlike, waiting in a pipeline, odd buckets of gradients. 1
+        where the plan has no step.
+        """
+        from autopart.cost.formula.step_formula import compiled
+
+        simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
+        sizes = [*self._values({}).values()][len(self.formula.constants) :]
+        formula_s = float(compiled([self.formula])(*sizes)[0])
+        return simulated_s / formula_s if simulated_s and formula_s else 1.0
+
+    @cached_property
+    def table(self) -> Table:
+        """What the operators do. Raises PlanError for a plan without it."""
+        from autopart.cost.predict.table_data import from_data
+
+        data = self.plan.timing.get("table") if self.plan is not None else None
+        if data is None or "divided" not in data:  # the latter is of an older version
+            raise PlanError(
+                "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
+                hint="autopart.plan(...), or leave the entry in the file",
+            )  # fmt: skip
+        return from_data(data)
+
+    @cached_property
+    def formula(self) -> Formula:
+        """Raises PlanError for a plan without a table."""
+        from autopart.cost.formula.step_formula import Formula
+        from autopart.cost.hardware.profile import Hardware
+        from autopart.cost.predict.dp_sync_costs import shares
+
+        table, plan = self.table, self._plan
+        hardware = Hardware.load(plan.hardware)
+        zero = 3 if table.gathers else plan.zero
+        axis = (*plan.mesh_object().along("rows"), plan.mesh_object().data_axis)[0]
+        return Formula(
+            table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes,
+            methods=shares(table, DpSync.parse(plan.dp_sync)), over=(axis, plan.mesh_object().size(axis)),
+            versions=versions_of(plan.schedule.name),
+        )  # fmt: skip
+
+    @property
+    def _plan(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def expression(self) -> sympy.Expr:
+        """Seconds of a step: at the plan's own sizes those of `autopart.simulate`, at others the formula's estimate."""
+        return self.scale * self.formula.step_time_s
+
+    @property
+    def parts(self) -> Mapping[str, sympy.Expr]:
+        """Seconds of a step by kind of work, of each collective, `sends`, `bubble`, `gradient sums`, `optimizer`."""
+        return {kind: self.scale * seconds for kind, seconds in self.formula.parts_s.items()}
+
+    @property
+    def memory(self) -> sympy.Expr:
+        """Bytes of a rank."""
+        return self.formula.memory_bytes
+
+    @property
+    def memory_parts(self) -> Mapping[str, sympy.Expr]:
+        """Bytes of a rank by kind; with one microbatch gradients and activations are not all there at a time."""
+        return self.formula.memory_parts
+
+    @property
+    def forward_flops(self) -> sympy.Expr:
+        """Matrix work of the forward of one microbatch, of all stages, on one rank of `tp`."""
+        import sympy
+
+        works = self.formula.totals.works.items()
+        return sympy.Add(*(n * self.formula.of(work.flops) for (part, work), n in works if part == "forward"))
+
+    @property
+    def free_symbols(self) -> set[sympy.Basic]:
+        """Of the seconds of a step."""
+        return self.expression.free_symbols
+
+    def subs(self, *values: Any, **named: Any) -> sympy.Expr:
+        """The seconds of a step with values for some symbols, given by name or as `sympy.Expr.subs` takes them.
+
+        >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
+        """
+        from sympy import sympify
+
+        from autopart.cost.formula.step_formula import in_node_of
+
+        pairs = [values] if len(values) == 2 else list(dict(*values).items())
+        inside = (in_node_of(axis.name) for axis in self._plan.axes)
+        symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants)}
+        asked = {str(name): value for name, value in (*pairs, *named.items())}
+        unknown = [name for name in asked if name not in symbols]
+        if unknown:
+            raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
+        # All at once: `Expr.subs` goes symbol by symbol, and looks each time for which of two long terms is less.
+        return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
+
+    def at(self, **sizes: float) -> Figures:
+        """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
+
+        The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
+        stages are balanced anew where there are others, or other tokens. Memory is as many times the plan's as the
+        table, which has it operator by operator and not value by value as `Plan.memory`, predicts.
+
+        Layouts are the plan's. Where a plan for these sizes may have others, as sizes that layouts are chosen by are
+        others, a note says so.
+
+        Raises OptionError for other names, sizes that are not above zero and fewer ranks with experts than the plan's
+        `balance`, LayoutError for more ranks than what the layouts divide over them has parts, StageError where there
+        are too few places to cut, or no schedule runs so many stages and microbatches.
+        """
+        names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
+        for name, size in sizes.items():
+            if name not in names or not size > 0:
+                raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
+        mesh = self._mesh(sizes)
+        if self._plan.balance > 1:
+            check_balance(mesh, self._plan.balance, {*mesh.along("experts"), *self._plan.axes_by_expert})
+        self._check_divides(mesh)
+        return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
+
+    def _check_divides(self, mesh: Mesh) -> None:
+        """Raises LayoutError where the plan's layouts leave a rank without its part of a product."""
+        from autopart.cost.predict.operator_work import CHOSEN, chosen_ranks
+
+        for name, ranks in chosen_ranks(mesh).items():
+            counts = self.table.divided.get(name, {})
+            if counts and min(counts) < ranks:
+                fewest, axis = min(counts), mesh.innermost(CHOSEN[name])
+                raise LayoutError(
+                    f"cost.at({axis}={ranks}): the plan's layouts have {fewest} parts to divide over {axis}",
+                    why=f"{ranks} ranks would not all have one; a plan for {axis}={ranks} has other layouts",
+                    where=counts[fewest], hint=f"{axis}={fewest} or less, or a plan for {axis}={ranks}",
+                )  # fmt: skip
+
+    def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
+        """Whether layouts would be chosen anew, which are by the ranks and by the sizes of what these hold."""
+        plan, plan_mesh = self._plan, self._plan.mesh_object()
+        plan_sizes = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
+        ranks = {
+            axis: mesh.size(axis)
+            for axis in (*plan_mesh.chosen, *mesh.chosen)
+            if mesh.size(axis) != plan_mesh.size(axis)
+        }
+        others = {name: sizes[name] for name in plan_sizes if sizes.get(name, plan_sizes[name]) != plan_sizes[name]}
+        if not ranks and not (others and mesh.chosen):
+            return ()
+        changed = ", ".join(f"{name}={size:g}" for name, size in (ranks | others).items())
+        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have others",)
+
+    def on(self, hardware: Hardware) -> Figures:
+        """The figures on other hardware, all else being the plan's."""
+        return self._figures(self._predicted({}, hardware))
+
+    def _figures(self, simulation: Simulation) -> Figures:
+        memory, predicted_own, counted = (
+            _fullest(rows) for rows in (simulation.memory, self._own.memory, self._plan.memory)
+        )
+        kinds = {
+            kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), predicted_own.get(kind, 0.0))
+            for kind in MEMORY_KINDS
+        }
+        return Figures(
+            simulation.step_time_s,
+            memory["total"] * _times(counted["total"], predicted_own["total"]),
+            simulation.parts,
+            kinds,
+        )
+
+    @cached_property
+    def _own(self) -> Simulation:
+        """As predicted at the plan's own sizes."""
+        return self._predicted({})
+
+    @property
+    def has_quickest_stages(self) -> bool:
+        """Whether stages begin where a step takes the least time (`cost.table.quickest_cuts`)."""
+        from autopart.cost.hardware.profile import Hardware
+        from autopart.cost.predict.table import quickest_cuts, weighs_links
+
+        hardware = Hardware.load(self._plan.hardware)
+        if not weighs_links(hardware):  # balanced is all that they are
+            return True
+        setting = self._setting({})
+        return quickest_cuts(self.table, replace(setting, cuts=None), hardware) == setting.cuts
+
+    def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
+        from autopart.cost.hardware.profile import Hardware
+        from autopart.cost.predict.table import predict
+
+        return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
+
+    def _setting(self, sizes: Mapping[str, float]) -> Setting:
+        """The plan's with other sizes, and its stages where there are as many of as many tokens, or they are pinned."""
+        from autopart.cost.predict.table_data import own_setting
+
+        plan, mesh = self._plan, self._mesh(sizes)
+        was = plan.schedule
+        m, v = int(sizes.get("m", was.microbatches)), int(sizes.get("v", was.virtual_stages))
+        schedule = _schedule(was, mesh.size("pp"), m, v)
+        table = self.table
+        rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
+        counted = own_setting(
+            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
+        )
+        stages = mesh.size("pp") * schedule.virtual_stages
+        are_own = stages == len(plan.cuts) + 1 and ("stages" in plan.pins or sizes.get("s", table.s) == table.s)
+        cuts = table.cuts[stages] if are_own else None
+        return replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
+
+    def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
+        """The plan's with other sizes of axes."""
+        plan_mesh = self._plan.mesh_object()
+        every = {axis.name: int(sizes.get(axis.name, plan_mesh.size(axis.name))) for axis in plan_mesh.axes}
+        return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
+
+    def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
+        """What the symbols are."""
+        mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
+        m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
+        rows = sizes.get("b", at.b) * mesh.row_ranks * m
+        return self.formula.values(mesh, Schedule(schedule.name, m, v), rows, sizes.get("s", at.s))
+
+    def latex(self) -> str:
+        """The seconds of a step in LaTeX."""
+        import sympy
+
+        return str(sympy.latex(self.expression))
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+
+def _fullest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(rows, key=lambda row: row["total"])
+
+
+def _times(new: float, old: float) -> float:
+    return new / old if old else 1.0
+
+
+def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """The plan's own, or the one that a plan would get for so many stages. Raises StageError where there is none."""
+    if pp == 1:
+        return Schedule(None, microbatches, 1)
+    stages = pp * virtual_stages
+    name = was.name
+    if name is None or not can_run(name, stages, pp, microbatches):
+        name = "interleaved_1f1b" if virtual_stages > 1 else schedule_for("1f1b", stages, pp, microbatches)
+        check_schedule(name, stages, pp, microbatches)
+    return Schedule(name, microbatches, virtual_stages)
+
+
+def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high: float | None = None) -> float | None:
+    """Where the steps of two plans take equally long: the first value of a symbol between `low` and `high` at which the
+    one that was slower becomes the faster; None where one is always faster.
+
+    Args:
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link's number (`node_link_bytes_per_s`), which is
+            looked for from 1e6 to 1e12 where nothing else is said; all else is as each plan has it.
+
+    Example:
+        >>> autopart.crossover(with_recompute, without, over="s")    # doctest: +SKIP
+    """
+    from scipy.optimize import brentq
+
+    from autopart.cost.hardware.profile import LINK_NUMBERS, Hardware
+
+    of_links = over in LINK_NUMBERS
+    low = low if low is not None else 1e6 if of_links else 1.0
+    high = high if high is not None else 1e12 if of_links else 2.0**20
+    first, second = (plan.cost if isinstance(plan.cost, Cost) else Cost.of(plan) for plan in (a, b))
+
+    def difference(at: float) -> float:
+        if of_links:
+            changed: dict[str, Any] = {over: at, "collectives": {}}
+            sides = (cost.on(replace(Hardware.load(cost._plan.hardware), **changed)) for cost in (first, second))
+            return float(next(sides)) - float(next(sides))
+        return float(first.at(**{over: at})) - float(second.at(**{over: at}))
+
+    whole = over not in ("b", "s") and not of_links
+    points = [low * (high / low) ** (i / _POINTS) for i in range(_POINTS + 1)]
+    if whole:
+        points = [2.0**i for i in range(_MOST_POWER + 1) if low <= 2**i <= high]
+    before, start = 0.0, low
+    for end in points:
+        try:
+            after = difference(end)
+        except (StageError, LayoutError):  # too few places to cut, no schedule, or fewer parts than ranks
+            continue
+        if before * after < 0:
+            return end if whole else float(brentq(difference, start, end, rtol=1e-6))
+        before, start = after or before, end
+    return None
+
+
+_MOST_POWER = 8
+"""Of ranks and microbatches, which are looked through in powers of two."""
+
+_POINTS = 40

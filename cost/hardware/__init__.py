@@ -1,0 +1,1 @@
+"""Hardware profiles and their calibration."""

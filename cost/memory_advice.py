@@ -1,0 +1,154 @@
+"""What to say, and what to try, where a plan needs more memory than a rank has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any
+
+from autopart.cost.memory_kinds import RankMemory
+from autopart.errors import AutopartError, MemoryLimitError
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
+from autopart.plans.headlines import quantity
+from autopart.plans.plan import Schedule
+
+SEARCH_S = 10.0
+"""Processor time for which other ways are looked for; the one that is being estimated then is the last."""
+
+TRIES = 5
+"""Settings that are estimated for the note of a plan that does not fit."""
+
+MOST_TENSOR_RANKS = 8
+"""Those of a node: with as many, a larger mesh gets more stages."""
+
+_SAID = {
+    "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
+    "temporary": "temporary values", "communication": "communication", "inputs": "inputs", "buffers": "buffers",
+    "gathered": "gathered parameters",
+}  # fmt: skip
+
+Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
+"""The memory on a mesh with these options in place of those asked for. Raises AutopartError where it cannot be."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to change. `more_ranks`: on a larger mesh."""
+
+    text: str
+    mesh: Mesh
+    options: Mapping[str, Any]
+    more_ranks: bool = False
+
+
+def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def does_not_fit(
+    ranks: Sequence[RankMemory], limit: int, mesh: Mesh, schedule: Schedule, rows: int, estimate: Estimate,
+    plan_options: Mapping[str, Any],
+) -> MemoryLimitError:  # fmt: skip
+    """The error for a plan whose fullest rank needs more than `limit` bytes: what takes it, and what would take less.
+
+    Args:
+        rows: of the global batch.
+        plan_options: the options asked for, by name.
+    """
+    rank = fullest(ranks)
+    end_s = time.process_time() + SEARCH_S
+    in_time = takewhile(lambda _: time.process_time() <= end_s, ways(mesh, schedule, rows, plan_options))
+    remedies = list(_tried(in_time, rank.total, estimate))
+    remedies.sort(key=lambda pair: (pair[1] > limit, pair[0].more_ranks, pair[1]))
+    lines = [
+        f"{way.text}: {quantity(total, 'B')}, {quantity(rank.total - total, 'B')} less"
+        f"{'' if total <= limit else ', still too much'}"
+        for way, total in remedies
+    ]
+    largest = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in list(rank.largest.items())[:4])
+    stages = f"stage {', '.join(map(str, rank.stages))} of {mesh}"
+    return MemoryLimitError(
+        f"the plan needs {quantity(rank.total, 'B')} on a rank, and memory is {quantity(limit, 'B')}",
+        why=told(rank), where=f"{stages}; the largest: {largest}", hint="\n         ".join(lines) or "a smaller batch",
+    )  # fmt: skip
+
+
+def told(rank: RankMemory) -> str:
+    """`activations of 4 microbatches in flight 3.41 GB, optimizer state 1.09 GB, ...`, the largest first."""
+    count = sum(rank.in_flight.values())
+    flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
+    sizes = {kind: getattr(rank, kind) for kind in _SAID if getattr(rank, kind) * 100 >= rank.total}
+    names = _SAID | {"activations": flight}
+    return ", ".join(
+        f"{names[kind]} {quantity(size, 'B')}" for kind, size in sorted(sizes.items(), key=lambda e: -e[1])
+    )
+
+
+def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
+    """What there is to change, on the same ranks first."""
+    if schedule.name is not None:
+        same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
+        for name in (name for name in same if name in FLUSHING and name != schedule.name):
+            if not (plan_options.get("compile") and name in SPLIT_BACKWARD):
+                options = {"schedule": name, "microbatches": schedule.microbatches}
+                yield Remedy(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
+    if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
+        yield Remedy("zero=3", mesh, {"zero": 3})
+    most = rows // mesh.row_ranks
+    for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
+        if schedule.microbatches < microbatches <= most and most % microbatches == 0:
+            yield Remedy(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
+    if mesh.size("tp") > 1 and plan_options.get("sequence_parallel") is not True:
+        yield Remedy("sequence_parallel=True", mesh, {"sequence_parallel": True})
+    if plan_options.get("recompute") in (None, "none"):
+        for recompute in ("selective", "full"):
+            yield Remedy(f"recompute='{recompute}'", mesh, {"recompute": recompute})
+    for axis in ("tp", "pp", "dp"):
+        larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
+        yield Remedy(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
+
+
+def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
+    """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
+    times as many."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
+        changes.append(("zero=3", {"zero": 3}))
+    if plan_options.get("recompute") in (None, "none"):
+        changes.append(("recompute='full'", {"recompute": "full"}))
+    for text, options in changes:
+        yield Remedy(text, mesh, options)
+    text = ", ".join(text for text, _ in changes)
+    together = {name: value for _, options in changes for name, value in options.items()}
+    if len(changes) > 1:
+        yield Remedy(text, mesh, together)
+    axis = "tp" if mesh.size("tp") < MOST_TENSOR_RANKS else "pp"
+    for times in (2, 8):
+        larger = Mesh.parse({**mesh.sizes, axis: times * mesh.size(axis)})
+        on = f"mesh='{larger}' ({larger.num_ranks} ranks)"
+        yield Remedy(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
+
+
+def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
+    """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
+    estimated: a count and not a time, so that all processes say the same."""
+    lines = []
+    for way, total in _tried(islice(remedies, TRIES), needed, estimate):
+        lines.append(f"{way.text} takes {quantity(total, 'B')}{'' if total <= limit else ', still too much'}")
+        if total <= limit:
+            break
+    return lines
+
+
+def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
+    """The ways that take less, with what they take."""
+    for way in remedies:
+        try:
+            less = fullest(estimate(way.mesh, way.options)).total
+        except AutopartError:  # it cannot be cut so
+            continue
+        if less < total:
+            yield way, less

@@ -1,0 +1,1 @@
+"""Predictions from a table of operators: time, memory, timeline of a step."""

@@ -1,0 +1,267 @@
+"""A training step of a plan, simulated: the schedule's own actions on the plan's predicted seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from textwrap import fill
+from typing import Any
+
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.collective_costs import time_s
+from autopart.cost.predict.timeline import Durations, Timeline, timeline
+from autopart.errors import PlanError
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.schedules import can_run
+from autopart.plans.headlines import TEXT_WIDTH, fit_text, fits, quantity, step_size, utilisation
+from autopart.plans.plan import TIMING_PARTS, Plan, Schedule
+
+_BACKWARDS = ("recompute", "input_backward", "weight_backward")
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """Collectives of one kind over one axis, in one step of the rank that spends most on them: how many, the bytes it
+    sends, and seconds."""
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One training step as predicted, AdamW's update included. Print it for a table.
+
+    Seconds and bytes are of one rank; ranks that differ on `dp` or `tp` alone do the same. `timeline`: when each
+    coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time,
+    and `memory`: the same by rank and kind, as the rows of `Plan.memory`. `collectives`: those of a step. `parts`: of
+    the busiest rank, seconds by kind of work, `idle` included.
+    `peak_flops_per_s`: of a device for the dtypes that its products have, `peak_dtype` in words. `plan`: whose step it
+    is, None for a setting that was only estimated.
+    """
+
+    timeline: Timeline
+    num_devices: int
+    model_flops: float
+    recomputed_flops: float
+    peak_flops_per_s: float
+    peak_memory_bytes: tuple[int, ...]
+    collectives: tuple[CollectiveTime, ...]
+    parts: Mapping[str, float] = field(repr=False)
+    peak_dtype: str = ""
+    memory: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds of a step, from its start until the last rank has updated its parameters."""
+        return self.timeline.step_time_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over busy time of the pipeline, as PTD-P counts it (`Timeline.bubble_fraction`)."""
+        return self.timeline.bubble_fraction
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Matrix work of the model (forward, and twice as much backward) of a device per second, in 10^12 FLOPs."""
+        return self.model_flops / self.num_devices / self.step_time_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs as a share of the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        return self.tflops_per_device * 1e12 / self.peak_flops_per_s
+
+    @property
+    def hfu(self) -> float:
+        """FLOPs that are computed as a share of the peak: those of the model and what is computed again."""
+        return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Of the step alone: what `Plan.cost` keeps."""
+        return {
+            "step_time_s": self.step_time_s, "tflops_per_device": self.tflops_per_device, "mfu": self.mfu,
+            "hfu": self.hfu, "peak_flops_per_s": self.peak_flops_per_s, "peak_dtype": self.peak_dtype,
+            "bubble_fraction": self.bubble_fraction, "parts_s": dict(self.parts),
+        }  # fmt: skip
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything but the timeline, for JSON."""
+        rows = [asdict(row) for row in self.collectives]
+        data = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
+        if self.plan is not None:
+            data |= {"step": step_size(self.plan), "fits": fits(self.plan)}
+        return data
+
+    def __str__(self) -> str:
+        plan = self.plan
+        sizes = dict.fromkeys(self.peak_memory_bytes)
+        rows = [
+            ("step", _seconds(self.step_time_s) + (f", of {step_size(plan)}" if plan and step_size(plan) else "")),
+            ("per device", utilisation(self.figures())),
+            ("bubble", f"{self.bubble_fraction:.4g} of the busy time"),
+            ("peak memory", ", ".join(f"{size / 1e9:.4g} GB" for size in sizes)),
+            *([("memory", fit_text(plan))] if plan and fit_text(plan) else []),
+            *((kind, _seconds(seconds)) for kind, seconds in self.parts.items()),
+            *((f"{row.axis} {row.kind}", f"{row.count} of {row.bytes / max(1, row.count) / 1e6:.4g} MB, "
+               f"{_seconds(row.seconds)}") for row in self.collectives),
+        ]  # fmt: skip
+        width = max(len(label) for label, _ in rows) + 2
+        return "\n".join(
+            fill(text, TEXT_WIDTH, initial_indent=f"{label:<{width}}", subsequent_indent=" " * width)
+            for label, text in rows
+        )
+
+
+def simulate(plan: Plan) -> Simulation:
+    """Predict a training step of a plan on the hardware it was made for.
+
+    The schedule's actions are those that the runtime executes; how long each takes is in `plan.timing`. Gradients are
+    summed beside the last backward, but for the last bucket, and weights gathered a block ahead, as the runtime does,
+    to the share that the hardware overlaps.
+
+    Raises PlanError for a plan without `timing`.
+
+    Example:
+        >>> plan = autopart.plan(model, "dp8,tp8", example_kwargs=batch)    # doctest: +SKIP
+        >>> print(autopart.simulate(plan))                                  # doctest: +SKIP
+    """
+    if not plan.timing:
+        raise PlanError(
+            "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
+            hint="autopart.plan(...), or leave the entry in the file",
+        )  # fmt: skip
+    return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
+
+
+def simulated(
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]],
+    overlap_sends: bool | None = None,
+) -> Simulation:  # fmt: skip
+    """A step by its parts.
+
+    Args:
+        timing: as in a plan.
+        memory: what the rank of each `pp` coordinate holds, as in a plan.
+        overlap_sends: as in `timeline`.
+    """
+    stages, ranks = timing["stages"], timing["ranks"]
+    seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
+    whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
+    # What is computed again serves both parts of a backward: such a stage runs them as one.
+    parts = zip(whole, seconds["recompute"], seconds["input_backward"], seconds["weight_backward"], strict=True)
+    inputs, weights = zip(*((all_, 0.0) if again else (i, w) for all_, again, i, w in parts), strict=True)
+    received = [row["receives_s"] for row in stages[1:]]
+    durations = Durations(
+        seconds["forward"], whole, inputs, weights, received, received,
+        [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
+        [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
+        timing.get("tied", ()),
+    )  # fmt: skip
+    ran = timeline(
+        schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
+    )
+    home = {span.stage: rank for rank, spans in enumerate(ran.spans) for span in spans}
+    return Simulation(
+        ran, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
+        timing["peak_flops_per_s"], tuple(memory[home[stage]]["total"] for stage in range(len(stages))),
+        _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
+        timing.get("peak_dtype", ""), tuple(memory),
+    )  # fmt: skip
+
+
+AHEAD = "interleaved_1f1b"
+"""Of one stage a rank: 1F1B that begins with twice as many forwards, so that no rank stands still for what is sent
+(eager 1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
+
+
+def schedule_notes(
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]], step: Simulation,
+    hardware: Hardware,
+) -> tuple[str, ...]:  # fmt: skip
+    """Of a plan with 1F1B, which waits for all that it sends: what the same stages take where values travel beside the
+    work, where that tells and values are not so small that a link's latency is most of it; `step`: as it is."""
+    pp, microbatches = mesh.size("pp"), schedule.microbatches
+    if schedule.name != "1f1b" or pp * microbatches > LONGEST or not can_run(AHEAD, pp, pp, microbatches):
+        return ()
+    latency_s = time_s("send", pp, 0, hardware, mesh.stride("pp"))
+    if max(row["receives_s"] for row in timing["stages"][1:]) < 2 * latency_s:
+        return ()
+    ahead = simulated(timing, replace(schedule, name=AHEAD), mesh, memory)
+    if ahead.step_time_s > WAITS * step.step_time_s:
+        return ()
+    before, after = (quantity(one.step_time_s, "s") for one in (step, ahead))
+    held, more = (max(max(stages.values()) for stages in one.timeline.in_flight) for one in (step, ahead))
+    return (
+        f"ranks stand still for what stages send each other: schedule='{AHEAD}' with virtual_stages=1 sends it beside "
+        f"the work: {after} a step, not {before}, while a rank holds up to {more} microbatches, not {held}",
+    )
+
+
+WAITS = 0.95
+"""A step without waiting, over one with it, from which it is said."""
+
+LONGEST = 10_000
+"""Forwards of stages in a step that is simulated only to see whether another schedule is faster."""
+
+
+def training_time_s(
+    tokens: float, parameters: float, devices: int, peak_flops_per_s: float, utilisation: float, recompute: bool = True
+) -> float:
+    """Seconds of a whole training: 8 T P / (N F U) with every layer recomputed, 6 T P / (N F U) without (Narayanan et
+    al. 2021, section 5.1; the attention's own FLOPs and the head's are left out).
+
+    >>> round(training_time_s(300e9, 175e9, 1024, 312e12, 0.4347) / 86400, 1)
+    35.0
+    """
+    return (8 if recompute else 6) * tokens * parameters / (devices * peak_flops_per_s * utilisation)
+
+
+def _parts(
+    stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], ran: Timeline, home: Mapping[int, int],
+    microbatches: int,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of a step by kind, of the rank that computes longest."""
+    busiest = max(range(len(ran.spans)), key=ran.busy_s.__getitem__)
+    kinds: defaultdict[str, float] = defaultdict(float)
+    for row in stages:
+        if home[row["stage"]] == busiest:
+            for part in TIMING_PARTS:
+                for kind, seconds in row.get(part, {}).items():
+                    kinds[kind] += microbatches * seconds
+    once = ranks[busiest]
+    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # beside the last backward
+    sums = once["gradient_sum_s"] - hidden
+    last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
+            "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip
+    idle = ran.step_time_s - ran.busy_s[busiest] - math.fsum(last.values())
+    last["idle"] = max(0.0, idle)
+    return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}
+
+
+def _collectives(
+    stages: list[Mapping[str, Any]], home: Mapping[int, int], microbatches: int
+) -> tuple[CollectiveTime, ...]:
+    totals: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0, 0, 0.0])
+    )
+    for row in stages:
+        for moved in row["collectives"]:
+            total = totals[moved["axis"], moved["kind"]][home[row["stage"]]]
+            for i, name in enumerate(("count", "bytes", "seconds")):
+                total[i] += microbatches * moved[name]
+    most = {key: max(by_rank.values(), key=lambda total: total[2]) for key, by_rank in totals.items()}
+    return tuple(CollectiveTime(*key, int(count), int(size), seconds) for key, (count, size, seconds) in most.items())
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"

@@ -1,0 +1,493 @@
+"""A model as a table of what its operators do, from which any mesh, schedule and microbatch is predicted.
+
+A `Table` is counted once (`autopart.cost.count.tabulate`): from the program of a plan, or for the search from a copy
+of the model with few of its repeated blocks; its rows say which of them stand for how many. `predict` cuts it into
+stages, prices them, and runs the schedule's actions on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autopart.cost.formula.step_formula import CutBytes, Totals
+from autopart.cost.hardware.profile import DEFAULT, Hardware
+from autopart.cost.predict.dp_sync_costs import Carried, by_method, sync_s
+from autopart.cost.predict.operator_work import (
+    NOTHING,
+    Size,
+    Sizes,
+    Work,
+    chosen_ranks,
+    flops_by_dtype,
+    gradient_sum_s,
+    optimizer_s,
+)
+from autopart.cost.predict.run_setting import Setting
+from autopart.cost.predict.send_costs import StageCrossing, gather_cost, scattering_pays
+from autopart.cost.predict.simulate import Simulation, simulated
+from autopart.cost.predict.stage_balance import SLACK, balance, shared_by
+from autopart.cost.predict.table_memory import rank_rows
+from autopart.cost.predict.table_rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
+from autopart.errors import StageError
+from autopart.ir.layout import parts_of
+from autopart.ir.run.dp_sync import EXACT
+from autopart.ir.run.schedule_actions import Action, actions
+from autopart.ir.run.schedules import versions_of
+from autopart.plans.plan import TIMING_PARTS
+
+LESS_EVEN = 0.1
+"""How much heavier than need be the heaviest stage may be where a step takes less time then."""
+
+GAIN = 0.98
+"""Of a step's time at most what is left where stages are less even."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The operators of a model in order, with each repeated block as often as it is there.
+
+    `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
+    the block's number). `b`, `s`, `tp`, `cp`, `ep`: rows of a microbatch, tokens of a row and ranks that were counted.
+    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
+    `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
+    before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
+    far, where stages begin; None where they cannot be. `divided`: as `cost.count.divided` has it.
+    """
+
+    rows: tuple[Row, ...]
+    order: tuple[tuple[int, str, int], ...]
+    parameters: Mapping[str, Parameter]
+    b: int
+    s: int
+    row_flops: float
+    input_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    gathers: bool = False
+    hidden_sums: float = 0.0
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+    divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Which row of `rows` each operator is."""
+        return np.array([position for position, _, _ in self.order])
+
+    def times(self, setting: Setting) -> Sizes:
+        """How many times the sizes that it was counted at."""
+        tokens = self.s if setting.tokens is None else setting.tokens
+        ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
+        return Sizes(setting.b / self.b, tokens / self.s, **ranks)
+
+    @cached_property
+    def counts(self) -> Mapping[tuple[str, Work], int]:
+        """How often each work is done in a microbatch, by part of a step."""
+        often_done = Counter[tuple[str, Work]]()
+        for row, number in zip(self.rows, self.often, strict=True):
+            for part, works in row.works.items():
+                for work in works:
+                    often_done[part, work] += number
+        return often_done
+
+    @cached_property
+    def often(self) -> list[int]:
+        """How many operators each of `rows` is."""
+        numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
+        return numbers
+
+    @cached_property
+    def held(self) -> dict[str, str]:
+        """{every parameter of the model: its name in `parameters`}."""
+        return self.read_by(self.order)
+
+    def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
+        """The same of those that some operators read."""
+        return {named_in(name, path, number): name for position, path, number in order
+                for name in self.rows[position].parameters}  # fmt: skip
+
+    @cached_property
+    def totals(self) -> Totals:
+        """All operators together, for formulas."""
+        held = {name: self.parameters[known] for name, known in self.held.items()}
+        trained = [parameter for parameter in held.values() if parameter.trained]
+        cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
+        return Totals(
+            self.counts, Size.sum(parameter.size for parameter in held.values()),
+            Size.sum(parameter.size for parameter in trained), {over: _cut(group) for over, group in cut.items()},
+            self.gathers, cast_bytes(p for p in held.values() if not p.cut),
+            mean_share((p.size.value, p.read) for p in held.values()),
+            mean_share((p.size.value, p.summed) for p in held.values()),
+            Size.sum(row.kept * number for row, number in zip(self.rows, self.often, strict=True)),
+            max((row.temporary for row in self.rows), key=lambda size: size.value),
+            min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
+                default=NOTHING), self.buffer_bytes, summed_over(trained), self.hidden_sums,
+            Sizes(self.b, self.s, self.tp, self.cp, self.ep),
+        )  # fmt: skip
+
+
+def _cut(parameters: Sequence[Parameter]) -> CutBytes:
+    return CutBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))
+
+
+def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
+    """A step of the model under a setting: the one prediction of plans, of `Plan.cost.at` and of the search.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    if setting.cuts is None:
+        setting = replace(setting, cuts=quickest_cuts(table, setting, hardware))
+    priced = Priced(table, setting, hardware)
+    return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
+
+
+def weighs_links(hardware: Hardware) -> bool:
+    """Whether stages may be less even to send less: where the profile of what they run on was named."""
+    return hardware.name != DEFAULT
+
+
+def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[int, ...]:
+    """Where stages begin in a plan on this hardware: balanced, and where links are weighed less even, if they send less
+    then and a step takes less time.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    even = stage_cuts(table, setting)
+    if not even or not weighs_links(hardware):
+        return even
+    less_even = stage_cuts(table, setting, LESS_EVEN)
+    if less_even == even:
+        return even
+    seconds = [predict(table, replace(setting, cuts=cuts), hardware).step_time_s for cuts in (even, less_even)]
+    return less_even if seconds[1] <= GAIN * seconds[0] else even
+
+
+def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[int, ...]:
+    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike, other
+    tokens do not. `slack`: as of `balance`.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
+    if tokens != 1 or slack != SLACK:
+        cuts = _balanced(table, num_stages, tokens, slack)
+    else:
+        if num_stages not in table.cuts:
+            table.cuts[num_stages] = _balanced(table, num_stages)
+        cuts = table.cuts[num_stages]
+    if cuts is None:
+        raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
+    return cuts
+
+
+def _balanced(
+    table: Table, num_stages: int, tokens: float = 1.0, slack: float = SLACK
+) -> tuple[int, ...] | None:  # fmt: skip
+    """Where stages begin of rows of so many times the tokens; None where there are too few places."""
+    if num_stages == 1:
+        return ()
+    times = Sizes(s=tokens)
+    loads = np.array([float(row.load.at(times)) for row in table.rows])
+    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
+    partition = balance(loads[table.positions], sent[table.positions], num_stages, slack=slack)
+    return partition.cuts if partition is not None else None
+
+
+class Priced:
+    """A table's rows at the sizes of a setting."""
+
+    def __init__(self, table: Table, setting: Setting, hardware: Hardware):
+        self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
+        self.times = table.times(setting)
+        self.seconds: dict[Work, float] = {}
+        later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
+        self.by_row = [self._row(row, later) for row in table.rows]
+        self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
+        self.in_forward = np.array([float(row.in_forward.at(self.times)) for row in table.rows])
+        self.in_backward = np.array([float(row.in_backward.at(self.times)) for row in table.rows])
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The operators of each stage. Raises StageError where there are fewer places to cut than stages."""
+        cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
+        return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
+
+    def crossing(self, row: Row) -> StageCrossing:
+        """What a cut before an operator sends."""
+        whole = row.crossing if row.crossing is not None else NOTHING
+        return StageCrossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
+
+    @cached_property
+    def crossings(self) -> list[StageCrossing]:
+        """What every stage receives."""
+        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
+        return [StageCrossing(0.0, 0.0), *map(self.crossing, starts)]
+
+    @cached_property
+    def scatters(self) -> bool:
+        """Whether values are sent in parts."""
+        asked = self.setting.scatter_sends
+        return scattering_pays(self.crossings, self.mesh, self.hardware) if asked is None else asked
+
+    @cached_property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """What the rank at each `pp` coordinate runs."""
+        schedule, pp = self.setting.schedule, self.mesh.size("pp")
+        return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
+
+    @cached_property
+    def ranks_hold(self) -> list[dict[str, str]]:
+        """The parameters that the rank at each `pp` coordinate holds, as `Table.held`."""
+        homes = [sorted({action.stage for action in order}) for order in self.orders]
+        return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
+
+    @cached_property
+    def timing(self) -> dict[str, Any]:
+        """What `autopart.simulate` needs of a plan, as data.
+
+        The peak of a device for the dtypes that are multiplied; `forward_flops` of the model's matrix work on the
+        global batch, `recomputed_flops` of what all ranks run again; `stages`, one row each, and `ranks`, one for each
+        coordinate of `pp`; seconds are of one microbatch, of ranks of a step.
+        """
+        counts, mesh, microbatches = self.table.counts, self.mesh, self.setting.schedule.microbatches
+        forward = ((work, count) for (part, work), count in counts.items() if part == "forward")
+        peak, dtype = self.hardware.peak_of(flops_by_dtype(forward, self.times))
+        again = math.fsum(count * work.flops.at(self.times) * work.times
+                          for (part, work), count in counts.items() if part == "recompute")  # fmt: skip
+        everywhere = [set(names) for names in self.ranks_hold]
+        return {
+            "peak_flops_per_s": peak, "peak_dtype": dtype,
+            "forward_flops": round(self.table.row_flops * self.setting.rows),
+            "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
+            "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
+            "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
+            **({"tied": shared_by(self.ranks_hold, self.table.parameters)} if self.versions > 1 else {}),
+        }  # fmt: skip
+
+    @property
+    def hidden_sums(self) -> float:
+        """The share of the gradients' sums that run beside the last backward."""
+        asked = self.setting.hidden_sums
+        return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
+
+    def is_cut(self, name: str) -> bool:
+        """Whether a rank stores a part of a parameter, by its name in the table."""
+        return self.table.parameters[name].cut and self.setting.zero > 0
+
+    def is_sent_whole(self, name: str) -> bool:
+        """Whether a method is given the whole gradient of a parameter that a rank stores a part of (ZeRO 1)."""
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(parts_of(self._parts_over(name)))
+
+    def apart(self, name: str) -> tuple[str, ...]:
+        """The axis over which a method brings a gradient together; none where it is summed."""
+        return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
+
+    def _parts_over(self, name: str) -> str:
+        """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
+        return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
+
+    @cached_property
+    def gathers_or_scatters(self) -> frozenset[str]:
+        """The names of works that gather parts of parameters, or scatter their gradients."""
+        over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
+        return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
+
+    def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
+        seconds_by_part: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
+        for part, works in self._works(row):
+            share, target = (later, "weight_backward") if part == "accumulate" else (1.0, part)
+            for work in works:
+                if work not in self.seconds:
+                    self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)
+                seconds_by_part[target][work.name] = (
+                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[work] * share
+                )
+        return seconds_by_part
+
+    def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
+        """What an operator does, with what a microbatch gathers and scatters of its weights that ZeRO cuts."""
+        yield from row.works.items()
+        zero = self.setting.zero
+        for name in row.parameters:
+            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._parts_over(name)
+            if parameter.casts and not (is_cut and zero < 3):  # else once a step
+                cast = (parameter.cast(self.mesh.size(axis)),)
+                yield "forward", cast
+                if parameter.trained:
+                    yield "weight_backward", cast
+                if parameter.cast_again:
+                    yield "input_backward", cast
+            if is_cut and zero > 1 and not self.table.gathers:
+                gather = Work("all_gather", parameter.size * parameter.read, axis=axis)
+                if zero == 3:
+                    yield "forward", (gather,)
+                if parameter.trained and zero == 3:
+                    yield "input_backward", (gather,)
+                if parameter.trained:
+                    yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
+
+    def stage(self, index: int, stage: range) -> dict[str, Any]:
+        """A stage's row of `Plan.timing`."""
+        often = Counter(self.table.positions[stage.start : stage.stop].tolist())
+        parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
+        moved: dict[tuple[str, str], list[float]] = {}
+        for position, count in often.items():
+            for part, kinds in self.by_row[position].items():
+                for kind, seconds in kinds.items():
+                    parts[part][kind] = parts[part].get(kind, 0.0) + seconds * count
+            for _, works in self._works(self.table.rows[position]):
+                for work in works:
+                    if work.axis:
+                        row = moved.setdefault((work.axis, work.kind), [0, 0.0, 0.0])
+                        sent = work.sent_bytes(self.mesh, self.times)
+                        for i, much in enumerate((1, sent, self.seconds[work])):
+                            row[i] += much * count
+        received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
+        for crossing in (received, *sent_on):  # the values, and the gradients of what the stage sends
+            if gathered := crossing.gathered_bytes(self.mesh, self.scatters):
+                row = moved.setdefault((self.mesh.tensor_axis, "all_gather"), [0, 0.0, 0.0])
+                for i, much in enumerate(gather_cost(gathered, self.mesh, self.hardware)):
+                    row[i] += much
+        collectives = [
+            {"axis": axis, "kind": kind, "count": int(count), "bytes": round(sent), "seconds": _digits(took)}
+            for (axis, kind), (count, sent, took) in moved.items()
+        ]
+        self._hide(parts, stage)
+        shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
+        return {
+            "stage": index, **shown, "collectives": collectives,
+            "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
+            "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
+        }  # fmt: skip
+
+    def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
+        """Leaves of what weights and gradients take on the axes that store them what does not run beside the compute
+        of other blocks: the first block's, and of equal blocks what takes longer than the compute."""
+        overlap = self.hardware.overlap
+        read = [(path, number, self.table.rows[position].parameters)
+                for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
+        gathering_blocks = {(path, number) for path, number, names in read
+                 if any(self.is_cut(name) for name in names)}  # fmt: skip
+        blocks = len(gathering_blocks)
+        if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
+            return
+        for group in (("forward",), ("recompute", "input_backward", "weight_backward")):
+            kinds = [(part, kind) for part in group for kind in sorted(self.gathers_or_scatters)]
+            moved_s = math.fsum(parts[part].get(kind, 0.0) for part, kind in kinds)
+            works_s = math.fsum(s for part in group for s in parts[part].values()) - moved_s
+            shown_s = moved_s / blocks + max(0.0, moved_s - works_s) * (1 - 1 / blocks)
+            share = 1 - overlap * (1 - min(1.0, shown_s / moved_s)) if moved_s else 1.0
+            for part, kind in kinds:
+                if kind in parts[part]:
+                    parts[part][kind] *= share
+
+    def state_bytes(self, held: Mapping[str, str]) -> float:
+        """Of parameters, with their gradients and optimizer."""
+        return sum(
+            self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
+        )
+
+    def local_bytes(self, name: str) -> float:
+        """Of a rank's part of a parameter, by its name in the table."""
+        return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
+
+    def sent_bytes(self, name: str) -> float:
+        """Of what a rank sums of a parameter's gradient once a step, or a method is given, in the parameter's dtype."""
+        return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
+
+    def _bytes_before_zero(self, name: str) -> float:
+        return float(self.table.parameters[name].size.at(self.times))
+
+    def read_bytes(self, name: str) -> float:
+        """Of a parameter as it is read, which ZeRO does not cut."""
+        return self._bytes_before_zero(name) * self.table.parameters[name].read
+
+    def summed_bytes(self, name: str) -> float:
+        """Of its gradient as it is summed, which ZeRO has not cut yet."""
+        return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
+
+    def whole_bytes(self, name: str) -> float:
+        """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
+        return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
+
+    def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
+        """A rank's row of `Plan.timing`: what it does once a step."""
+        sums = self._sums(held, everywhere)
+        seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
+        trained = sum(map(self.gradient_bytes, held.values()))
+        copied = (self.versions - 1) * sum(map(self.local_bytes, held.values()))
+        methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
+        gathers_s = 0.0
+        for axis in sorted(set(map(self._parts_over, held.values()))):
+            stored_there = [known for known in held.values() if self._parts_over(known) == axis]
+            ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
+            if self.setting.zero == 1:
+                scattered = sum(self.summed_bytes(known) for known in stored_there
+                                if self.is_cut(known) and not self.is_sent_whole(known))  # fmt: skip
+                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
+            gathers_s += gradient_sum_s(sum(map(self.whole_bytes, stored_there)), ranks, self.hardware, "all_gather")
+        gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
+        row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
+        row |= {"gather_s": gathers_s} if gathers_s else {}
+        row |= {"methods_s": methods_s} if methods_s else {}
+        return {name: _digits(taken) for name, taken in row.items()}
+
+    @property
+    def versions(self) -> int:
+        return versions_of(self.setting.schedule.name)
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """How many ranks a method of data parallelism is for, and how far apart neighbours are."""
+        axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
+        return self.mesh.size(axis), self.mesh.stride(axis)
+
+    def carried(self, held: Mapping[str, str]) -> list[Carried]:
+        """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
+        if not self.mesh.along("rows"):
+            return []
+        sizes = {known: self.sent_bytes(known) for known in held.values()}
+        return by_method(self.table.parameters, sizes, held.values(), self.setting.dp_sync)
+
+    def _sums(
+        self, held: Mapping[str, str], everywhere: Sequence[set[str]]
+    ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
+        """Bytes of gradients by the groups of ranks that they are summed over: (axis, ranks, how far apart)."""
+        mesh, sizes = self.mesh, dict[Any, float]()
+        for name, known in held.items():
+            parameter = self.table.parameters[known]
+            cut = () if self.is_sent_whole(known) else parts_of(self._parts_over(known))
+            axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
+                    if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
+            owners = sum(name in names for names in everywhere)
+            groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
+            if groups and parameter.trained:
+                sizes[groups] = sizes.get(groups, 0.0) + self.sent_bytes(known) * parameter.summed
+        return sizes
+
+    def gradient_bytes(self, name: str) -> float:
+        """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
+        return self.local_bytes(name) * self.table.parameters[name].trained
+
+    def grown_bytes(self, name: str) -> float:
+        """Of a gradient at the end of a step: with ZeRO 1 it is whole, for a method in the parameter's dtype."""
+        if self.is_sent_whole(name):
+            return self.sent_bytes(name) * self.table.parameters[name].trained
+        is_first = self.setting.schedule.microbatches == 1
+        is_whole = self.setting.zero == 1 and self.table.parameters[name].trained
+        whole = (self.whole_bytes(name) if is_first else self.summed_bytes(name) * self.is_cut(name)) * is_whole
+        return max(self.gradient_bytes(name), whole)
+
+
+def _digits(seconds: float) -> float:
+    """As plans have them."""
+    return float(f"{seconds:.9g}")

@@ -1,0 +1,236 @@
+"""The `Table` of a plan as data, of few rows: operators that do the same are there once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, Work
+from autopart.cost.predict.table import Setting, Table
+from autopart.cost.predict.table_rows import Parameter, Row
+from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable, unrolled
+from autopart.ir.mesh import Mesh
+from autopart.ir.run.dp_sync import DpSync
+from autopart.plans.plan import Schedule
+
+_Run = list[Any]
+"""`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
+
+_NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
+"""The name of a parameter in a repeated block: its container, number, and the rest."""
+
+
+def own_setting(
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
+) -> Setting:
+    """What the table of a plan was counted under, by the plan's mesh, schedule and fields of these names."""
+    rows = table.b * mesh.row_ranks * schedule.microbatches
+    return Setting(
+        mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
+        dp_sync=dp_sync,
+    )  # fmt: skip
+
+
+def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
+    """The table with a row for all operators that do the same, also with the parameters of another block; without what
+    may be sent in parts, where nothing is.
+
+    Args:
+        folds: of the trace that was counted; the order is then that of the whole.
+    """
+    known: dict[Any, int] = {}
+    rows, order, parameters = list[Row](), list[_Place](), dict[str, Parameter]()
+    for position, *block in table.order:
+        row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
+        path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
+        read, also = names[: len(row.parameters)], names[len(row.parameters) :]
+        sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
+        key = (tuple(row.works.items()), read, also, *sizes)
+        if key not in known:
+            known[key] = len(rows)
+            rows.append(replace(row, parameters=read, reads_also=also))
+            parameters |= {name: table.parameters[name] for name in names}
+        order.append(_Place(known[key], path, number, f"{block[0]}.{block[1]}"))
+    if any(fold.holds(name) for fold in folds for name in parameters):
+        raise NotFoldable("a parameter of a block that stands for others is not like that of the first")
+    if any(not _are_alike(order, fold) for fold in folds):
+        raise NotFoldable("what a block that stands for others does and keeps is not what those beside it do")
+    every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
+    place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
+    cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
+    return replace(
+        table, rows=tuple(rows), order=tuple(place[:3] for _, place in every), parameters=parameters, cuts=cuts
+    )
+
+
+class _Place(NamedTuple):
+    """A row in the order of the table, the container and number of its parameters, and the block that it is in."""
+
+    row: int
+    path: str
+    number: int
+    block: str
+
+    def later(self, blocks: int) -> _Place:
+        """The same, so many blocks later."""
+        return self._replace(number=self.number + blocks if self.path else 0)
+
+
+def _are_alike(order: Sequence[_Place], fold: Fold) -> bool:
+    """Whether the block that stands for others, that before it and that behind have the same rows."""
+    numbers = fold.number - 1, fold.number, fold.number + fold.times
+    before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
+                             for number in numbers)  # fmt: skip
+    return before == block == behind
+
+
+def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
+    """The block that parameters are in, and those of the first block, where they are alike; else no block."""
+    matches = [_NUMBERED.fullmatch(name) for name in names]
+    places = {(match[1], int(match[2])) if match else None for match in matches}
+    if len(places) == 1 and None not in places:
+        path, number = places.pop() or ("", 0)
+        first = tuple(f"{path}.0.{match[3]}" for match in matches if match)
+        if all(parameters.get(a) == parameters[b] for a, b in zip(first, names, strict=True)):
+            return path, number, first
+    return "", 0, names
+
+
+def as_data(table: Table) -> dict[str, Any]:
+    """For a plan."""
+    works = list(dict.fromkeys(work for row in table.rows for part_works in row.works.values() for work in part_works))
+    index = {work: i for i, work in enumerate(works)}
+    rows = [
+        {"works": {part: [index[work] for work in part_works] for part, part_works in row.works.items()},
+         **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
+         **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
+         **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
+        for row in table.rows
+    ]  # fmt: skip
+    parameters = {
+        name: {
+            "size": _listed(p.size),
+            "axes": list(p.axes),
+            "trained": p.trained,
+            "cut": list(p.over),
+            **_cast_data(p),
+        }
+        for name, p in table.parameters.items()
+    }
+    runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]
+    return {
+        **{name: getattr(table, name) for name in _NUMBERS},
+        **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
+        "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
+        "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
+        "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
+    }  # fmt: skip
+
+
+def from_data(data: Mapping[str, Any]) -> Table:
+    """From a plan's."""
+    works = [
+        Work(row["kind"], _read(row["bytes"]), times=row.get("times", 1.0),
+             **_optional(row))
+        for row in data["works"]
+    ]  # fmt: skip
+    rows = tuple(
+        Row({part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
+            _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
+            _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
+            tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
+        for row in data["rows"]
+    )  # fmt: skip
+    parameters = {
+        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], tuple(p["cut"]),
+                        **{key: p[key] for key in _CASTS if key in p})
+        for name, p in data["parameters"].items()
+    }  # fmt: skip
+    order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
+    cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
+    divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
+    numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
+    return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
+
+
+def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
+    """Runs that come again in the next blocks once, with how often."""
+    start = single = 0
+    while start < len(runs):
+        period, times = _period(runs, start)
+        if times > 1:
+            if single < start:
+                yield {"runs": runs[single:start]}
+            yield {"runs": runs[start : start + period], "times": times}
+            single = start + period * times
+        start += period * times
+    if single < start:
+        yield {"runs": runs[single:]}
+
+
+def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
+    """How many runs from one on are a block that comes again in the next ones, and how often; one, once, where none."""
+    if not runs[start][0]:
+        return 1, 1
+    (next_first,) = _in_block(runs[start : start + 1], 1)
+    for stop in range(start + 1, (start + len(runs)) // 2 + 1):
+        if runs[stop] == next_first:
+            period, times = stop - start, 1
+            while _in_block(runs[start:stop], times) == runs[start + times * period : start + (times + 1) * period]:
+                times += 1
+            if times > 1:
+                return period, times
+    return 1, 1
+
+
+def _in_block(runs: Sequence[_Run], later: int) -> list[_Run]:
+    """The runs of a block so many later."""
+    return [[path, number + later if path else number, rows] for path, number, rows in runs]
+
+
+def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
+    return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
+
+
+_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
+"""What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
+_MORE_SIZES = ("flops", "depth", "causal")
+_WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
+_RANKS = tuple(CHOSEN)
+"""What a table was counted on, where it was on more than one."""
+_BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
+_OF_CROSSING = ("alike", "unkept", "kept_later")
+"""What a row says of its crossing, where there is something of it."""
+_NAMES = ("parameters", "reads_also")
+_NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+
+
+def _cast_data(parameter: Parameter) -> dict[str, Any]:
+    return {name: value for name, usual in _CASTS.items() if (value := getattr(parameter, name)) != usual}
+
+
+def _work_data(work: Work) -> dict[str, Any]:
+    return {
+        "kind": work.kind, "bytes": _listed(work.size),
+        **{name: _listed(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
+        **{name: value for name in _WORDS if (value := getattr(work, name))},
+        **({"times": work.times} if work.times != 1 else {}),
+    }  # fmt: skip
+
+
+def _optional(row: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: _read(row[name]) for name in _MORE_SIZES if name in row}
+    return sizes | {name: row[name] for name in _WORDS if name in row}
+
+
+def _listed(size: Size) -> list[list[float]]:
+    """`[value, power of b, of s, of 1 / tp, ...]` of every term, of further ones as many as there are."""
+    terms = [[value, *powers] for powers, value in size.terms]
+    return [term[: max(4, 1 + max((i for i, power in enumerate(term) if power), default=0))] for term in terms]
+
+
+def _read(terms: Sequence[Sequence[float]]) -> Size:
+    return Size(tuple((Powers(*map(int, powers)), value) for value, *powers in terms))

@@ -1,0 +1,234 @@
+"""The memory of every rank from a table's rows, at any setting: what is stored, what is kept for backwards, and how far
+a forward or backward goes beyond that, with weights on their way and gradients as they come and go.
+
+The same is counted value by value of a program that is written (`cost.count.peaks`, `cost.count.rank_memory`); what
+travels is followed for both in `traffic.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from autopart.cost.predict.comm_buffers import (
+    Event,
+    Row,
+    Traffic,
+    Weight,
+    backward_peaks,
+    forward_peak,
+    received_bytes,
+    scattered_buckets,
+    summed_buckets,
+)
+from autopart.cost.predict.dp_sync_costs import remembered_bytes
+from autopart.cost.predict.table_rows import named_in
+from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
+from autopart.ir.run.schedule_actions import StageBytes, most_at_once, most_held
+
+if TYPE_CHECKING:
+    from autopart.cost.predict.table import Priced
+
+Order = Sequence[tuple[int, str, int]]
+"""Operators as in `Table.order`."""
+
+
+class Reads(NamedTuple):
+    """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
+    these are run again in the backward; `kept`: whether their backward reads it; `trained`: whether it gets a
+    gradient."""
+
+    known: str
+    first: int
+    last: int
+    again: bool
+    kept: bool
+    trained: bool
+
+
+def rank_rows(priced: Priced) -> list[dict[str, Any]]:
+    """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
+    setting, table = priced.setting, priced.table
+    posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
+    posted *= priced.versions
+    taken, traffic = _stages_bytes(priced)
+    sent = [row["receives_bytes"] for row in priced.timing["stages"]] + [0.0]
+    rows = []
+    for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
+        stages = {i: taken[i] for i in sorted({action.stage for action in order})}
+        most = most_held(order, {i: one.held for i, one in stages.items()}, {})
+        gradients = sum(map(priced.gradient_bytes, held.values()))
+        bucket = _tied_bucket_bytes(priced, held)
+        whole = sum(map(priced.whole_bytes, held.values()))
+        grown = sum(map(priced.grown_bytes, held.values()))
+        row: dict[str, Any] = {
+            "stages": list(stages),
+            "parameters": priced.versions * sum(map(priced.local_bytes, held.values())),
+            "gradients": gradients, "optimizer": gradients * (setting.state_bytes - 1),
+            "buffers": table.buffer_bytes, "activations": most.size_bytes,
+            "inputs": priced.versions * table.input_bytes * setting.rows * priced.times.s,
+            "temporary": max(max(one.forward, one.backward) for one in stages.values()),
+            "communication": posted * sum(sent[i] * (i - 1 not in stages) + sent[i + 1] * (i + 1 not in stages)
+                                          for i in stages),
+        }  # fmt: skip
+        row["communication"] += sum(remembered_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
+        lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
+        received = received_bytes(traffic[i] for i in stages)
+        passing = max(most_at_once(order, stages, round(grown)), received, gradients + bucket)
+        row["total"] = round(lasting + whole + passing)
+        row["gathered"] = whole + grown - gradients
+        row["communication"] += bucket
+        rows.append(row | {"in_flight": [most.in_flight[i] for i in stages]})
+    return rows
+
+
+def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
+    """The flat copy of gradients of tied parameters, which are summed when a step has ended; one alone is not copied,
+    unless it is summed in another dtype."""
+    tied = [known for name, known in held.items() if sum(name in names for names in priced.ranks_hold) > 1]
+    shares = [priced.table.parameters[known].summed for known in tied]
+    sizes = [priced.gradient_bytes(known) * share for known, share in zip(tied, shares, strict=True)]
+    is_copied = len(sizes) > 1 or any(share != 1 for share in shares)
+    return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
+
+
+def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
+    """What a microbatch of every stage takes, and what is sent beside it: a stage holds what it sends too where none of
+    its operators keeps it, and what it receives lies where it was received."""
+    rows, positions, times = priced.table.rows, priced.table.positions, priced.times
+    starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
+    unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
+    received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
+    stages, traffic = list[StageBytes](), list[Traffic]()
+    for i, stage in enumerate(priced.stages):
+        beyond, sent = beyond_kept(priced, [priced.table.order[j] for j in stage])
+        gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
+        kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
+        stages.append(beyond._replace(held=round(max(0.0, kept - received[i]) + unkept[i] + gathered)))
+        traffic.append(sent)
+    return stages, traffic
+
+
+def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
+    """The parameters that operators read, in the order of their first use."""
+    reads, gathers = dict[str, Reads](), priced.table.gathers
+    for i, (position, path, number) in enumerate(order):
+        row = priced.table.rows[position]
+        for known in (*row.parameters, *row.reads_also):
+            name, again = named_in(known, path, number), "recompute" in row.works
+            trained = priced.table.parameters[known].trained
+            kept = "input_backward" in row.works if gathers else trained
+            before = reads.get(name)
+            kept = kept or (before is not None and before.kept)
+            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, trained)
+    return reads
+
+
+def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tuple[StageBytes, Traffic]:
+    """How far operators, which follow each other on a rank, go beyond what they keep: at each operator those after it
+    keep nothing, and have made the gradients of the weights that they read. Also what is sent beside them.
+
+    Args:
+        others_beside: there are others like them before and after, whose weights are gathered ahead.
+    """
+    if not order:
+        return StageBytes(0, 0, 0, 0, 0, 0), Traffic()
+    positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
+    weights = {name: _weight(priced, one.known) for name, one in reads.items()}
+    traffic, kept = _traffic(priced, reads, weights), np.cumsum(priced.kept[positions])
+    if others_beside and traffic.rows:
+        before, after = ([row._replace(names=())] * traffic.prefetch for row in (traffic.rows[0], traffic.rows[-1]))
+        traffic = replace(traffic, rows=(*before, *traffic.rows, *after))
+    left = priced.crossing(priced.table.rows[positions[0]]).whole
+    forward = [*(kept + priced.in_forward[positions]).tolist(), 0.0]
+    backward = [*(kept + priced.in_backward[positions])[::-1].tolist(), left]
+    steps = _steps(backward, kept[::-1].tolist(), *_backward(reads, weights, traffic, len(order) - 1))
+    whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
+    first, later = backward_peaks([steps], 0.0, traffic, whole, microbatches)
+    most = forward_peak([_steps(forward, kept.tolist(), *_forward(reads, weights, traffic))])
+    gradients = sum(priced.grown_bytes(one.known) for one in reads.values())
+    beyond = (max(0.0, peak - float(kept[-1])) for peak in (most, later, first))
+    return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
+
+
+def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic) -> tuple[Events, Events]:
+    """Weights that are gathered: what happens before and after each operator."""
+    begins, ends = _none(), _none()
+    for i, row in enumerate(traffic.rows):
+        for name in row.names[:1]:  # which is read first
+            begins[reads[name].first] += (*traffic.gathers(i), Event("takes", row.whole_bytes))
+        for name in row.names:
+            ends[reads[name].last].append(Event("takes", -weights[name].whole_bytes))
+    return begins, ends
+
+
+def _backward(
+    reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic, last: int
+) -> tuple[Events, Events]:
+    """Weights that are gathered again, and gradients of weights: the same, from the `last` operator on."""
+    begins, ends = _none(), _none()
+    trained = {name: weight for name, weight in weights.items() if reads[name].trained}
+    for name, weight in trained.items():
+        begins[last - reads[name].last].append(Event("takes", weight.whole_bytes))
+    for i, row in enumerate(traffic.rows):
+        row_reads, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
+        end = last - min((one.first for one in row_reads), default=0)
+        if any(one.kept for one in row_reads):
+            begins[last - max(one.last for one in row_reads)] += traffic.opens(i)
+            ends[end].append(Event("takes", -row.whole_bytes))
+        if grads:
+            ends[end].append(Event("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
+            ends[end].append(Event("takes", -sum(weight.whole_bytes for weight in grads)))
+    for name, weight in trained.items():
+        ends[last - reads[name].first].append(Event("gives", weight.whole_bytes, name=name))
+    return begins, ends
+
+
+Events = Mapping[int, Sequence[Event]]
+_none = partial(defaultdict[int, list[Event]], list)
+
+
+def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[Event]:
+    """All that happens, operator by operator.
+
+    Args:
+        runs: what is there beside weights and their gradients while each runs, and when all have.
+        kept: of that, what is there before. After each there is no more than in it and in the next.
+    """
+    events, start = list[Event](), 0
+    for i in sorted({*begins, *ends}):
+        after = min(runs[i], runs[i + 1])
+        events.append(Event("peak", max(runs[start:i], default=0.0)))
+        events += (Event("takes", kept[i]), *begins.get(i, ()), Event("takes", -kept[i]))
+        events.append(Event("peak", runs[i]))
+        events += (Event("takes", after), *ends.get(i, ()), Event("takes", -after))
+        start = i + 1
+    return [*events, Event("peak", max(runs[start:]))]
+
+
+def _traffic(priced: Priced, reads: Mapping[str, Reads], weights: Mapping[str, Weight]) -> Traffic:
+    """What is sent beside operators."""
+    zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
+    gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}
+    trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
+    scattered = {name: one for name, one in trained.items() if name in cut}
+    summed = {name: one for name, one in trained.items() if name not in cut and one.is_summed}
+    rows: dict[Any, dict[str, Weight]] = {}  # as in `ir.storing`: of a block, apart those that are read again
+    for (name, one), run in zip(gathered.items(), block_runs(gathered), strict=True):
+        rows.setdefault((run, reads[name].again, one.kind), {})[name] = one
+    sent = *summed_buckets(summed), *scattered_buckets(scattered, zero, priced.setting.schedule.microbatches)
+    return Traffic(sent, tuple(map(Row.of, rows.values())), priced.setting.prefetch)
+
+
+def _weight(priced: Priced, known: str) -> Weight:
+    """A parameter as it travels, by its name in the table."""
+    parameter, is_cut, part = priced.table.parameters[known], priced.is_cut(known), priced.local_bytes(known)
+    several = (axis for axis in parameter.axes if priced.mesh.size(axis) > 1 and axis not in priced.apart(known))
+    axes, stays_whole = tuple(several) if parameter.trained else (), priced.is_sent_whole(known)
+    whole, kind = priced.read_bytes(known) if is_cut else part, (axes, parameter.over if is_cut else (), stays_whole)
+    return Weight(part, whole, parameter.read, parameter.summed, kind, True, bool(axes), stays_whole)

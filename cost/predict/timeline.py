@@ -1,0 +1,420 @@
+"""One training step in time: the actions of a pipeline schedule, as the runtime runs them, on given durations.
+
+Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same at the same time, so one rank stands for each coordinate
+of `pp`. Nothing is random, and no time is rounded to slots: an action starts when its rank is free and its input there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from autopart.errors import OptionError, StageError
+from autopart.ir.run.schedule_actions import Action, actions, most_held
+from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, check_schedule
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What the parts of a training step take, in seconds.
+
+    Per stage, of one microbatch: `forward_s`; `backward_s`, whole; `input_backward_s` and `weight_backward_s`, its two
+    parts where a schedule splits it (which together may take longer than the whole, and may be left out for a schedule
+    that does not).
+
+    Per boundary i, between stages i and i + 1, of one microbatch: `send_forward_s` of what the forward sends and
+    `send_backward_s` of its gradient. Between stages on the same rank nothing is sent, whatever is given.
+
+    Per rank, once a step: `grad_sum_s` of summing gradients over ranks, and `optimizer_s`. Left out, they are zero.
+    `grad_sum_hidden`: the part of the sums, 0 to 1, that may run beside the backward of the last microbatch, which
+    completes the gradients. `tied`: groups of ranks that sum gradients of tied parameters together.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    input_backward_s: Sequence[float] = ()
+    weight_backward_s: Sequence[float] = ()
+    send_forward_s: Sequence[float] = ()
+    send_backward_s: Sequence[float] = ()
+    grad_sum_s: Sequence[float] = ()
+    grad_sum_hidden: float = 0.0
+    optimizer_s: Sequence[float] = ()
+    tied: Sequence[Sequence[int]] = ()
+
+
+class Span(NamedTuple):
+    """An action and when it runs, in seconds from the start of the step; `kind` as in
+    `autopart.ir.run.schedule_actions.Action`."""
+
+    start_s: float
+    end_s: float
+    stage: int
+    kind: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every rank (one of each `pp` coordinate) does what in one training step.
+
+    `spans`: each rank's actions in order. `grad_sums` and `optimizers`: each rank's (start, end) in seconds of what it
+    does once a step; sums that hide begin while the rank's last backwards still run.
+
+    Where steps overlap ("1f1b_2bw") this is one of many: `begun`, of how many microbatches each rank has run the
+    forward in the step before; `period_s`, the seconds from a step to the next.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    grad_sums: tuple[tuple[float, float], ...]
+    optimizers: tuple[tuple[float, float], ...]
+    begun: tuple[int, ...] = ()
+    period_s: float | None = None
+
+    @property
+    def _end_s(self) -> float:
+        return max(end for _, end in self.optimizers)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds until the last rank has finished its optimizer; where steps overlap, from a step to the next."""
+        return self._end_s if self.period_s is None else self.period_s
+
+    @property
+    def pipeline_time_s(self) -> float:
+        """Seconds until the last action ends: the step without what comes once."""
+        ends_s = max(spans[-1].end_s for spans in self.spans)
+        return ends_s if self.period_s is None else self.period_s - (self._end_s - ends_s)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes in its actions."""
+        return tuple(math.fsum(span.end_s - span.start_s for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over busy time of all ranks until the last action ends; waiting for a value is idle.
+
+        For equal stages this is t_pb / t_id of PTD-P (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), (p-1)/m
+        for GPipe and 1F1B, and may exceed 1. Papers on zero-bubble schedules divide by the whole time instead.
+        """
+        busy = math.fsum(self.busy_s)
+        return (len(self.spans) * self.pipeline_time_s - busy) / busy if busy else 0.0
+
+    @cached_property
+    def in_flight(self) -> tuple[dict[int, int], ...]:
+        """Per rank {stage: microbatches held for their backward} when the rank holds the most of all its stages."""
+        orders = [
+            (*[Action(spans[0].stage, "F", -1)] * begun,
+             *(Action(span.stage, span.kind, span.microbatch) for span in spans))
+            for spans, begun in zip(self.spans, self.begun or [0] * len(self.spans), strict=True)
+        ]  # fmt: skip
+        return tuple(most_held(order, {a.stage: 1 for a in order}, {}).in_flight for order in orders)
+
+    def memory(
+        self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()
+    ) -> tuple[list[tuple[float, int]], ...]:
+        """What each rank holds for backwards over time: [(seconds, bytes from then on)]; of equal times the last holds.
+
+        Args:
+            activation_bytes: of one microbatch by stage, from the start of its forward to the end of its backward.
+            delayed_bytes: by stage, of gradients that wait from the backward of the inputs for that of the weights.
+        """
+        delayed = delayed_bytes or [0] * len(activation_bytes)
+        curves = []
+        for spans, begun in zip(self.spans, self.begun or [0] * len(self.spans), strict=True):
+            held = begun * activation_bytes[spans[0].stage]
+            curve = [(0.0, held)]
+            for span in spans:
+                taken = {"F": activation_bytes[span.stage], "I": delayed[span.stage]}.get(span.kind, 0)
+                freed = activation_bytes[span.stage] if span.kind in "BW" else 0
+                freed += delayed[span.stage] if span.kind == "W" else 0
+                for time_s, change in ((span.start_s, taken), (span.end_s, -freed)):
+                    if change:
+                        held += change
+                        curve.append((time_s, held))
+            curves.append(curve)
+        return tuple(curves)
+
+    def peak_memory_bytes(self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()) -> tuple[int, ...]:
+        """The most that each rank holds for backwards at one time; the arguments are those of `memory`."""
+        return tuple(max(size for _, size in curve) for curve in self.memory(activation_bytes, delayed_bytes))
+
+
+def timeline(
+    schedule: str | None,
+    num_stages: int,
+    pp: int,
+    microbatches: int,
+    durations: Durations,
+    *,
+    overlap_sends: bool | None = None,
+) -> Timeline:
+    """Runs a schedule's actions (`autopart.ir.run.schedule_actions.actions`) on these durations.
+
+    Args:
+        schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
+        overlap_sends: whether values travel while ranks compute. None: as `torch.distributed.pipelining` has it.
+
+    What torch does (`schedules.py`, 2.13). The runtime of schedules with several stages a rank posts receives ahead
+    and waits for each right before the action that reads it; sends are waited for at the end of the step: they overlap.
+    GPipe and 1F1B post a receive when they come to its action, and wait for it: nothing travels before both sides are
+    there, and the receiving rank stands still. GPipe waits for its sends after the last forward and the last backward;
+    1F1B for one before the next and, in its steady state, together with the next receive, from the same neighbour: the
+    same moment where a gradient takes as long as its activation (where not, the difference is not counted here).
+    Schedules that overlap: one value at a time from a rank to another, each direction for itself; receives count as
+    posted in time. A joined pair of actions (DualPipeV) sends after both. PipeDream-2BW receives as 1F1B; its timeline
+    is that of one step among many, where each rank goes on as soon as it has updated its weights.
+
+    Raises StageError where the schedule cannot run so many stages and microbatches, OptionError for durations that are
+    too few, too many, negative or not finite.
+
+    >>> step = timeline("1f1b", 2, 2, 4, Durations(forward_s=[1, 1], backward_s=[2, 2]))
+    >>> step.step_time_s, step.bubble_fraction, step.in_flight
+    (15.0, 0.25, ({0: 2}, {1: 1}))
+    """
+    if schedule is not None:
+        check_schedule(schedule, num_stages, pp, microbatches)
+    elif num_stages != 1 or pp != 1:
+        raise StageError(f"{num_stages} stages on pp={pp} need a schedule", hint="schedule='1f1b'")
+    if overlap_sends is None:
+        overlap_sends = schedule in MULTI_STAGE
+    if schedule in DELAYED:
+        return _one_of_many(pp, microbatches, durations, overlap_sends)
+    return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
+
+
+def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
+    """Runs any order of actions, `orders[rank]` each; the rest is as in `timeline`.
+
+    Raises StageError where the order never ends, because an action waits for one that cannot run.
+
+    >>> ahead = [Action(0, "F", 0), Action(0, "B", 0)]
+    >>> execute([ahead], Durations(forward_s=[1], backward_s=[2]), overlap_sends=True).spans[0][1]
+    Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
+    """
+    durations = _complete(durations, orders)
+    return _with_ends(_Run(orders, durations, overlap_sends).to_the_end(), durations)
+
+
+def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
+    """With what each rank does once, after its actions."""
+    grad_sums, optimizers = [], []
+    for rank, done in enumerate(spans):
+        last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
+        hidden = _hidden_s(durations, rank, sum(last.values()))
+        end = done[-1].end_s + durations.grad_sum_s[rank] - hidden
+        grad_sums.append((done[-1].end_s - hidden, end))
+        optimizers.append((end, end + durations.optimizer_s[rank]))
+    return Timeline(spans, tuple(grad_sums), tuple(optimizers))
+
+
+def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
+    """Seconds that a rank's sums of gradients run beside its last backwards, which take `last_s`."""
+    return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], last_s)
+
+
+_FILLING, _COUNTED, _EMPTYING = 4, 4, 1
+"""Batches that run one after the other: those that fill the pipeline, those between whose ends the period is measured
+(unlike stages and sends may take turns in waiting), and those that empty it."""
+
+
+def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
+    """A step where the next batch follows without a flush: 1F1B of all their microbatches, and on each rank what comes
+    once ("U") after the last backward of each batch."""
+    batches = _FILLING + _COUNTED + _EMPTYING
+    orders = [tuple(_with_updates(order, microbatches)) for order in actions("1f1b", pp, pp, batches * microbatches)]
+    durations = _complete(durations, orders)
+    once = [
+        durations.grad_sum_s[rank] + durations.optimizer_s[rank]
+        - _hidden_s(durations, rank, durations.backward_s[rank]) for rank in range(pp)
+    ]  # fmt: skip
+    ran = _Run(orders, durations, overlap_sends, once).to_the_end()
+    updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
+    ends = [max(spans[rank_updates[k]].end_s for spans, rank_updates in zip(ran, updates, strict=True))
+            for k in (_FILLING - 1, _FILLING + _COUNTED - 1)]  # fmt: skip
+    places = [rank_updates[_FILLING - 1 : _FILLING + 1] for rank_updates in updates]
+    start_s = min(spans[before].end_s for spans, (before, _) in zip(ran, places, strict=True))
+    step = tuple(
+        tuple(span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s,
+                            microbatch=span.microbatch % microbatches) for span in spans[before + 1 : after])
+        for spans, (before, after) in zip(ran, places, strict=True)
+    )  # fmt: skip
+    begun = tuple(pp - 1 - rank for rank in range(pp))
+    return replace(_with_ends(step, durations), begun=begun, period_s=(ends[1] - ends[0]) / _COUNTED)
+
+
+def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action]:
+    """An order of several batches, with what comes after each."""
+    for action in order:
+        yield action
+        if action.kind == "B" and (action.microbatch + 1) % microbatches == 0:
+            yield action._replace(kind="U")
+
+
+def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
+    """With zeros for what was left out; raises OptionError for what does not fit the stages and ranks."""
+    every_action = [action for order in orders for action in order]
+    splits, num_stages = (
+        any(action.kind in "IW" for action in every_action),
+        len({action.stage for action in every_action}),
+    )
+    sizes = {
+        "forward_s": num_stages, "backward_s": num_stages, "input_backward_s": num_stages,
+        "weight_backward_s": num_stages, "send_forward_s": num_stages - 1, "send_backward_s": num_stages - 1,
+        "grad_sum_s": len(orders), "optimizer_s": len(orders),
+    }  # fmt: skip
+    needed = ("forward_s", "backward_s", *(("input_backward_s", "weight_backward_s") if splits else ()))
+    complete: dict[str, Any] = {}
+    for name, size in sizes.items():
+        listed = list(getattr(durations, name)) or [0.0] * (0 if name in needed else size)
+        if len(listed) != size:
+            why = f"{num_stages} stages on {len(orders)} ranks need {size}"
+            raise OptionError(f"{name} has {len(listed)} durations", why=why)
+        wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
+        if wrong:
+            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds from zero on")
+        complete[name] = listed
+    if not 0 <= durations.grad_sum_hidden <= 1:
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a part, from 0 to 1")
+    return replace(durations, **complete)
+
+
+_Result = tuple[int, str, int]
+"""What an action makes, by stage, kind and microbatch; "B" stands for "I" too, which makes the same gradient."""
+
+_OWN = {"B": "F", "I": "F", "W": "B", "U": "B"}
+"""What must have run on an action's own stage."""
+
+
+class _Run:
+    """Ranks that each run their actions in order, as far as what they wait for has come. `once_s`: of each rank's "U",
+    what it does after a batch."""
+
+    def __init__(
+        self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool,
+        once_s: Sequence[float] = (),
+    ):  # fmt: skip
+        self.orders, self.durations, self.overlap_sends = orders, durations, overlap_sends
+        self.rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        self.seconds = {
+            "F": durations.forward_s, "B": durations.backward_s,
+            "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
+        }  # fmt: skip
+        self.spans: list[list[Span]] = [[] for _ in orders]
+        self.unsent: list[list[Action]] = [[] for _ in orders]
+        self.done: dict[_Result, float] = {}
+        self.sent: dict[_Result, float] = {}  # when it is there; without overlap, when it may leave
+        self.link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.waiting: dict[int, _Result] = {}
+
+    def to_the_end(self) -> tuple[tuple[Span, ...], ...]:
+        able = list(range(len(self.orders)))
+        while able:
+            able += self._advance(able.pop())
+        if self.waiting:
+            raise self._stuck()
+        return tuple(map(tuple, self.spans))
+
+    def _advance(self, rank: int) -> list[int]:
+        """Runs what a rank can run now; returns the ranks that waited for what it has sent."""
+        order, spans, unsent = self.orders[rank], self.spans[rank], self.unsent[rank]
+        clock = spans[-1].end_s if spans else 0.0
+        woken: list[int] = []
+        while len(spans) < len(order):
+            action = order[len(spans)]
+            stage, kind, microbatch, joined = action
+            received = self._received(action)
+            missing = self._missing(action, received)
+            if missing is not None:
+                self.waiting[rank] = missing
+                return woken
+            start = clock if received is None else self._arrival(received, rank, clock)
+            if kind == "U":
+                start = max([start, *(self.done[result] for result in self._together(action))])
+            clock = start + self.seconds[kind][stage]
+            spans.append(Span(start, clock, stage, kind, microbatch))
+            self.done[_result(action)] = clock
+            if self.durations.tied and kind == "B":
+                woken += self._wake_tied(_result(action))
+            unsent.append(action)
+            if joined and self._receiver(action) != rank:
+                continue
+            for finished in unsent:
+                woken += self._send(finished, rank, clock)
+            unsent.clear()
+        return woken
+
+    def _received(self, action: Action) -> _Result | None:
+        """What an action needs from another stage."""
+        if action.kind == "F":
+            return (action.stage - 1, "F", action.microbatch) if action.stage else None
+        comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
+        return (action.stage + 1, "B", action.microbatch) if comes else None
+
+    def _missing(self, action: Action, received: _Result | None) -> _Result | None:
+        if action.kind != "F":
+            needed = (action.stage, _OWN[action.kind], action.microbatch)
+            if needed not in self.done:
+                return needed
+            for result in self._together(action) if action.kind == "U" else ():
+                if result not in self.done:
+                    return result
+        return received if received is not None and received not in self.sent else None
+
+    def _together(self, action: Action) -> list[_Result]:
+        """The backwards on other ranks that end before tied gradients can be summed."""
+        others = {rank for group in self.durations.tied if action.stage in group for rank in group}
+        return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
+
+    def _wake_tied(self, result: _Result) -> list[int]:
+        """The ranks that waited for this backward alone to sum tied gradients."""
+        waited = [rank for rank, missing in self.waiting.items() if missing == result
+                  and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
+        for rank in waited:
+            del self.waiting[rank]
+        return waited
+
+    def _receiver(self, action: Action) -> int | None:
+        """The rank that reads what an action makes, if any."""
+        return None if action.kind in "WU" else self.rank_of.get(action.stage + (1 if action.kind == "F" else -1))
+
+    def _send_s(self, result: _Result) -> float:
+        stage, kind, _ = result
+        return self.durations.send_forward_s[stage] if kind == "F" else self.durations.send_backward_s[stage - 1]
+
+    def _arrival(self, received: _Result, rank: int, clock: float) -> float:
+        """When a rank that is free at `clock` has what it needs."""
+        begin = max(clock, self.sent[received])
+        local = self.overlap_sends or self.rank_of[received[0]] == rank
+        return begin if local else begin + self._send_s(received)
+
+    def _send(self, action: Action, rank: int, clock: float) -> list[int]:
+        receiver, result = self._receiver(action), _result(action)
+        if receiver is None:
+            return []
+        if self.overlap_sends and receiver != rank:
+            clock = max(clock, self.link_free[rank, receiver]) + self._send_s(result)
+            self.link_free[rank, receiver] = clock
+        self.sent[result] = clock
+        if self.waiting.get(receiver) != result:
+            return []
+        del self.waiting[receiver]
+        return [receiver]
+
+    def _stuck(self) -> StageError:
+        """What the ranks that cannot go on wait for."""
+        stands = []
+        for rank, (stage, kind, microbatch) in sorted(self.waiting.items()):
+            action = self.orders[rank][len(self.spans[rank])]
+            at = f"{action.stage}{action.kind}{action.microbatch}"
+            stands.append(f"rank {rank} at {at} waits for {stage}{kind}{microbatch}")
+        why = "; ".join(stands[:4]) + (f"; and {len(stands) - 4} ranks more" if len(stands) > 4 else "")
+        return StageError("the schedule never ends", why=why)
+
+
+def _result(action: Action) -> _Result:
+    return action.stage, "B" if action.kind == "I" else action.kind, action.microbatch

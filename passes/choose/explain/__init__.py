@@ -1,0 +1,1 @@
+"""Reasons and notes of a plan."""

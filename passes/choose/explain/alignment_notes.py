@@ -1,0 +1,67 @@
+"""Weights whose sizes slow matrix units down: the notes of a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autopart.common.matrix_alignment import MULTIPLE, unaligned
+from autopart.cost.flops import matrix_work
+from autopart.cost.hardware.profile import Hardware
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import times
+from autopart.ir.graph import active_operators, pattern_of, tensor_inputs, value
+from autopart.ir.layout import shard_sizes
+from autopart.tracing.trace import Trace
+
+LEAST_SHARE = 0.02
+"""Of the matrix work: products that are less are not spoken of."""
+
+
+def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:
+    """A line for every matrix that is multiplied in 16 bits and of which a rank has rows, or columns, that are no
+    multiple of 8; repeated blocks share one. None where the hardware is not known to be slowed."""
+    if hardware.matmul_unaligned >= 1:
+        return ()
+    work = _work_by_weight(trace.graph)
+    total = sum(sum(of_dtype.values()) for of_dtype in work.values())
+    return tuple(dict.fromkeys(
+        f"{pattern_of(name)}: dim {dim} of {whole} in {dtype} is no multiple of {each}, so its products run at "
+        f"{100 * hardware.aligned_share(odd):.2g} % of the rate; {-(-whole // each) * each} would run at all of it"
+        for name, of_dtype in work.items() for dtype, flops in of_dtype.items() if flops >= LEAST_SHARE * total
+        for dim, whole, each, odd in _odd_dims(trace, decisions, name)
+    ))  # fmt: skip
+
+
+def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
+    """{weight: {dtype of 16 bits: FLOPs of the products that read it}}; other products under no name."""
+    work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for node in active_operators(graph):
+        if flops := matrix_work(node):
+            weights = [used for used in map(_source, tensor_inputs(node)) if used.op == "get_attr"]
+            is_short = value(node).dtype.itemsize == 2
+            name = str(weights[0].target) if weights and is_short else ""
+            work[name][str(value(node).dtype).removeprefix("torch.")] += flops * times(node)
+    return work
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a weight is before it is cast or transposed."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and not matrix_work(node):
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _odd_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
+    """(dim, its size, of what it should be a multiple, how it is loaded) of a matrix, by the shards that ranks have."""
+    full = trace.parameters[name].shape if name in trace.parameters else ()
+    for dim, size in enumerate(full if len(full) == 2 else ()):
+        ranks = 1
+        for axis in decisions.mesh.along("features"):
+            place = decisions.place(name, axis)
+            if place.is_shard and place.dim == dim:
+                ranks *= decisions.mesh.size(axis)
+        if odd := unaligned(shard_sizes(size, ranks)[:1]):
+            yield dim, size, MULTIPLE * ranks, odd

@@ -1,0 +1,108 @@
+"""What users are told of axes that cut positions: where they have nothing to cut, and what is whole or unequal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autopart.errors import LayoutError
+from autopart.ir.atoms import DATA_DIM, factor_atoms
+from autopart.ir.decisions import Decisions, Strategy
+from autopart.ir.facts import facts, times
+from autopart.ir.graph import active_operators, describe, operator_name, reads_weights, shape, tensor_inputs
+from autopart.ir.mesh import Mesh
+from autopart.ir.sharding import Cut
+from autopart.passes.facts.sequence_dims import check_can_be_cut, inputs_text, lengths_of
+from autopart.passes.facts.strategies import divides_positions, output_atoms, ways
+from autopart.tracing.trace import Trace
+
+_UNEVEN = 0.05
+"""What the fullest rank may have more than the mean and a plan says nothing of it."""
+
+
+def products_of(trace: Trace) -> list[fx.Node]:
+    """The matrix products of a model."""
+    with_patterns = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
+    return [node for node, pattern in with_patterns if pattern is not None and pattern.flops]
+
+
+def check_positions(
+    trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
+) -> None:  # fmt: skip
+    """Raises LayoutError where an axis that cuts positions divides no work of the model, or nothing along a dim of the
+    inputs that is `named`."""
+    check_can_be_cut(trace, named)
+    products = products_of(trace)
+    nodes = list(filter(reads_weights, products)) or products or active_operators(trace.graph)
+    if any(chosen[node].factor for node in nodes):
+        return
+    ranks, inputs = mesh.size(axis), inputs_text(trace)
+    all_atoms = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
+    longest = max((atom.size for atom in all_atoms if atom.kind == DATA_DIM), default=1)
+    longest = max(lengths_of(trace, named).values(), default=longest)
+    if longest == 1:
+        raise LayoutError(
+            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {inputs}",
+            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+        )  # fmt: skip
+    if divides_positions(longest, ranks):
+        if any(strategy.is_sharded for strategy in chosen.values()):
+            return
+        raise LayoutError(
+            f"{axis}={ranks} cuts nothing of the model", why="its operators take all positions of a value at once",
+            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+        )  # fmt: skip
+    fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
+    raise LayoutError(
+        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {inputs}",
+        where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
+    )  # fmt: skip
+
+
+def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
+    """What a plan says of axes that cut positions: that no product is cut, what takes all positions at once, and that a
+    rank has more of them than others."""
+    for axis in decisions.mesh.along("positions"):
+        chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
+        products = [node for node in products_of(trace) if node in chosen]
+        if products and not any(chosen[node].factor for node in products):
+            yield (
+                f"{axis}={ranks} divides no matrix product of the model, whose inputs are {inputs_text(trace)}: every "
+                "rank runs all of them; dp cuts the rows of any batch"
+            )
+        taken = Counter[str]()
+        for node in chosen:
+            taken[operator_name(node).partition("::")[2]] += times(node) if takes_all(node, ranks) else 0
+        if taken := +taken:
+            named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
+            yield f"{axis}: every rank computes with all positions, brought together, in {named}"
+        yield from _uneven(axis, ranks, [(node, chosen[node]) for node in products])
+
+
+def takes_all(node: fx.Node, ranks: int) -> bool:
+    """Whether an operator is given positions of values, and none of its ways on so many ranks cuts them."""
+    pattern = facts(node)["pattern"]
+    atoms = factor_atoms(node, pattern) if pattern is not None else {}
+    dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
+    if not any(atom.kind == DATA_DIM and atom.size >= ranks for dim in dims for atom in dim):
+        return False
+    atoms_cut = (atoms.get(way.factor, ()) for way in ways(node, ranks, "positions"))
+    return not any(atom.kind == DATA_DIM for of in atoms_cut for atom in of)
+
+
+def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
+    """A note of the longest sequence that is cut into parts of which the fullest is much more than the mean."""
+    excesses = []
+    for node, strategy in cuts:
+        place = strategy.outputs[0]
+        if place.is_shard and [atom.kind for atom in output_atoms(node)[place.dim]] == [DATA_DIM]:
+            size = shape(node)[place.dim]
+            excesses.append((Cut(place.dim, size, place.sections, ranks).longest * ranks / size - 1, size))
+    more, size = max(excesses, default=(0.0, 0))
+    if more > _UNEVEN:
+        yield (
+            f"{axis}={ranks}: of {size} positions the fullest rank has {more:.0%} more than the mean; "
+            f"{size + -size % ranks} would be as many for each"
+        )

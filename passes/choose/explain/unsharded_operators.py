@@ -1,0 +1,207 @@
+"""The operators that run whole on every rank: how many, why, what that costs, and what would shard them; and the share
+of the matrix work that is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.cost.flops import matrix_work
+from autopart.cost.predict.collective_costs import wire_bytes
+from autopart.ir.atoms import BATCH, FEATURE, Atoms
+from autopart.ir.decisions import Decisions, Strategy
+from autopart.ir.facts import PARAMETER, facts, times
+from autopart.ir.graph import (
+    active_operators,
+    format_value,
+    operator_name,
+    size_bytes,
+    source_of,
+    tensor_inputs,
+    tuple_values,
+    value,
+)
+from autopart.ir.layout import Placement, conversion
+from autopart.ir.pattern import Pattern
+from autopart.ir.program import MICROBATCH_AXIS
+from autopart.passes.choose.explain.sequence_notes import takes_all
+from autopart.passes.choose.solve.batch_axis import placement
+from autopart.passes.rules import has_rule
+from autopart.passes.rules.notation import Rule
+from autopart.passes.rules.registered_rules import call_text
+from autopart.tracing.trace import Trace
+
+NO_RULE = "it has no sharding rule"
+PINNED = "it is pinned so"
+NOT_THIS_CALL = "its sharding rule does not speak of this call"
+
+
+def unsharded(
+    trace: Trace, decisions: Decisions, pinned: Container[fx.Node] = frozenset()
+) -> tuple[dict[str, Any], ...]:
+    """A row for every kind of call that runs whole on a mesh of several ranks: without a rule, or matrix work that `tp`
+    leaves undivided. The same calls of repeated blocks are counted together.
+
+    `pinned`: operators that the user has pinned.
+    `flops`: of all of them over the global batch, where they are known. `bytes`: of all their inputs and outputs.
+    `moved_bytes`: what one rank sends so that they get whole inputs and their neighbours their shards, both ways.
+    """
+    if decisions.mesh.num_ranks == 1:
+        return ()
+    rows: dict[tuple, dict[str, Any]] = {}
+    for node in active_operators(trace.graph):
+        why, change = _why_whole(node, decisions)
+        if not why:
+            continue
+        why, change = (PINNED, "") if node in pinned else (why, change)
+        where, name = facts(node)["group"].rsplit("/", 1)[0], operator_name(node)
+        row = rows.setdefault((name, where, why, _shapes(node)), {
+            "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,
+            "moved_bytes": 0, "try": change,
+        })  # fmt: skip
+        read = sum(map(size_bytes, tensor_inputs(node)))
+        written = sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
+        row["count"] += times(node)
+        row["flops"] += matrix_work(node) * times(node)
+        row["bytes"] += (read + written) * times(node)
+        row["moved_bytes"] += round(sum(_moved(node, decisions))) * times(node)
+    return tuple({key: value for key, value in row.items() if value or key == "where"} for row in rows.values())
+
+
+def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
+    """{axis: the share of the matrix work that it divides over its ranks}, of the axes that cut rows or features; empty
+    for a model without matrix work."""
+    flops = {node: matrix_work(node) * times(node) for node in active_operators(trace.graph)}
+    total = sum(flops.values())
+    if not total:
+        return {}
+    mesh, nowhere = decisions.mesh, dict[fx.Node, Strategy]()
+    on_axes = {axis: decisions.strategies.get(axis, nowhere) for axis in (*mesh.along("rows"), *mesh.chosen)}
+    return {
+        axis: sum(flops[node] for node, strategy in on.items() if strategy.factor and node in flops) / total
+        for axis, on in on_axes.items()
+    }
+
+
+def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
+    """Why every rank runs all of this call, and what would change that, where something would; "" for both where it
+    does not, or where it is little work."""
+    pattern: Pattern | None = facts(node)["pattern"]
+    if pattern is None:
+        return (NOT_THIS_CALL, "") if has_rule(operator_name(node)) else (NO_RULE, suggestion(node))
+    chosen = {axis: on[node] for axis, on in decisions.features.items()}
+    if not chosen or not pattern.flops or any(strategy.factor for strategy in chosen.values()):
+        return "", ""
+    axis = next(iter(chosen))
+    ranks = decisions.mesh.size(axis)
+    weights = _weight_sizes(node, pattern)
+    if decisions.mesh.axis(axis).cuts == "positions" and takes_all(node, ranks):
+        return "it takes all positions of its values at once", ""
+    sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
+    if not weights:
+        return "none of its dims comes from a weight", ""
+    if not sizes:
+        change = f"dp in place of {axis}: it cuts rows of the batch" if set(pattern.sizes) - pattern.whole else ""
+        return "its sharding rule keeps the dims of its weights whole", change
+    if all(size % ranks for size in sizes.values()):
+        named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
+        next_sizes = " or ".join(f"{factor}={size + -size % ranks}" for factor, size in sizes.items())
+        return f"{axis}={ranks} divides none of {named}", f"a size that {ranks} divides: {next_sizes}"
+    return f"bringing its values together for {axis}={ranks} would cost more", ""
+
+
+def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
+    """The factors of a rule that a weight gives, with their sizes."""
+    sizes: dict[str, int] = {}
+    for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+        for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
+            if any(atom.kind == FEATURE for atom in atoms):
+                sizes |= {factor: pattern.sizes[factor] for factor in dim}
+    return sizes
+
+
+def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
+    """Bytes one rank sends for each conversion of its inputs and outputs, forward and backward."""
+    for axis, chosen in decisions.strategies.items():
+        if axis == MICROBATCH_AXIS:
+            continue
+        ways = {(s, t) for s, t in zip(tensor_inputs(node), chosen[node].inputs, strict=True)}
+        for used in _results(node):
+            for user in used.users:
+                if user in chosen:
+                    ways |= {
+                        (used, t) for s, t in zip(tensor_inputs(user), chosen[user].inputs, strict=True) if s is used
+                    }
+        for source, target in ways:
+            at = _made(source, axis, decisions)
+            step = conversion(at, target) if at is not None else None
+            if step is not None:
+                size, ranks = size_bytes(source), decisions.mesh.size(axis)
+                yield wire_bytes(step.forward, ranks, size)
+                yield wire_bytes(step.backward, ranks, size) if facts(source)["needs_grad"] else 0.0
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The node's outputs: itself, or its projections."""
+    return [node] if len(tuple_values(node)) == 1 and hasattr(value(node), "shape") else list(node.users)
+
+
+def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
+    """Where a value is made on an axis; None for values of the inputs alone."""
+    chosen = decisions.strategies[axis]
+    if axis in decisions.row_axes:
+        return placement(used, chosen)
+    source, index = source_of(used)
+    if facts(source)["role"] == PARAMETER:
+        return decisions.place(source.target, axis)
+    return chosen[source].outputs[index] if source in chosen else None
+
+
+def _shapes(node: fx.Node) -> str:
+    """`f32[8,16], f32[16,8] -> f32[8,8]`."""
+    outputs = ", ".join(format_value(n) or str(value(n)) for n in _results(node))
+    return f"{', '.join(map(format_value, tensor_inputs(node)))} -> {outputs}"
+
+
+# The line that might shard an operator
+
+
+def suggestion(node: fx.Node) -> str:
+    """`autopart.rule("mylib::op", "b c, c d -> b d", sum="c")`: dims of one size are taken for one factor."""
+    sources, outputs = tensor_inputs(node), tuple_values(node)
+    if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
+        return ""
+    atoms_of_outputs = facts(node)["atoms"] if len(outputs) > 1 else [facts(node)["atoms"]]
+    letters = iter("acdefghijklmnopqrstuvwxyz")
+    sizes: dict[str, int] = {}
+    operands = []
+    for tensor, atoms in zip(
+        [*map(value, sources), *outputs], [*(facts(s)["atoms"] for s in sources), *atoms_of_outputs], strict=True
+    ):
+        names = _name_dims(tensor.shape, atoms, sizes, letters)
+        if names is None:
+            return ""
+        operands.append(names)
+    left, right = operands[: len(sources)], operands[len(sources) :]
+    new = {f for names in right for f in names} - {f for names in left for f in names}
+    line = " -> ".join(", ".join(" ".join(names) for names in side) for side in (left, right))
+    return call_text(operator_name(node), Rule(line, " ".join(sorted(new))))
+
+
+def _name_dims(
+    full: Sequence[int], atoms: Sequence[Atoms], sizes: dict[str, int], letters: Iterator[str]
+) -> list[str] | None:
+    """A factor for every dim of an operand: `b` for rows of the batch, else the first of its size that the operand does
+    not have yet, else a new one; None where letters run out."""
+    names: list[str] = []
+    for size, dim in zip(full, atoms, strict=True):
+        is_rows = any(atom.kind == BATCH for atom in dim) and "b" not in names
+        known = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
+        name = "b" if is_rows else known[0] if known else next(letters, "")
+        if not name:
+            return None
+        sizes[name] = size
+        names.append(name)
+    return names

@@ -1,0 +1,1 @@
+"""Placements of operators on the axes of a mesh."""

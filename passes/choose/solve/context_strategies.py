@@ -1,0 +1,71 @@
+"""What attention does where positions are cut, as users may ask for it (`context=`).
+
+`"ring"`: keys and values go around the ranks, so that none has all (Liu et al. 2023, arXiv:2310.01889); `"auto"` leaves
+it out: it moves as much as gathering, and is asked for where keys and values of all positions are too much to hold.
+`"gather"`: every rank has its queries, and the keys and values of all (Llama 3: Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2). `"ulysses"`: it has all positions of its heads (Jacobs et al. 2023, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopart.errors import LayoutError
+from autopart.ir.atoms import DATA_DIM, FEATURE, factor_atoms
+from autopart.ir.decisions import Strategy, goes_around
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, dropout_probability, reads_weights, tensor_inputs
+from autopart.ir.mesh import Context
+from autopart.ir.pattern import Pattern
+from autopart.ops.stage_masks import is_attention
+
+
+def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
+    """Of what an operator may do on an axis that cuts positions what `context` leaves to attention.
+
+    Raises LayoutError where that is nothing.
+    """
+    rings = [option for option in options if is_attention(node) and goes_around(node, option)]
+    if context == "ring":
+        return rings or _without_ring(node, options, axis)
+    options = [option for option in options if option not in rings]
+    pattern = facts(node)["pattern"]
+    if context == "auto" or pattern is None or not _multiplies_values(node):
+        return list(options)
+    kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
+    fitting = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
+    if fitting or not is_attention(node):
+        return fitting or list(options)
+    cut = "heads" if context == "ulysses" else "queries"
+    raise LayoutError(
+        f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",
+        where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
+    )  # fmt: skip
+
+
+def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
+    """What an operator may do that is not attention. Raises LayoutError for attention that has no ring."""
+    if not is_attention(node) and not _multiplies_values(node):
+        return list(options)
+    if not is_attention(node) or dropout_probability(node):
+        why = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
+    elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
+        why = "this attention learns what it adds to scores, whose gradient would have to go around too"
+    else:
+        why = f"queries and keys of this attention are not cut alike over {axis}"
+    raise LayoutError(f"context='ring' cannot be on {axis}", why=why, where=describe(node), hint="context='gather'")
+
+
+def _multiplies_values(node: fx.Node) -> bool:
+    """Whether a call is a product without weights."""
+    pattern = facts(node)["pattern"]
+    return pattern is not None and bool(pattern.flops) and not reads_weights(node)
+
+
+def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
+    """Whether a factor is one of a product's queries, or of its heads."""
+    atoms = factor_atoms(node, pattern).get(factor, ())
+    sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
+    return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)

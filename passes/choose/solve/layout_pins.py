@@ -1,0 +1,451 @@
+"""What layout pins mean for one traced model: which options they leave to parameters and operators.
+
+Each pin is checked alone first. Of pins that cannot hold together as few are reported as clash: each is dropped in turn
+and stays dropped while the others still cannot hold; where several are left, single pins and pairs are tried too. With
+them goes the fact at which they meet: one weight (maybe under two names), one operator, a dim that one axis cuts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import fx
+
+from autopart.errors import LayoutError, OptionError
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import WEIGHT, facts
+from autopart.ir.graph import (
+    describe,
+    on_parameters,
+    parameters_of,
+    parents,
+    pattern_of,
+    short_name,
+    tensor_inputs,
+    tuple_values,
+)
+from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
+from autopart.ir.mesh import Context, Cuts, Mesh
+from autopart.ir.pattern import is_innermost
+from autopart.passes.choose.solve.expert_axes import (
+    Mixture,
+    Stacks,
+    cuts_alike,
+    cuts_experts_again,
+    cuts_tokens_again,
+    is_by_expert,
+    mixtures,
+    stacks_on,
+)
+from autopart.passes.choose.solve.nested_shards import Taken, cut_inside, positions_divide
+from autopart.passes.choose.solve.pairwise_solver import NoSolution
+from autopart.passes.facts.strategies import (
+    divides_positions,
+    output_atoms,
+    possible,
+    ways,
+    ways_without_cuts_of_values,
+)
+from autopart.plans.pins import LayoutPin, Pin, Pins
+from autopart.tracing.trace import Trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
+    parameter over another axis, and what axes solved before have taken. A dim that is not of experts is cut by one axis
+    alone.
+
+    `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
+    choices. `factors`, `dims`: those of an operator's rule, with how axes solved before cut them, and of a parameter,
+    with into how many parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures
+    whose experts it may cut (`expert_axes.py`), also where other axes cut them. `before`: what an operator
+    does on other axes, with their ranks.
+    """
+
+    axis: str = ""
+    cuts: Cuts = "features"
+    parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
+    operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
+    variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, Mapping[str, Sequence[Taken]]] = field(default_factory=dict)
+    dims: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    ranks: int = 1
+    context: Context = "auto"
+    stacks: Stacks = field(default_factory=dict)
+    before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
+
+    def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """All that an operator may do on the axis, of so many ranks; other axes and pins left out."""
+        return ways(node, num_shards, self.cuts, node in self.stacks)
+
+    def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """Those of them that cut nothing but what comes from weights."""
+        return ways_without_cuts_of_values(node, num_shards, self.cuts, node in self.stacks)
+
+    def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
+        """The options that the pins of an operator, and other axes, leave."""
+        pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
+        free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
+        left = [option for option in free if option is not None]
+        if self.is_routed(node):  # by axes inside this one: of this one's experts each rank has some
+            lookup = facts(node)["pattern"].lookup
+            left = [option for option in left if not option.factor or option.factor != lookup]
+        return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
+
+    def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> Strategy | None:
+        """An option of a factor that axes inside this one cut: as it is, where each of theirs is a part of what a rank
+        of this axis has; else cut inside each part of theirs; None: neither can be."""
+        if self._divides_again(node, option, taken):
+            return option
+        return cut_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
+
+    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> bool:
+        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that
+        divides by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
+        pattern = facts(node)["pattern"]
+        assert pattern is not None, "without a rule nothing is cut"
+        if node in self.stacks and any(cuts_alike(node, option, one.strategy) for one in taken):
+            return cuts_experts_again(node, self.stacks[node], option, taken, self.ranks)
+        if option.is_routed or self.cuts != "positions":
+            return False
+        if option.factor == pattern.lookup or option.factor in pattern.joined:
+            return False
+        if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
+            return cuts_tokens_again(node, option, taken, self.ranks)
+        places = [[place.in_order for place in o.places] for o in (option, *(t.strategy for t in taken))]
+        alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
+                    if a.is_shard or b.is_shard)  # fmt: skip
+        parts = math.prod(one.ranks for one in taken) * self.ranks
+        return alike and is_innermost(pattern, option.factor) and positions_divide(node, option.factor, parts)
+
+    def is_routed(self, node: fx.Node) -> bool:
+        """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
+        outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
+        return any(place.is_routed for places in outputs for place in places)
+
+    def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
+        """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
+        pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
+        asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
+        free = [place for place in dict.fromkeys([*options, *asked])
+                if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
+        return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
+
+    def cuts_again(self, name: str, place: Placement) -> bool:
+        """Whether the experts of a weight may be cut so over this axis and those before."""
+        parts = self.dims.get(name, {}).get(0, 1) * self.ranks
+        return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
+
+    def beside(
+        self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
+    ) -> Pinned:  # fmt: skip
+        """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
+        layout so far}."""
+        factors: dict[fx.Node, dict[str, list[Taken]]] = defaultdict(dict)
+        done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
+        for axis, chosen in before.items():
+            for node, strategy in chosen.items():
+                done[node] = (*done.get(node, ()), (strategy, mesh.size(axis)))
+                if factor := strategy.factor:
+                    factors[node].setdefault(factor, []).append(Taken(strategy, mesh.size(axis)))
+        dims: dict[str, dict[int, int]] = defaultdict(dict)
+        for name, places in stored.items():
+            for axis, place in places.items():
+                if place.is_shard:
+                    dims[name][place.dim] = dims[name].get(place.dim, 1) * mesh.size(axis)
+        return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis), before=done)
+
+    def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
+        if pin.axis != self.axis:
+            other = Placement.parse(pin.text)
+            return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
+        return place.is_replicated if pin.is_replicated else str(place) == pin.text
+
+
+FREE = Pinned()
+
+_LEAVE = "leave it out, or another name or layout", "leave one of them out"
+
+
+def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
+    if pin.is_replicated:
+        return all(place.is_replicated for place in option.places)
+    return str(option) == pin.text if "->" in pin.text else str(option.outputs[0]) == pin.text
+
+
+def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
+    """A set of pins that cannot hold together, none of which can be left out; of one or two where there are so few.
+    `hold`: whether some pins can.
+
+    >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
+    [2, 4]
+    """
+    left = list(pins)
+    for pin in pins:
+        fewer = [other for other in left if other is not pin]
+        if not hold(fewer):
+            left = fewer
+    fewest = (few for size in range(1, min(len(left), 3)) for few in itertools.combinations(pins, size))
+    return next((list(few) for few in fewest if not hold(few)), left)
+
+
+def cannot_hold(pins: Sequence[Pin]) -> str:
+    """What an error says of a smallest set of pins."""
+    texts = "; ".join(map(str, pins))
+    return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
+
+
+# Layouts
+
+
+def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
+    """The layout pins, found in the model, that concern an axis which is solved for. Raises for one that no plan can
+    follow."""
+    parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
+    nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
+    model = _Names(trace)
+    for pin in pins.layouts:
+        names, matched = model.matched(pin, pins)
+        for name in names:
+            _check_parameter(trace, mesh, pin, name, pins)
+        for node in matched:
+            _check_operator(node, mesh, pin, pins)
+        _check_axis(pin, mesh, pins)
+        if pin.axis == axis or (mesh.size(pin.axis) > 1 and not pin.is_replicated):
+            parameters.update({name: (*parameters[name], pin) for name in names})
+        if pin.axis == axis:
+            nodes.update({node: (*nodes[node], pin) for node in matched})
+    cuts: Cuts = mesh.axis(axis).cuts if axis else "features"
+    stacks = stacks_pinned(mixtures(trace), mesh, parameters, nodes, axis)
+    variants = _variants(trace, parameters, nodes)
+    return Pinned(axis, cuts, parameters, nodes, variants, ranks=mesh.size(axis), stacks=stacks)
+
+
+def stacks_pinned(
+    all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
+    operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
+) -> Stacks:  # fmt: skip
+    """The mixtures whose experts an axis may cut by these pins."""
+    cut = {name for name, pins in parameters.items()
+           if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
+    routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
+    return stacks_on(all_mixtures, mesh.axis(axis).cuts if axis else "", cut, routed)
+
+
+def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
+    """The parameters that pins place on the axis that stores them in parts, whole or cut: they say so for all axes that
+    are joined to it."""
+    model, by_name = _Names(trace), defaultdict(list)
+    for pin in pins.layouts:
+        if pin.axis == mesh.data_axis and mesh.storing_axis is not None:
+            for name in model.matched(pin, pins)[0]:
+                by_name[name].append(pin)
+    return by_name
+
+
+def _variants(
+    trace: Trace, parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
+) -> dict[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]]:
+    by_block: dict[tuple[int, int] | None, set[tuple[Hashable, str, str]]] = defaultdict(set)
+    stored = [(node, parameters.get(node.target, ())) for node in trace.graph.find_nodes(op="get_attr")]
+    for node, pins in [*stored, *nodes.items()]:
+        place = facts(node).get("place")
+        if place is not None and place.block is not None:
+            by_block[place.block] |= {(place.like, pin.axis, pin.text) for pin in pins}
+    return {block: frozenset(pins) for block, pins in by_block.items() if pins}
+
+
+class _Names:
+    """What pins can name in a model: parameters, operators and modules."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.nodes = on_parameters(trace.graph)
+        self.parameters = {name: name for name in trace.parameters}
+        self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
+
+    def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
+        """The parameters and the operators that a pin is for."""
+        if pin.of_operator:
+            nodes = [node for node in self.nodes if pin.matches(facts(node)["key"])]
+            if not nodes:
+                raise no_match(str(pin), [facts(node)["group"] for node in self.nodes], pin.name, pins.where(pin))
+            return [], nodes
+        named = [name for alias, name in self.parameters.items() if pin.matches(alias)]
+        inside = [name for alias, name in self.parameters.items() if any(map(pin.matches, parents(alias)))]
+        nodes = [node for node in self.nodes if any(map(pin.matches, parents(facts(node)["key"])))]
+        if not (named or inside or nodes):
+            raise no_match(str(pin), [*self.parameters, *self._modules()], pin.name, pins.where(pin))
+        if pin.is_replicated:
+            return list(dict.fromkeys([*named, *inside])), nodes
+        if not named:
+            raise LayoutError(
+                f"cannot pin the module {pin}", why="only R says the same of all its weights and operators",
+                where=pins.where(pin), hint=self._finer(inside, nodes),
+            )  # fmt: skip
+        return named, []
+
+    def _modules(self) -> list[str]:
+        return [path for node in self.nodes for path in parents(facts(node)["key"])]
+
+    def _finer(self, names: list[str], nodes: list[fx.Node]) -> str:
+        patterns = [pattern_of(name) for name in names] + [facts(node)["group"] for node in nodes]
+        return "pin " + ", ".join(repr(name) for name in list(dict.fromkeys(patterns))[:4])
+
+
+def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
+    """The error of a pin for which the model has nothing, with the names that come near."""
+    return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
+
+
+def near_names(name: str, names: Iterable[str]) -> str:
+    """The patterns of names that come near one that is not there."""
+    patterns = list(dict.fromkeys(map(pattern_of, names)))
+    return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
+
+
+def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
+    """Raises OptionError for a pin of an axis that the mesh lacks, or on which there is nothing to choose."""
+    if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
+        raise OptionError(
+            f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
+            hint=f"leave it out, or mesh='{mesh},{pin.axis}2'",
+        )  # fmt: skip
+    axis = mesh.axis(pin.axis)
+    is_stored_so = (pin.is_replicated and axis.cuts != "stages") or (axis.stores and not pin.of_operator)
+    if axis.name in mesh.chosen or is_stored_so:
+        return
+    why = f"what an operator does over {pin.axis} follows from the rows of the batch"
+    if not axis.stores:
+        why = "stages are not layouts" if axis.cuts == "stages" else f"weights are whole on every rank of {pin.axis}"
+    hint = "'stages': {'cut_before': [...]}" if axis.cuts == "stages" else "R, or a pin for tp"
+    raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
+
+
+def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: Pins) -> None:
+    sizes = tuple(trace.parameters[name].shape)
+    why = cannot_store(Placement.parse(pin.text), sizes, pin.axis, mesh.size(pin.axis))
+    if why:
+        hint = ", ".join(f"S({dim})" for dim, size in enumerate(sizes) if size % mesh.size(pin.axis) == 0)
+        raise LayoutError(
+            f"cannot pin {pin}", why=f"{name}: {why}", where=pins.where(pin),
+            hint=f"{hint} or R" if hint else "R",
+        )  # fmt: skip
+
+
+def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
+    if pin.axis not in mesh.chosen:
+        return
+    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts, is_by_expert(pin.text)))
+    if any(_runs_as(option, pin) for option in options):
+        return
+    outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
+    raise LayoutError(
+        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh), where=pins.where(pin),
+        hint=" | ".join(list(outputs)[:8]),
+    )  # fmt: skip
+
+
+def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
+    """Why an operator cannot run as a pin asks: what its output is made of, or its rule."""
+    ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
+    place = R if "->" in pin.text else Placement.parse(pin.text)
+    shape = tuple_values(node)[0].shape
+    if place.is_shard and place.dim >= len(shape):
+        return f"{describe(node)}: its output has shape {list(shape)}, no dim {place.dim}"
+    if place.is_shard:
+        atoms = output_atoms(node)[place.dim] or (Atom(1, DATA_DIM),)
+        output_dim = f"{describe(node)}: dim {place.dim} of its output"
+        if atoms[0].kind == BATCH:
+            return f"{output_dim} is rows of the batch, which dp cuts"
+        if len(atoms) == 1 and atoms[0].size % ranks:
+            return f"{output_dim} has size {atoms[0].size}, which {axis} does not divide"
+        if atoms[0].size % ranks:
+            return (
+                f"{output_dim} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
+            )
+    return f"{describe(node)} has no such way to run on {axis}"
+
+
+def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
+    """What `solve` finds for `pinned`, which `pins` leave on its axis. Raises LayoutError with a smallest set of pins
+    for which it finds nothing."""
+
+    def has_solution(pinned: Pinned) -> bool:
+        try:
+            solve(pinned)
+        except NoSolution:
+            return False
+        return True
+
+    try:
+        return solve(pinned)
+    except NoSolution:
+        raise _layout_conflict(trace, mesh, pinned.axis, pins, has_solution) from None
+
+
+def _layout_conflict(
+    trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[Pinned], bool]
+) -> LayoutError:  # fmt: skip
+    """The error for layout pins that cannot all hold. `hold`: whether what pins leave has a solution."""
+
+    def together(some: Sequence[LayoutPin]) -> bool:
+        return hold(pinned_layouts(trace, mesh, Pins(tuple(some), text=pins.text), axis))
+
+    conflict = smallest_conflict(pins.layouts, together)
+    where = ", ".join(dict.fromkeys(filter(None, map(pins.where, conflict))))
+    pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(conflict)), axis), mesh.size(axis)
+    if len(conflict) == 1:
+        for node in pinned.operators if pinned.cuts == "features" else ():
+            if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
+                why = f"{describe(node)} runs so with sequence parallelism only"
+                return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
+    why = _where_they_meet(trace, pinned, ranks)
+    return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
+
+
+def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
+    """The first thing in the model at which the pins of a conflict meet."""
+    for name, pins in pinned.parameters.items():
+        if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
+            return f"{_every_name(trace, name)} can have only one layout"
+        if len({pin.axis for pin in pins}) > 1:
+            return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
+    taken: dict[str, list[str]] = defaultdict(list)
+    for node in pinned.operators:
+        options = pinned.strategies(node, pinned.ways(node, ranks))
+        if not options:
+            return f"{describe(node)} runs in one way"
+        for weight, how in _on_weights(trace, node, options):
+            taken[weight].append(how)
+    for weight, uses in taken.items():
+        if weight in pinned.parameters or len(uses) > 1:
+            return f"{', '.join(uses[:2])}, and a weight is used as it is stored, or whole"
+    return "no choice for the operators between them fits all"
+
+
+def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
+    """The weights that an operator reads or views, and how it does by these options."""
+    for i, used in enumerate(tensor_inputs(node)):
+        for weight in parameters_of(used):
+            is_view = facts(node)["role"] == WEIGHT
+            places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
+            seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
+            does = "gives" if is_view else "takes"
+            yield weight, f"{describe(node)} then {does} {_every_name(trace, weight)}{seen} as {places}"
+
+
+def _every_name(trace: Trace, name: str) -> str:
+    """A parameter, with the other names under which the model has it."""
+    others = trace.aliases.get(name, ())
+    return f"{name} (tied: one weight with {', '.join(others)})" if others else name

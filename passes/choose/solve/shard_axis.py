@@ -1,0 +1,371 @@
+"""Choose what every operator does on the tensor-parallel axis: an exact solve (`pairs`: elimination, then HiGHS).
+
+One variable per operator, whose options are its strategies. A conversion is paid once per value and target placement,
+however many consumers share it. The same operator of every repeated block shares its choice, so the problem does not
+grow with depth. What an option costs is in `prices`: first, matrix work and the weights it reads are divided over the
+axis; then seconds of a step. No operator is named here: Megatron's tensor parallelism comes out, and its sequence
+parallelism where that is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autopart.cost.hardware.profile import Hardware
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import ACTIVE, PARAMETER, facts, times
+from autopart.ir.graph import on_parameters, source_of, tensor_inputs
+from autopart.ir.layout import R_GRAD_P, P, Placement, R
+from autopart.passes.choose.solve.context_strategies import as_asked
+from autopart.passes.choose.solve.layout_pins import FREE, Pinned
+from autopart.passes.choose.solve.pairwise_solver import NoSolution, Pairs
+from autopart.passes.choose.solve.sharding_costs import Price, Prices, Step, is_latency_bound
+from autopart.passes.facts.find_blocks import BlockPosition
+from autopart.passes.facts.strategies import possible
+
+SequenceParallel = bool | Literal["auto"]
+"""Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
+
+Between = Literal["whole", "cut", "free"]
+"""How values lie between matrix products: whole, cut along a dim of no weight wherever they can be, or as is best."""
+
+_TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
+    True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")
+}  # fmt: skip
+
+ONE_BATCH = Step()
+
+_FREE_BLOCKS = 2
+"""How many repeated blocks at either end choose for themselves where it is asked whether sharing loses anything."""
+
+
+@dataclass
+class Choice:
+    """One decision: a parameter's stored placement, or an operator's strategy, shared by all members."""
+
+    options: list
+    members: list[fx.Node] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+
+    @property
+    def node(self) -> fx.Node:
+        return self.members[0]
+
+    @property
+    def times(self) -> int:
+        """How many operators or parameters of the model share it."""
+        return sum(map(times, self.members))
+
+
+@dataclass
+class _Uses:
+    """One consumer of a value, and the inputs at which it takes it."""
+
+    choice: Choice
+    inputs: set[int] = field(default_factory=set)
+
+    def wanted(self) -> list[frozenset[Placement]]:
+        """By option: the placements in which it takes the value."""
+        return [frozenset(option.inputs[i] for i in self.inputs) for option in self.choice.options]
+
+
+@dataclass
+class _Value:
+    """Output `index` of those members of a choice that have the same consumers, `node` being one of them as it is
+    read."""
+
+    node: fx.Node
+    producer: Choice
+    index: int
+    uses: dict[int, _Uses] = field(default_factory=dict)
+    members: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def times(self) -> int:
+        """How many values of the model it is."""
+        return sum(map(times, self.members))
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether it is this value of the trace, in one of the repeated blocks."""
+        source, index = source_of(node)
+        return source in self.members and index == self.index
+
+    def places(self) -> list[Placement]:
+        """By option of the producer: where it leaves the value."""
+        options = self.producer.options
+        return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
+
+
+class Converted(NamedTuple):
+    """A value that goes from one placement to another."""
+
+    value: _Value
+    source: Placement
+    target: Placement
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The chosen strategies and stored placements on one axis.
+
+    `options`: the same, `{id of a choice: its option}`. `cost`: the objective. `bound`: what it is proven to be at
+    least.
+    """
+
+    strategies: Mapping[fx.Node, Strategy]
+    parameters: Mapping[str, Placement]
+    options: Mapping[int, int]
+    cost: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost the optimum may be below it."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+
+def cheapest(
+    graph: fx.Graph,
+    num_shards: int,
+    hardware: Hardware,
+    sequence_parallel: SequenceParallel,
+    step: Step,
+    pinned: Pinned,
+) -> tuple[ShardingProblem, Sharding]:
+    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the problem that it solves.
+
+    "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
+    and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
+    `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
+    """
+    best: tuple[Price, ShardingProblem, Sharding] | None = None
+    for between in _TRIED[sequence_parallel]:
+        if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
+            break
+        try:
+            problem = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
+            sharding = problem.solve()
+        except NoSolution:
+            continue
+        price = problem.price(sharding.options, problem.real_prices)
+        if best is None or price.is_less(best[0]):
+            best = price, problem, sharding
+    if best is None:
+        raise NoSolution
+    return best[1:]
+
+
+def fit_around(
+    graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
+    fixed: Mapping[fx.Node, Strategy], pinned: Pinned = FREE,
+) -> Mapping[fx.Node, Strategy]:  # fmt: skip
+    """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
+    stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
+    is_whole = all(s in pinned.ways_without_cuts_of_values(node, num_shards) for node, s in fixed.items())
+    between: Between = "whole" if is_whole else "free"
+    return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
+
+
+@dataclass(eq=False)
+class ShardingProblem:
+    """Every choice there is, what it costs, and what the values that go from one to another cost.
+
+    `between`: how values lie between matrix products. `is_shared`: whether repeated blocks share their choices.
+    """
+
+    graph: fx.Graph
+    num_shards: int
+    hardware: Hardware
+    stored: Mapping[str, Placement]
+    fixed: Mapping[fx.Node, Strategy]
+    pinned: Pinned = FREE
+    between: Between = "whole"
+    step: Step = ONE_BATCH
+    is_shared: bool = True
+
+    def __post_init__(self) -> None:
+        self.choices: dict[object, Choice] = {}
+        self.choice_of: dict[fx.Node, Choice] = {}
+        self._collect()
+        self.values = self._find_values()
+        self.prices = Prices(
+            list(self.choice_of), self.num_shards, self.hardware, self.step, self.between == "whole",
+            not self.stored and self.pinned.cuts != "positions", self.pinned.before,
+        )  # fmt: skip
+        self.real_prices = self.prices.with_all_latency()
+        for choice in self.choices.values():
+            number = choice.times
+            ties = 1e-9 * self.prices.scale * number
+            prices = [self.prices.option(choice.node, o) for o in choice.options]
+            choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
+
+    def pinned_by(self, pinned: Pinned) -> ShardingProblem:
+        """The same problem with other pins, beside the same axes."""
+        known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
+        return replace(self, pinned=replace(pinned, **known))
+
+    def sharing_costs(self, shared: Sharding) -> float:
+        """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks
+        chose for themselves."""
+        saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
+        return max(0.0, round(saved, 6))  # less is what breaks ties
+
+    def _collect(self) -> None:
+        """Group operators that are the same in every repeated block, then parameters."""
+        for node in on_parameters(self.graph):
+            options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
+            self._join(facts(node)["place"], node, options)
+        wanted: dict[fx.Node, dict[Placement, None]] = {}
+        for node, choice in list(self.choice_of.items()):
+            for i, source in enumerate(tensor_inputs(node)):
+                if facts(source)["role"] == PARAMETER:
+                    wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
+        for node in self.graph.find_nodes(op="placeholder"):
+            if facts(node)["role"] == ACTIVE:
+                self._join(BlockPosition(node), node, [R])
+        for node, placements in wanted.items():
+            may_cut = self.pinned.cuts != "positions" or node.target in self.pinned.stacks
+            cut = [p for p in placements if p.is_shard and may_cut]
+            places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *cut]
+            pinned = self.pinned.placements(node.target, places)
+            places = [self.stored[node.target]] if node.target in self.stored else pinned
+            self._join(facts(node)["place"], node, places)
+
+    def _options(self, node: fx.Node) -> list[Strategy]:
+        """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
+        plain = self.pinned.ways_without_cuts_of_values(node, self.num_shards)
+        if self.between == "whole" or facts(node)["role"] != ACTIVE:
+            return self.pinned.strategies(node, plain)
+        all_ways = self.pinned.ways(node, self.num_shards)
+        left = self.pinned.strategies(node, all_ways)
+        if self.pinned.cuts == "positions":
+            left = as_asked(node, left, self.pinned.context, self.pinned.axis)
+        may_be_whole = facts(node)["moves"] and self.pinned.cuts != "features"  # heads that are repeated once gathered
+        if self.between == "free" or may_be_whole:
+            return left
+        cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
+        return cut if cut and len(all_ways) > len(plain) else left
+
+    def _join(self, place: BlockPosition, node: fx.Node, options: list) -> None:
+        if not options:
+            raise NoSolution
+        block = None if self.is_shared else place.end(_FREE_BLOCKS)
+        key = place.like, tuple(options), self.pinned.variants.get(place.block), block
+        choice = self.choices.setdefault(key, Choice(options))
+        choice.members.append(node)
+        self.choice_of[node] = choice
+
+    def _find_values(self) -> list[_Value]:
+        """Every value that goes from one choice to others."""
+        reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
+        for node, choice in self.choice_of.items():
+            if node.op != "call_function":
+                continue
+            for i, used in enumerate(tensor_inputs(node)):
+                source, index = source_of(used)
+                if source in self.choice_of:
+                    reads.setdefault((source, index), []).append((used, choice, i))
+        by_key: dict[object, _Value] = {}
+        for (source, index), readers in reads.items():
+            producer = self.choice_of[source]
+            key = id(producer), index, frozenset((id(choice), i) for _, choice, i in readers)
+            value = by_key.setdefault(key, _Value(readers[0][0], producer, index))
+            value.members.append(source)
+            for _, choice, i in readers:
+                value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
+        return list(by_key.values())
+
+    def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
+        """The cost of bringing a value from every option of its producer to every target. Nobody knows where the rows
+        are that another axis has sent to experts, so they stay together."""
+        number, node = value.times, value.node
+        is_routed = self.pinned.is_routed(source_of(node)[0])
+
+        def cost(place: Placement, target: Placement) -> float:
+            if is_routed and place != target and (place.is_shard or target.is_shard):
+                return float("inf")
+            return number * self.prices.conversion_s(place, target, node)
+
+        return np.array([[cost(place, target) for target in targets] for place in value.places()])
+
+    def solve(self, forced: Mapping[int, int] | None = None, forbidden: Converted | None = None) -> Sharding:
+        """The cheapest choices, exactly. Raises NoSolution.
+
+        Args:
+            forced: `{id of a choice: its option}`.
+            forbidden: a conversion that is not to be made.
+        """
+        pairs = Pairs()
+        variables: dict[int, int] = {}
+        for choice in self.choices.values():
+            costs = np.array(choice.costs)
+            if forced and id(choice) in forced:
+                costs[np.arange(len(costs)) != forced[id(choice)]] = np.inf
+            variables[id(choice)] = pairs.variable(costs)
+        for value in self.values:
+            self._add_value(pairs, variables, value, forbidden)
+        solution = pairs.solve()
+        options = {key: solution.chosen[variable] for key, variable in variables.items()}
+        chosen: dict[fx.Node, Strategy] = {}
+        stored: dict[str, Placement] = {}
+        for choice in self.choices.values():
+            option = choice.options[options[id(choice)]]
+            for node in choice.members:
+                if node.op == "call_function":
+                    chosen[node] = option
+                elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
+                    stored[node.target] = option
+        bound = solution.cost - solution.gap * abs(solution.cost)
+        return Sharding(chosen, stored, options, solution.cost, bound)
+
+    def price(self, options: Mapping[int, int], prices: Prices) -> Price:
+        """What one option of every choice costs, `{id of a choice: its option}`, at the prices that are minimised or
+        at `real_prices`, with all latency."""
+        total = Price()
+        for choice in self.choices.values():
+            option = choice.options[options[id(choice)]]
+            total += prices.option(choice.node, option) * choice.times
+        for value in self.values:
+            place = value.places()[options[id(value.producer)]]
+            for target in {p for use in value.uses.values() for p in use.wanted()[options[id(use.choice)]]}:
+                seconds = prices.conversion_s(place, target, value.node)
+                total += Price(communication_s=seconds * value.times)
+        return total
+
+    def _add_value(
+        self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Converted | None
+    ) -> None:
+        """What it costs to bring a value to all placements in which it is wanted, each once.
+
+        With several consumers that is a choice of its own: the set of placements in which the value is made.
+        """
+        uses = list(value.uses.values())
+        targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})
+        costs = self.conversion_costs(value, targets)
+        if forbidden is not None and forbidden.value is value and forbidden.target in targets:
+            left_so = [place == forbidden.source for place in value.places()]
+            costs[left_so, targets.index(forbidden.target)] = np.inf
+        position = {place: i for i, place in enumerate(targets)}
+        producer = variables[id(value.producer)]
+
+        def cost_of(places: frozenset[Placement]) -> np.ndarray:
+            return costs[:, sorted(position[place] for place in places)].sum(1)
+
+        if len(uses) == 1:
+            columns = np.array([cost_of(wanted) for wanted in uses[0].wanted()])
+            pairs.add(producer, variables[id(uses[0].choice)], columns.T)
+            return
+        sets = {frozenset[Placement]()}
+        for use in uses:
+            sets = {places | wanted for places in sets for wanted in set(use.wanted())}
+        options = sorted(sets, key=lambda places: (len(places), sorted(places)))
+        node = pairs.variable(np.zeros(len(options)))
+        pairs.add(producer, node, np.array([cost_of(places) for places in options]).T)
+        for use in uses:
+            missing = [[0.0 if wanted <= places else np.inf for places in options] for wanted in use.wanted()]
+            pairs.add(variables[id(use.choice)], node, np.array(missing))

@@ -1,0 +1,123 @@
+"""Where to cut the model into pipeline stages: any operator will do, by exact min-max over their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+
+import numpy as np
+from torch import fx
+
+from autopart.cost.flops import work
+from autopart.cost.predict.stage_balance import SLACK, Partition, balance
+from autopart.errors import StageError
+from autopart.ir.atoms import selections_in
+from autopart.ir.blocks.deduplication import Folds, unrolled
+from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
+from autopart.ir.mesh import Mesh
+from autopart.ir.names import layer_of
+from autopart.passes.normalize.batch_statistics import INNER
+
+
+def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float = SLACK) -> Partition:
+    """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`, those of the
+    blocks that `folds` leaves out too. `slack`: as of `balance`.
+
+    Raises StageError where there are fewer places to cut than needed.
+    """
+    nodes = active_operators(graph)
+    best = find_partition(nodes, num_stages, folds=folds, slack=slack)
+    if best is None:
+        places = num_places(nodes)
+        raise StageError(
+            f"the model cannot be cut into {num_stages} stages",
+            why=f"it has {len(nodes)} operators that depend on parameters, and {places} places to cut between them",
+            hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
+        )
+    return best
+
+
+def find_partition(
+    nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
+    folds: Folds = (), slack: float = SLACK,
+) -> Partition | None:  # fmt: skip
+    """The best cuts of active operators; None where there are too few places to cut.
+
+    `begins`: positions at which stages begin. `inside`: positions at which none does. `slack`: as of `balance`.
+    """
+    order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
+    crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
+    return balance([works[index] for index in order], crossing, num_stages, begins, slack)
+
+
+def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:
+    """Of every active operator of the whole model, the place of what stands for it among these of a folded trace."""
+    return [*unrolled(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
+
+
+def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
+    """How many places to cut there are between operators."""
+    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(crossing_bytes(nodes)) if i)
+
+
+def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
+    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient, or no
+    size that is known before."""
+    position = {node: i for i, node in enumerate(nodes)}
+    last_use: dict[fx.Node, int] = {}
+    values: dict[fx.Node, int] = {}
+    for node in nodes:
+        for used in tensor_inputs(node):
+            source, _ = source_of(used)
+            if source in position:
+                values[used] = position[source]
+                last_use[used] = position[node]
+    change = np.zeros(len(nodes) + 1)
+    blocked = np.zeros(len(nodes) + 1)
+    for used, start in values.items():
+        can_cross = facts(used)["needs_grad"] and not any(map(selections_in, facts(used)["atoms"]))
+        target, weight = (change, size_bytes(used)) if can_cross else (blocked, 1)
+        target[start + 1] += weight
+        target[last_use[used] + 1] -= weight
+    sent, stuck = np.cumsum(change), np.cumsum(blocked)
+    return [math.inf if stuck[i] or _tied_to_mode(node) else float(sent[i]) for i, node in enumerate(nodes)]
+
+
+def _tied_to_mode(node: fx.Node) -> bool:
+    """Operators that are there in some traces of the model only; every trace must find the same cuts."""
+    inner = facts(node).get("named") == INNER
+    return (
+        facts(node).get("loss", False) or facts(node)["for_buffers"] or inner or facts(node).get("tied_to_mode", False)
+    )
+
+
+def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
+    """Stage loads when every stage gets the same number of repeated blocks, the rest where it falls: what a user would
+    write by hand (embedding with the first blocks, head with the last)."""
+    nodes = active_operators(graph)
+    layers = sorted({layer for n in nodes if (layer := layer_of(name_of(n))) is not None})
+    per_stage = max(1, math.ceil(len(layers) / num_stages))
+    loads, stage = [0.0] * num_stages, 0
+    for node in nodes:
+        layer = layer_of(name_of(node))
+        stage = stage if layer is None else min(layers.index(layer) // per_stage, num_stages - 1)
+        loads[stage] += work(node)
+    return loads
+
+
+def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
+    """Raises StageError where the rows of the batch do not divide over data-parallel ranks and microbatches."""
+    parts = mesh.batch_parts * microbatches
+    if batch % parts:
+        fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_parts * m) == 0]
+        axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
+        over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
+        inside = f", or {mesh.innermost('positions')} in the place of {axes[0]}: it cuts the positions of a row"
+        raise StageError(
+            f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
+            why=f"{batch} is not a multiple of {parts}",
+            hint=f"microbatches={', '.join(map(str, fits))}"
+            if fits
+            else f"a batch of a multiple of {mesh.batch_parts} rows{inside * (batch < mesh.batch_parts)}",
+        )

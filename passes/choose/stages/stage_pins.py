@@ -1,0 +1,132 @@
+"""Where pins let stages begin: "cut before this module", "keep these modules together", found in one traced model."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.cost.predict.stage_balance import SLACK, Partition
+from autopart.errors import OptionError, StageError
+from autopart.ir.blocks.deduplication import Folds
+from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators, describe, parents
+from autopart.ir.mesh import Mesh
+from autopart.passes.choose.solve.layout_pins import cannot_hold, no_match, smallest_conflict
+from autopart.passes.choose.stages.stage_partition import crossing_bytes, find_partition, num_places, partition
+from autopart.plans.pins import CutPin, Pins, TogetherPin
+
+StagePin = CutPin | TogetherPin
+
+
+@dataclass(frozen=True)
+class StagePins:
+    """Positions among the active operators: where stages begin, and where none may."""
+
+    begins: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
+
+
+def pinned_partition(
+    graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = (), slack: float = SLACK
+) -> Partition:  # fmt: skip
+    """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds.
+
+    `folds`, `slack`: of the trace, and as of `balance`, where nothing is pinned.
+    """
+    every: list[StagePin] = [*pins.cuts, *pins.together]
+    if not every:
+        return partition(graph, num_stages, folds, slack)
+    if "pp" not in mesh.sizes:
+        raise OptionError(
+            f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),
+            hint=f"leave it out, or mesh='pp2,{mesh}'",
+        )  # fmt: skip
+    nodes = active_operators(graph)
+    best = _partition(nodes, num_stages, _positions(nodes, every, pins))
+    if best is not None:
+        return best
+    partition(graph, num_stages)  # raises where it is not for the pins
+    raise _conflict(nodes, num_stages, pins)
+
+
+def _partition(nodes: list[fx.Node], num_stages: int, pinned: StagePins) -> Partition | None:
+    return None if pinned.begins & pinned.inside else find_partition(nodes, num_stages, pinned.begins, pinned.inside)
+
+
+def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> StagePins:
+    begins: set[int] = set()
+    inside: set[int] = set()
+    for pin in some:
+        if isinstance(pin, CutPin):
+            begins |= {_beginning(nodes, at, pin, pins) for at in _cases(nodes, pin, pin.name, pins).values()}
+            continue
+        together: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for name in pin.names:
+            for case, at in _cases(nodes, pin, name, pins).items():
+                together[case] += at
+        for positions in together.values():
+            inside |= set(range(min(positions) + 1, max(positions) + 1))
+    return StagePins(frozenset(begins), frozenset(inside))
+
+
+def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
+    """The positions of the operators that a name stands for, by what its `*` stand for."""
+    pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
+    positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        key = facts(node)["key"]
+        for path in [key] if "/" in name else parents(key):
+            if match := pattern.fullmatch(path):
+                positions[match.groups()].append(i)
+    if not positions:
+        known = [facts(n)["group"] if "/" in name else path for n in nodes for path in parents(facts(n)["key"])]
+        raise no_match(str(pin), known, name, pins.where(pin))
+    return positions
+
+
+def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
+    """The first of the positions. Raises StageError where no stage can begin there."""
+    first = min(positions)
+    why = "the model begins with it: a stage would be empty" if first == 0 else ""
+    if crossing_bytes(nodes)[first] == float("inf"):
+        why = "a value without gradient would have to travel to the next stage"
+    if why:
+        raise StageError(
+            f"cannot {pin}", why=why, where=", ".join(filter(None, (describe(nodes[first]), pins.where(pin)))),
+            hint="a cut a few operators later",
+        )  # fmt: skip
+    return first
+
+
+def _why_inside(nodes: list[fx.Node], position: int, conflict: Sequence[StagePin], pins: Pins) -> str:
+    for pin in conflict:
+        for name in pin.names if isinstance(pin, TogetherPin) else ():
+            if any(position in at for at in _cases(nodes, pin, name, pins).values()):
+                return "is kept together with what runs before it"
+    return "runs between modules that are kept together, and is kept with them"
+
+
+def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
+    def hold(some: Sequence[StagePin]) -> bool:
+        return _partition(nodes, num_stages, _positions(nodes, some, pins)) is not None
+
+    every: list[StagePin] = [*pins.cuts, *pins.together]
+    conflict = smallest_conflict(every, hold)
+    pinned = _positions(nodes, conflict, pins)
+    stages = f"{num_stages} stage{'s' * (num_stages > 1)} (pp times virtual_stages)"
+    if both := pinned.begins & pinned.inside:
+        why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), conflict, pins)}"
+    elif len(pinned.begins) >= num_stages:
+        why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
+    else:
+        left = num_places(nodes, pinned.inside)
+        why = "what runs between modules that are kept together is kept with them; "
+        why += f"places left to cut: {left}, and {stages} need {num_stages - 1}"
+    return StageError(
+        cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
+        hint="leave one of them out" if len(conflict) > 1 else "other modules, or another number of stages",
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Which parameters are stored in parts over the axes of the mesh that may store them so, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from autopart.errors import LayoutError, OptionError
+from autopart.ir.decisions import Decisions
+from autopart.ir.graph import pattern_of
+from autopart.ir.layout import Layout, Placement, R, shard
+from autopart.ir.mesh import Mesh
+from autopart.passes.choose.explain.node_notes import layout_notes
+from autopart.passes.choose.problem import Problem
+from autopart.passes.choose.solve.layout_pins import cannot_hold, smallest_conflict
+from autopart.passes.choose.storage.parameter_storage import MIN_DIMS, Storage, fitting_cut, fitting_parts
+from autopart.passes.pass_pipeline import driven
+from autopart.plans.pins import LayoutPin
+from autopart.tracing.trace import Trace
+
+
+@driven(notes=layout_notes)
+def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """`stored` with how parameters are cut over the storing axes too: what is pinned so, and with `zero` all that
+    divides: with 3 matrices alone.
+
+    Args:
+        stored: {parameter: its layout}; only the axes on which layouts are chosen count.
+    Raises OptionError or LayoutError where that is nothing, or cannot be.
+    """
+    mesh, storage, zero = problem.mesh, problem.storage, problem.zero
+    over = mesh.storing_axis
+    stored = {key: {axis: place for axis, place in layout.items() if not mesh.stores(axis)}
+              for key, layout in stored.items()}  # fmt: skip
+    if over is None:
+        if zero:
+            _no_axis(mesh, zero)
+        return stored
+    chosen: dict[str, Layout] = {}
+    for name, parameter in problem.trace.parameters.items():
+        sizes, others = tuple(parameter.shape), stored.get(name, {})
+        if name in storage.pinned:
+            _check(name, sizes, storage, others, problem)
+        entry = storage.place(name, sizes, others)
+        if entry is not None:
+            chosen[name] = dict([entry])
+    if zero and not chosen:
+        which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
+        raise LayoutError(
+            f"zero={zero} finds nothing to cut over {over}={mesh.size(over)}",
+            why=f"{which} that divides over it and that tp does not cut",
+            hint=f"another size of {over}, or zero=0",
+        )  # fmt: skip
+    return {name: {**stored.get(name, {}), **chosen.get(name, {})} for name in {**stored, **chosen}}
+
+
+def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
+    name = mesh.data_axis
+    raise OptionError(
+        f"zero={zero} needs an axis to cut parameters over",
+        why=f"the mesh {mesh} has no axis {' or '.join(axis.name for axis in mesh.axes if axis.stores)}",
+        hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave it out",
+    )
+
+
+def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
+    """Raises LayoutError where a parameter cannot be stored as its pins say."""
+    name_pins, pins = storage.pinned[name], problem.pins
+    if not _agree(name_pins):
+        clash = smallest_conflict(name_pins, _agree)
+        raise LayoutError(
+            cannot_hold(clash), why=f"{name} can have only one layout",
+            where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
+        )  # fmt: skip
+    place = Placement.parse(name_pins[0].text)
+    _, why = storage.over_which(place, sizes, others)
+    if why:
+        mesh, axis = storage.mesh, storage.mesh.data_axis
+        hint = fitting_parts(sizes, axis, mesh.size(axis), others)
+        if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
+            over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
+            why += f"; over {axis} a weight is stored in parts, and whole where it is used"
+            hint += f"; experts themselves are cut over {over}"
+        raise LayoutError(
+            f"cannot pin {name_pins[0]}", why=f"{name}: {why}", where=pins.where(name_pins[0]), hint=hint
+        )  # fmt: skip
+
+
+def _agree(pins: Sequence[LayoutPin]) -> bool:
+    places = [Placement.parse(pin.text) for pin in pins]
+    return len({place if place.is_shard else R for place in places}) <= 1
+
+
+def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
+    """A line for every matrix that stays whole although it was asked to be cut, or is cut over fewer ranks than hold
+    it alike; repeated blocks share one."""
+    mesh, kept = decisions.mesh, []
+    for name, parameter in trace.parameters.items() if zero else ():
+        layout = decisions.stored.get(name, {})
+        axis = mesh.stored_over(layout)
+        over = mesh.storing([a for a, place in layout.items() if place.is_shard and a != axis])
+        if parameter.dim() < MIN_DIMS or not over or axis == over[0]:
+            continue
+        others = {a: place for a, place in layout.items() if a != axis}
+        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin has it so
+            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
+            how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
+            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
+    return tuple(dict.fromkeys(kept))

@@ -1,0 +1,48 @@
+"""Which parameters a method of data parallelism is for, and where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.errors import OptionError
+from autopart.ir.decisions import Decisions
+from autopart.ir.layout import Layout, parts_of
+from autopart.ir.run.dp_sync import EXACT, Method
+from autopart.tracing.trace import Trace
+
+
+def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> Method | None:
+    """What data-parallel ranks send each other of a parameter in place of a sum; None: its gradient is summed.
+    `summed`: the axes over which it ends as a partial sum. With `zero=1` its gradient is whole until a step's end."""
+    sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
+    method = sync.of(name)
+    scattered = parts_of(over) if over is not None and decisions.zero == 1 else ()
+    return method if method != EXACT and sync.axis(decisions.mesh) in (*summed, *scattered) else None
+
+
+def check_methods(trace: Trace, decisions: Decisions) -> None:
+    """Raises OptionError for a name of `dp_sync` that no parameter has, and for parameters that a method cannot be for
+    as they are stored."""
+    sync, mesh = decisions.dp_sync, decisions.mesh
+    if sync.is_default:
+        return
+    trained = {name for name, parameter in trace.parameters.items() if parameter.requires_grad}
+    sync.check_names(trace.parameters)
+    axis = sync.axis(mesh)
+    over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.of(name) != EXACT}
+    cut = [name for name, stored in over.items() if stored is not None and axis in parts_of(stored)]
+    if axis and cut and (sync.changes_models or decisions.zero != 1):
+        why, less = "its gradient is summed as it is cut, and no rank has all of it", "zero=1"
+        if sync.changes_models:
+            why, less = "ranks have parts of one model, and no rank a model of its own", "zero=0"
+        asked = f"zero={decisions.zero}" if decisions.zero else "by a pin"
+        raise OptionError(
+            f"dp_sync='{sync}' on parameters that are stored in parts ({asked})",
+            why=f"'{min(cut)}' is cut over {axis}: {why}",
+            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': parts over dp, the method over dpr",
+        )  # fmt: skip
+    if sync.changes_models and decisions.copied:
+        raise OptionError(
+            f"dp_sync='{sync}' where every rank of {axis} computes all rows", why="the rows of the batch do not divide "
+            "over them, so there is nothing to bring together", hint="a batch whose rows divide over the data ranks",
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Which nodes of a folded trace are in a block that stands for others, and whether it can."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from torch import fx
+
+from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable
+from autopart.ir.facts import facts
+from autopart.ir.graph import module_path, value
+from autopart.tracing.trace import Trace
+
+_CHOOSE_ALONE = 2
+"""Blocks at either end that may choose for themselves (`ShardingProblem.sharing_costs`)."""
+
+
+def note_blocks(trace: Trace) -> None:
+    """Write `block` and `times` on what is in a chain of like blocks."""
+    for node in trace.graph.nodes if trace.folds else ():
+        name = node.target if node.op == "get_attr" else module_path(node)
+        for fold in trace.folds:
+            number = fold.block(name) if node.op in ("get_attr", "call_function") else None
+            if number is not None:
+                facts(node)["block"] = fold.path, number
+                if number == fold.number and fold.times > 1:
+                    facts(node)["times"] = fold.times
+
+
+def check_blocks(trace: Trace) -> None:
+    """Raises NotFoldable where the block that stands for others is not like those beside it in an annotated trace."""
+    for fold in trace.folds:
+        blocks = beside(trace.graph, fold)
+        if not blocks[1]:
+            _fail(fold)
+        for nodes in zip(*blocks, strict=True):
+            if len({_told(node) for node in nodes}) > 1 or not _lie_alike(nodes):
+                _fail(fold)
+
+
+def _told(node: fx.Node) -> Any:
+    return node.target, facts(node)["role"], facts(node).get("other_positions", frozenset())
+
+
+def check_written(graph: fx.Graph, folds: Folds) -> None:
+    """Raises NotFoldable where what a stage graph has for a block that stands for others is not what it has for those
+    beside it."""
+    held = {facts(node).get("block") for node in graph.nodes}
+    for fold in folds:
+        if (fold.path, fold.number) not in held:
+            continue
+        for nodes in zip(*beside(graph, fold), strict=True):
+            alike = {(node.target, getattr(value(node), "shape", None), "region" in facts(node)) for node in nodes}
+            if len(alike) > 1:
+                _fail(fold)
+        order = [facts(node).get("block") for node in graph.nodes if node.op != "placeholder"]
+        places = [i for i, block in enumerate(order) if block == (fold.path, fold.number)]
+        if places != list(range(places[0], places[-1] + 1)):
+            _fail(fold)
+
+
+def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
+    """The calls of the block before the one that stands for others, of itself, and of the block behind. Raises
+    NotFoldable where there are not as many of each, or others lie between."""
+    numbers = [fold.number - 1, fold.number, fold.number + fold.times]
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    blocks = [[node for node in calls if facts(node).get("block") == (fold.path, number)] for number in numbers]
+    together = [node for block in blocks for node in block]
+    start = calls.index(together[0]) if together else 0
+    if len({len(block) for block in blocks}) > 1 or calls[start : start + len(together)] != together:
+        _fail(fold)
+    return blocks
+
+
+def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:
+    """Whether the same operator of three blocks has the same place in three repeats that follow each other, none of
+    which may choose for itself."""
+    places = [facts(node).get("place") for node in nodes]
+    if all(place is None for place in places):
+        return True
+    if any(place is None or place.block is None for place in places) or len({place.like for place in places}) > 1:
+        return False
+    in_order = all(b.block == (a.block[0], a.block[1] + 1) for a, b in pairwise(places))
+    return in_order and places[1].end(_CHOOSE_ALONE) is None
+
+
+def _fail(fold: Fold) -> NoReturn:
+    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot stand for others")

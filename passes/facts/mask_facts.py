@@ -1,0 +1,161 @@
+"""Which attention masks of a traced call are bands, where its values tell: for the figures of a plan made for it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autopart.compat.torch_internals import has_values
+from autopart.ir.atoms import BATCH
+from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
+from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.subgraphs import made_for
+from autopart.ops.mask_key_ranges import Seen
+from autopart.ops.masked_attention import Band, band_of
+from autopart.ops.stage_masks import is_attention, mask_of, scores_of
+from autopart.passes.pass_pipeline import driven
+from autopart.tracing.trace import Trace, batch_size
+
+_LARGEST = 2**28
+"""Elements beyond which a value is not made for a plan: what masks let be seen is then found without them, or the plan
+takes them for ones that kernels read."""
+
+
+def band_notes(node: fx.Node) -> Iterator[str]:
+    """What `find_bands` has found of a node, for readers."""
+    if band := facts(node).get("band"):
+        yield f"sees {band.before} before, {band.after} after"
+
+
+@driven(notes=lambda _: band_notes)
+def find_bands(trace: Trace) -> None:
+    """Write `band` on the masks of attention that the inputs alone decide, by their values in the traced call."""
+    calls = {
+        mask: node for node in trace.graph.nodes
+        if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
+        and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
+    }  # fmt: skip
+    seen = Seen(_given(trace))
+    for mask, call in calls.items():
+        values = values_in_call(trace, mask)
+        spans = seen.of(mask) if values is None else None
+        band = band_of(values, *scores_of(call)) if values is not None else spans.band() if spans is not None else None
+        if band is not None:
+            facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
+    causal = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
+    cut_in_zigzag(trace, any(causal))
+
+
+def cut_in_zigzag(trace: Trace, zigzag: bool) -> None:
+    """Say how positions are to be cut: as causal attention has it, or as a plan does for any call of its model."""
+    for node in trace.graph.nodes:
+        facts(node)["zigzag"] = zigzag
+
+
+def _is_causal(band: Band | None, queries: int, keys: int) -> bool:
+    return band == (queries - 1, 0) and queries == keys > 1
+
+
+def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
+    """A value that the inputs alone decide, in the traced call; of equal rows of the batch one, unless `all_rows`.
+
+    None where something that it is made of has no values, or is random or too large.
+    """
+    known, nodes = _given(trace), made_for([node])
+    if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
+        return _Values(trace, nodes, known, all_rows).of(node)
+    return None
+
+
+def mask_notes(trace: Trace) -> list[str]:
+    """What the masks of attention were in the traced call: `2 causal, 1 with its mask as it is`."""
+    kinds = Counter[str]()
+    for node in filter(is_attention, trace.graph.nodes):
+        mask = argument(node, "attn_mask")
+        if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
+            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
+    text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return [f"attention by the masks of this call: {text}"] if text else []
+
+
+def _kind(band: Band | None, queries: int, keys: int) -> str:
+    if band is None:
+        return "with its mask as it is"
+    if band.before < queries - 1 or 0 < band.after < keys - 1:
+        return f"in a window of {band.before + 1 + band.after}"
+    return "causal" if band.after == 0 and keys > 1 else "to all keys"
+
+
+def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
+    """The inputs, buffers and constants whose values are there."""
+    tensors = {**trace.buffers, **trace.constants}
+    inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
+    known = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
+    return {node: tensor for node, tensor in known.items() if has_values(tensor)}
+
+
+class _Values:
+    """Values of a trace on the CPU, of as many rows of the batch as there are that differ: of equal ones the first."""
+
+    def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
+        self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], known, batch_size(trace)
+        read = [known[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
+        self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
+        self.rows = torch.arange(self.size) if all_rows else self.rows
+
+    @torch.no_grad()
+    def of(self, last: fx.Node) -> torch.Tensor | None:
+        """One of them; None where it takes too much memory, or the rows of one value are not those of another."""
+        cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
+        for node in self.nodes:
+            if node in self.given:
+                values[node] = self._of_rows(node, self.given[node].to(cpu))
+                continue
+            if self._elements(node) > _LARGEST:
+                return None
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
+            try:
+                values[node] = self._of_rows(node, node.target(*args, **kwargs))
+            except (RuntimeError, IndexError):  # a number in its arguments is of all rows
+                return None
+        result = values[last]
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _row_dims(self, node: fx.Node) -> list[int]:
+        """The dims of a value that count the rows of the batch and nothing else."""
+        atoms = facts(node)["atoms"] if is_tensor(node) else ()
+        return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
+
+    def _of_rows(self, node: fx.Node, tensor: Any) -> Any:
+        for dim in self._row_dims(node):
+            if tensor.size(dim) == self.size:
+                rows = self.rows if node.op == "placeholder" else torch.arange(len(self.rows))
+                tensor = tensor.index_select(dim, rows)
+        return tensor
+
+    def _elements(self, node: fx.Node) -> float:
+        share = (len(self.rows) / self.size) ** len(self._row_dims(node))
+        return share * max((_elements(output) for output in tuple_values(node)), default=0)
+
+
+def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first of the rows of each kind, by all these values."""
+    together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
+    _, kinds = torch.unique(together, dim=0, return_inverse=True)
+    firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
+    return firsts.scatter_reduce(0, kinds, torch.arange(len(kinds)), "amin").sort().values
+
+
+def _elements(output: Any) -> int:
+    """Elements of a tensor in memory."""
+    if not isinstance(output, torch.Tensor):
+        return 0
+    return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

@@ -1,0 +1,103 @@
+"""How many of the elements of a mask are selected, for the figures of a plan: nobody knows before the program runs.
+
+Where the inputs alone decide, it is the share in the example call. Of masks that tell the parts of one value apart (the
+experts that rows are sent to), each selects as many; of all others every element is taken to be selected.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from autopart.ir.atoms import selections_in
+from autopart.ir.facts import DATA, INPUT, facts, times
+from autopart.ir.graph import is_tensor, operator_name, shape
+from autopart.ir.pattern import Pattern
+from autopart.ir.selection import is_selection
+from autopart.passes.facts.mask_facts import values_in_call
+from autopart.passes.pass_pipeline import driven
+from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
+from autopart.tracing.trace import Trace
+
+
+def share_notes(node: fx.Node) -> Iterator[str]:
+    """What `share_selections` has found of a node, for readers."""
+    for dim, share in facts(node).get("shares", {}).items():
+        yield f"dim {dim} {share * 100:.3g} %"
+
+
+@driven(notes=lambda _: share_notes)
+def share_selections(trace: Trace) -> None:
+    """Write `shares` on values of selected elements, and count the work on them by it."""
+    selections = [node for node in trace.graph.nodes if is_selection(node)]
+    if not selections:
+        return
+    groups = {node: _told_apart(node.args[0]) for node in selections}
+    sizes = Counter(groups.values())
+    kinds: dict[str, float] = {}
+    for node in trace.graph.nodes:
+        if is_selection(node):
+            mask = node.args[0]
+            within = math.prod(facts(mask).get("shares", {}).values())
+            (kind,) = selections_in(facts(node)["atoms"][0][0])
+            kinds[kind] = (_in_call(trace, mask) or 1 / sizes[groups[node]]) * within
+        if node.op == "output" or not is_tensor(node):
+            continue
+        dims = {dim: selections_in(atoms) for dim, atoms in enumerate(facts(node)["atoms"])}
+        facts(node)["shares"] = {
+            dim: min(kinds.get(kind, 1.0) for kind in dim_kinds) for dim, dim_kinds in dims.items() if dim_kinds
+        }
+    known: dict[int, Pattern] = {}
+    for node in trace.graph.nodes:
+        pattern = facts(node).get("pattern")
+        if pattern is not None and pattern.flops and (share := _share(node)) < 1:
+            counted = known.setdefault(id(pattern), replace(pattern, flops=round(pattern.flops * share)))
+            facts(node)["pattern"] = counted
+
+
+def selection_notes(trace: Trace) -> list[str]:
+    """What a plan takes selections to have: `2 selections are counted as 25 % of what they select from`."""
+    shares = Counter[float]()
+    for node in filter(is_selection, trace.graph.nodes):
+        for part in list(node.users)[:1]:
+            if part.target is operator.getitem:
+                shares[facts(part)["shares"][0]] += times(node)
+    return [
+        f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
+        "elements"
+        for share, count in shares.items()
+    ]
+
+
+def _share(node: fx.Node) -> float:
+    """The share of a product's work that is there."""
+    values = [node, *node.all_input_nodes]
+    return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)
+
+
+def _in_call(trace: Trace, mask: fx.Node) -> float | None:
+    """The share of a mask that is true in the traced call; None where the inputs alone do not tell."""
+    if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
+        return None
+    values = values_in_call(trace, mask, all_rows=True)
+    return None if values is None or values.is_meta else max(float(values.bool().float().mean()), 1 / values.numel())
+
+
+def _told_apart(mask: fx.Node) -> Hashable:
+    """Equal for masks that tell the parts of one value apart: its slices along a dim, or what equals each number."""
+    node = mask
+    while node.op == "call_function":
+        name = operator_name(node)
+        if node.target is operator.getitem:
+            return node.args[0]
+        if name in PARTS and not isinstance(node.args[1], fx.Node):
+            return node.args[0], name
+        if name not in KEEPING_MASKS or len(node.all_input_nodes) != 1:
+            break
+        node = node.args[0]
+    return mask

@@ -1,0 +1,125 @@
+"""Let the graph of a model compute in float64 throughout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.ir.facts import facts
+from autopart.ir.graph import draws_random_numbers, is_floating, operator_name, value
+from autopart.passes.rewriting import emit, fake_call, fake_mode
+
+_DOUBLE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+"""Of every precision that is lifted, what it becomes."""
+_WITHOUT_DOUBLE = {"aten::_grouped_mm"}
+"""Operators that take no float64, for which a later pass writes one that does."""
+
+
+def in_double(graph: fx.Graph) -> set[torch.dtype]:
+    """Let a model compute in float64 throughout, whatever precision it was traced in: its inputs, weights and buffers
+    are taken to be float64, and casts of what is made of them to a lower precision (losses and norms that work in
+    float32, autocast) keep float64. What is made from nothing (`zeros`, positions, constants, random numbers) is made
+    as it was traced, and cast where it meets a value of the same precision that was lifted. Returns the precisions
+    that were lifted, but for that of float32 weights."""
+    traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
+    lifted: set[torch.dtype] = set()
+    changed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            if traced.get(node) in _DOUBLE and not facts(node).get("constant"):
+                _lift_value(node)
+                changed.add(node)
+        elif node.op == "call_function":
+            arguments_before = node.args, node.kwargs
+            if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # of bits, and not of values
+                _keep_operands(node, traced)
+            elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
+                lifted |= _lift_casts(node) | _lift_written(node, traced)
+                _lift_others(node, traced)
+            if arguments_before != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = _lifted_result(node)
+                changed.add(node)
+    return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
+
+
+def _lifted_result(node: fx.Node) -> Any:
+    """What a call makes of lifted operands."""
+    with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
+        if operator_name(node) in _WITHOUT_DOUBLE:
+            with fake_mode([node]):
+                return value(node).to(_DOUBLE[value(node).dtype])
+        return fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
+
+
+def _lift_value(node: fx.Node) -> None:
+    """Let an input or a weight be float64."""
+    tensor = value(node)
+    with fake_mode([node]), torch.no_grad():
+        lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
+    node.meta["val"] = lifted.requires_grad_(tensor.requires_grad)
+
+
+def _lift_casts(node: fx.Node) -> set[torch.dtype]:
+    """Let a call make float64 where it is asked for less; what it was asked for."""
+    asked: set[torch.dtype] = set()
+
+    def lift(argument: Any) -> Any:
+        if isinstance(argument, torch.dtype) and argument in _DOUBLE:
+            asked.add(argument)
+            return _DOUBLE[argument]
+        return argument
+
+    args, kwargs = (fx.node.map_aggregate(part, lift) for part in (node.args, node.kwargs))
+    if asked:
+        node.args, node.kwargs = args, kwargs
+    return asked
+
+
+def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
+    """Let a value be written to a tensor of its own precision, where it was one of less: that is a cast too."""
+    if operator_name(node) != "aten::copy":
+        return set()
+    written, source, *rest = node.args
+    before, dtype = value(written).dtype, value(source).dtype
+    if _DOUBLE.get(before) != dtype:
+        return set()
+    with node.graph.inserting_before(node):
+        wide = emit(node.graph, node, torch.ops.aten.to.dtype, written, dtype)
+    node.args, traced[wide] = (wide, source, *rest), dtype
+    return {before}
+
+
+def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
+    """Let a call read its operands in the precision in which it was traced."""
+    for operand in node.all_input_nodes:
+        if operand in traced and value(operand).dtype != traced[operand]:
+            _read_as(node, operand, traced[operand], traced)
+
+
+def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
+    """Operands of one precision stay of one: what was made in float32 from nothing (`zeros`, `eye`, positions) is cast
+    where it meets a lifted value."""
+    operands = [n for n in node.all_input_nodes if is_floating(n)]
+    if len({_real(traced[n]) for n in operands}) > 1:
+        return
+    for operand in operands:
+        if value(operand).dtype in _DOUBLE:
+            _read_as(node, operand, _DOUBLE[value(operand).dtype], traced)
+
+
+def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[fx.Node, torch.dtype]) -> None:
+    """Let a call read an operand in another precision."""
+    with node.graph.inserting_before(node):
+        cast = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, dtype)
+    traced[cast] = traced[operand]
+    node.replace_input_with(operand, cast)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """The precision of the real and imaginary parts."""
+    return dtype.to_real() if dtype.is_complex else dtype

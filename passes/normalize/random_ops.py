@@ -1,0 +1,186 @@
+"""Random numbers as data: draws that read nothing which the model computes.
+
+A draw then can be made whole, for the global batch, in the order of the model and from the same stream of the
+generator as the model's own. Its stream depends on operator, shape, dtype and order in memory, so these stay as traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from autopart.errors import Refusal, TraceError
+from autopart.ir.facts import facts
+from autopart.ir.graph import argument, describe, draws_random_numbers, operator_name, reads, short_name, value
+from autopart.ir.selection import is_counted
+from autopart.ops.operators import autopart_ops
+from autopart.passes.rewriting import emit, getitem, replace, replace_parts
+
+aten = torch.ops.aten
+
+_SHAPE_ALONE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "rand_like", "randn_like", "randint_like", "uniform", "normal_functional", "exponential", "geometric", "cauchy",
+        "log_normal", "random",
+    )
+)  # fmt: skip
+"""Draws that read of their first argument but shape, dtype and order in memory. So does `bernoulli` with one `p`."""
+
+
+def draws_as_data(graph: fx.Graph) -> None:
+    """Let every draw read an empty tensor where it read a value of the model for its shape alone; write out the
+    others whose distribution the model's values scale or shift: a draw without them, and then a formula."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
+            continue
+        name = operator_name(node)
+        if is_counted(node) and "dropout" not in name:
+            raise TraceError(
+                f"{short_name(node)} draws as many random numbers as there are selected elements",
+                refusal=Refusal.RANDOM,
+                why="how many that are depends on values, and ranks must draw the same ones",
+                where=describe(node), hint="draw for all elements, and select of what was drawn",
+            )  # fmt: skip
+        with graph.inserting_before(node):
+            if name in _SHAPE_ALONE or node.target is aten.bernoulli.p:
+                node.args = (template(graph, node, value(node.args[0])), *node.args[1:])
+            elif node.target in _FORMULAS:
+                result = _FORMULAS[node.target](graph, node)
+                if result is not None:
+                    replace(node, result)
+
+
+def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
+    """An uninitialised tensor of the shape, dtype and order in memory that `empty_like(of, **options)` has."""
+    empty = torch.empty_like(of, **options)
+    empty_node = emit(
+        graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
+        device=empty.device,
+    )  # fmt: skip
+    facts(empty_node)["named"] = "template"
+    return empty_node
+
+
+def _stride(empty: Tensor) -> list[int]:
+    return list(empty.stride())
+
+
+def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
+    """`source` times the noise of a dropout, under the name that dropout has in plans."""
+    dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
+    facts(dropped)["named"] = "dropout"
+    return dropped
+
+
+def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
+    """The noise (0 or 1 / (1 - p)) that dropout of a value like `of` draws: what it makes of ones."""
+    noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
+    noise.meta.update(named="noise", reads_no_value=True)
+    if is_counted(like):
+        facts(noise)["inexact"] = "how many numbers it draws depends on how many elements are selected"
+    return noise
+
+
+def _ones(graph: fx.Graph, like: fx.Node, of: Tensor) -> fx.Node:
+    ones = emit(graph, like, aten.ones_like.default, template(graph, like, of))
+    facts(ones)["named"] = "template"
+    return ones
+
+
+def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    p = argument(node, "p")
+    return drop(graph, node, node.args[0], noise_like(graph, node, value(node.args[0]), p), p)
+
+
+def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
+    """What `dropout` becomes when torch makes a graph functional; that it keeps the mask is a call of the user's."""
+    source, p = node.args[0], argument(node, "p")
+    read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()
+    if read.get(1):
+        pair = emit(graph, node, node.target, _ones(graph, node, value(source)), p, True)
+        noise, results[1] = getitem(graph, pair, 0), getitem(graph, pair, 1)
+    else:
+        noise = noise_like(graph, node, value(source), p)
+    if 0 in read:
+        results[0] = drop(graph, node, source, noise, p)
+    replace_parts(node, results)
+
+
+def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A coin with the probability that the model computes: whether a uniform number is below it.
+
+    On the CPU that is what torch compares. On a GPU the same numbers come in another order.
+    """
+    probability = node.args[-1] if len(node.args) > 1 else node.args[0]
+    if _from_inputs_alone(probability):
+        return None
+    wide = value(probability).dtype == torch.float64
+    options: dict[str, Any] = {"dtype": torch.float64 if wide else torch.float32}
+    if len(node.args) == 1:
+        options["memory_format"] = torch.contiguous_format
+    uniform = emit(graph, node, aten.rand_like.default, template(graph, node, value(node.args[0]), **options))
+    facts(uniform)["inexact_on_gpu"] = "the model computes its probabilities; for these a GPU draws in another order"
+    heads = emit(graph, node, aten.lt.Tensor, uniform, _constant(graph, node, probability))
+    return emit(graph, node, aten.to.dtype, heads, value(node).dtype)
+
+
+def _from_inputs_alone(node: fx.Node) -> bool:
+    """Whether no trained parameter is upstream."""
+    made_of = {node, *nx.descendants(reads(node.graph), node)}
+    return not any(n.op == "get_attr" and value(n).requires_grad for n in made_of)
+
+
+def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`mean + std * z`, in torch's own order. Neither gets a gradient, as in torch."""
+    mean, std = argument(node, "mean"), argument(node, "std")
+    scales = isinstance(std, fx.Node)
+    like = template(graph, node, value(node), memory_format=torch.contiguous_format)
+    drawn = emit(graph, node, aten.normal_functional.default, like, 0.0, 1.0 if scales else std)
+    if scales:
+        drawn = emit(graph, node, aten.mul.Tensor, drawn, _constant(graph, node, std))
+    if isinstance(mean, fx.Node):
+        return emit(graph, node, aten.add.Tensor, drawn, _constant(graph, node, mean))
+    return emit(graph, node, aten.add.Tensor, drawn, mean)
+
+
+def _multinomial(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The classes with the largest probability over an exponential number, as torch draws without replacement."""
+    weights, number = node.args[0], argument(node, "num_samples")
+    if number > 1 and argument(node, "replacement"):
+        return None
+    noise = emit(graph, node, aten.exponential.default, template(graph, node, value(weights)))
+    scores = emit(graph, node, aten.div.Tensor, _constant(graph, node, weights), noise)
+    if number == 1:
+        return emit(graph, node, aten.argmax.default, scores, -1, True)
+    return getitem(graph, emit(graph, node, aten.topk.default, scores, number), 1)
+
+
+def _rrelu(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    lower, upper = argument(node, "lower"), argument(node, "upper")
+    slope = emit(graph, node, aten.uniform.default, template(graph, node, value(source)), lower, upper)
+    facts(slope)["inexact"] = "one device draws a slope only where its input is not positive, so the values decide"
+    leaks = emit(graph, node, aten.mul.Tensor, source, slope)
+    return emit(graph, node, aten.where.self, emit(graph, node, aten.gt.Scalar, source, 0), source, leaks)
+
+
+def _constant(graph: fx.Graph, like: fx.Node, node: fx.Node) -> fx.Node:
+    return emit(graph, like, aten.detach.default, node)
+
+
+_FORMULAS: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
+    aten.dropout.default: _dropout,
+    aten.native_dropout.default: _native_dropout,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.Tensor: _bernoulli,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.multinomial.default: _multinomial,
+    aten.rrelu.default: _rrelu,
+}

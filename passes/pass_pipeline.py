@@ -1,0 +1,239 @@
+"""What runs passes: it times and checks them, writes what they change (`dump.py`), and says where one failed.
+
+A `Pass` rewrites a graph in place, under `run_passes`. A function of a trace that finds out, chooses or writes runs in
+the same driver once it is `driven`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from torch import fx
+
+from autopart.common.flags import flags
+from autopart.compat.torch_internals import targets_in
+from autopart.errors import AutopartError, OptionError
+from autopart.ir.graph import draws_random_numbers, module_path, name_of_target, source_text
+from autopart.ir.mesh import Mesh
+from autopart.passes.dump import Notes, Shown, dump_of, within
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Option = bool | int | float | str
+
+UNTOUCHED = object()
+"""What a pass may return that has found nothing to rewrite."""
+same_calls: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors gave in these passes")
+
+
+class PassError(RuntimeError):
+    """A pass failed: which, at which node, and the module and line of the user's that it comes from.
+
+    It is a fault of autopart's own and no `AutopartError`: what looks for mistakes of the user lets it through.
+    """
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A function that rewrites a graph in place, and the options that it is called with.
+
+    Example:
+        >>> str(Pass(take_apart, (("depth", 2),)))                           # doctest: +SKIP
+        'take_apart{depth=2}'
+        >>> Pass.parse("take_apart{depth=2}", PASSES)(graph)                 # doctest: +SKIP
+    """
+
+    run: Callable[..., Any]
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.name}{{{options}}}" if options else self.name
+
+    def __call__(self, graph: fx.Graph) -> Any:
+        return self.run(graph, **dict(self.options))
+
+    @classmethod
+    def parse(cls, text: str, known: Mapping[str, Pass]) -> Pass:
+        """The pass that `str` gives this text of. Raises OptionError where it is none of `known`, or not so."""
+        name, brace, rest = text.strip().partition("{")
+        if name not in known:
+            raise OptionError(f"unknown pass '{name}'", hint=", ".join(known))
+        if not brace:
+            return known[name]
+        parameters = list(inspect.signature(known[name].run).parameters.values())[1:]
+        kinds = {p.name: type(p.default) for p in parameters}
+        options = _read_options(rest)
+        if options is None or any(kinds.get(option) is not type(value) for option, value in options.items()):
+            taken = ", ".join(f"{option}: {kind.__name__}" for option, kind in kinds.items()) or "none"
+            raise OptionError(f"'{text}' is not a pass", why=f"the options of {name} are {taken}",
+                              hint=f"{name}, or {name}{{option=value}}")  # fmt: skip
+        return replace(known[name], options=tuple(options.items()))
+
+
+def _read_options(text: str) -> dict[str, Any] | None:
+    """The options of `depth=2}`; None where it is not so written."""
+    try:
+        call = ast.parse(f"dict({text.removesuffix('}')})", mode="eval").body
+        if not text.endswith("}") or not isinstance(call, ast.Call) or call.args:
+            return None
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        return None
+
+
+def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
+    """Makes a pass of a function that rewrites one call: it is given those of operators of these names, in order."""
+
+    def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
+        def run(graph: fx.Graph) -> Any:
+            targets = [target for target in targets_in(graph) if name_of_target(target) in names]
+            calls = [node for t in targets for node in graph.find_nodes(op="call_function", target=t, sort=False)]
+            for node in sorted(calls):
+                rewrite(graph, node)
+            return None if calls else UNTOUCHED
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(run, name, getattr(rewrite, name))
+        return run
+
+    return decorate
+
+
+def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
+    """Run passes in order, and return what they return.
+
+    After each that has touched the graph, dead code goes and the order of the graph is checked; at the end, or after
+    each under `AUTOPART_CHECK`, all of it. `of` says which graph it is, where that is not the traced one. Raises
+    PassError.
+    """
+    token = same_calls.set({})
+
+    def call(rewrite: Pass) -> Any:
+        result = rewrite(graph)
+        if result is not UNTOUCHED or rewrite is passes[0]:
+            eliminate_dead_code(graph)
+        return result
+
+    try:
+        last = len(passes) - 1
+        return [_drive(p, graph, partial(call, p), of=of, lint=i == last) for i, p in enumerate(passes)]
+    finally:
+        same_calls.reset(token)
+
+
+class Driven(Protocol):
+    """What a pass that leaves the graph as it is takes first: a trace, or what is asked for one."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
+Subject = TypeVar("Subject", bound=Driven)
+
+
+def driven(
+    notes: Callable[[Any], Notes] | None = None, files: Callable[[Any], Mapping[str, str]] | None = None
+) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
+    """Let a function of a trace run as a pass that leaves the graph as it is: timed, its result dumped as `Shown` says,
+    checked under `AUTOPART_CHECK`; other errors than the user's become a PassError."""
+    shown = Shown(notes, files)
+
+    def decorate(function: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def run(subject: Subject, *args: P.args, **kwargs: P.kwargs) -> T:
+            asked: dict[str, Any] = getattr(subject, "options", dict)()
+            arguments = {**asked, **signature.bind(subject, *args, **kwargs).arguments}
+            options = ((name, str(o) if isinstance(o, Mesh) else o) for name, o in arguments.items()
+                       if isinstance(o, Option | Mesh))  # fmt: skip
+            called = Pass(function, tuple(options))
+            return _drive(called, subject.graph, lambda: function(subject, *args, **kwargs), shown)
+
+        return run
+
+    return decorate
+
+
+def _drive(
+    called: Pass, graph: fx.Graph, call: Callable[[], T], shown: Shown | None = None, of: str = "", lint: bool = False
+) -> T:
+    asked = flags()
+    dump = dump_of(graph, asked.dump)
+    start_s, took_s, failed, result = time.perf_counter(), 0.0, True, None
+    try:
+        with within(dump):
+            result = call()
+        took_s = time.perf_counter() - start_s
+        if (shown is None and result is not UNTOUCHED) or asked.check:
+            _check_order(graph)
+        if lint or asked.check:
+            graph.lint()
+        failed = False
+        return result
+    except (AutopartError, PassError, MemoryError):
+        raise
+    except Exception as error:
+        raise _failed(called, of, error) from error
+    finally:
+        if dump is not None:
+            took_s = took_s or time.perf_counter() - start_s
+            dump.record(graph, called.name, _said(called, of), took_s, failed, shown or Shown(), result)
+
+
+def _failed(called: Pass, of: str, error: Exception) -> PassError:
+    """The error of a pass, with what is known of the node that it was at."""
+    node = _node_of(error)
+    at = f" at '{node.name}'" if node is not None else ""
+    described = AutopartError(
+        f"pass {_said(called, of)} failed{at}", why=f"{type(error).__name__}: {error}",
+        where=(source_text(node) or module_path(node)) if node is not None else "",
+        hint="this is a fault of autopart: report it with the model, and with what AUTOPART_DUMP=folder writes",
+    )  # fmt: skip
+    return PassError(str(described))
+
+
+def _said(called: Pass, of: str) -> str:
+    return f"{called} of {of}" if of else str(called)
+
+
+def _node_of(error: Exception) -> fx.Node | None:
+    """The node that was worked on: what the innermost frame that has one calls `node`, else any other name."""
+    named = other = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        nodes = {name: local for name, local in frame.f_locals.items() if isinstance(local, fx.Node)}
+        named = nodes.get("node", named)
+        other = next(iter(nodes.values()), other)
+    return named if named is not None else other
+
+
+def _check_order(graph: fx.Graph) -> None:
+    """Raises RuntimeError where a node is read before it is made, or was erased."""
+    earlier: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not earlier.issuperset(node.all_input_nodes):
+            missing = [source.name for source in node.all_input_nodes if source not in earlier]
+            raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
+        earlier.add(node)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Remove calls whose results nothing reads, but for those that draw random numbers: later draws depend on them."""
+    for node in reversed(graph.nodes):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function" or not draws_random_numbers(node):
+            graph.erase_node(node)

@@ -1,0 +1,91 @@
+"""The means to write a pass: new calls, with values on fake tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.compat.torch_internals import tree_flatten
+from autopart.ir.facts import facts
+from autopart.ir.graph import changes_precision, shape, short_name, value
+from autopart.passes.pass_pipeline import same_calls
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call before the insertion point, its meta from `like` and its value computed on fake tensors."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    node.meta["val"] = fake_call(target, args, kwargs, [*node.all_input_nodes, like, *like.all_input_nodes])
+    return node
+
+
+def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
+    """What a call gives on fake tensors, in the mode of those near it. `run_passes` makes equal calls once."""
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
+    leaves, spec = tree_flatten((fake_args, fake_kwargs))
+    key = (target, str(spec), *map(told, leaves))
+    results = same_calls.get({})
+    if key not in results:
+        with fake_mode(near):
+            results[key] = target(*fake_args, **fake_kwargs)
+    return results[key]
+
+
+def told(leaf: Any) -> tuple:
+    """What a call's result depends on of one argument."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), repr(leaf)
+    sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
+    return type(leaf), *sizes, leaf.dtype, leaf.device, leaf.requires_grad
+
+
+def fake_mode(near: list[fx.Node]) -> Any:
+    """The context in which calls give fake tensors as these values are."""
+    values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
+    values = [v for v in values if isinstance(v, torch.Tensor)]
+    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+    return mode if mode is not None else values[0].device if values else torch.device("meta")
+
+
+def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
+    """Name the calls between `before` and `node`, written in its place: the first as `node` was, so that a pipeline cut
+    there is found in a trace that draws nothing; the others `name`, which such a trace does not have."""
+    call, first = before.next, True
+    while call is not node:
+        if call.target is not operator.getitem:
+            is_first = first and not changes_precision(call)
+            facts(call)["named"] = short_name(node) if is_first else name
+            facts(call)["tied_to_mode"], first = not is_first, first and not is_first
+        call = call.next
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
+    """Replace a call of several results, those of them that are read by their number."""
+    for part in list(node.users):
+        if part.users:
+            part.replace_all_uses_with(parts[part.args[1]])
+        part.graph.erase_node(part)
+    node.graph.erase_node(node)
+
+
+def repeat_each(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, times: int) -> fx.Node:
+    """A value with each of its parts along a dim so many times, one behind the other."""
+    before, size, after = shape(node)[:dim], shape(node)[dim], shape(node)[dim + 1 :]
+    apart = emit(graph, like, torch.ops.aten.unsqueeze.default, node, dim + 1)
+    wide = emit(graph, like, torch.ops.aten.expand.default, apart, [*before, size, times, *after])
+    return emit(graph, like, torch.ops.aten.reshape.default, wide, [*before, size * times, *after])
+
+
+def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    part = graph.call_function(operator.getitem, (node, index))
+    part.meta = {**node.meta, "val": value(node)[index]}
+    return part

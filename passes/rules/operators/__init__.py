@@ -1,0 +1,1 @@
+"""Sharding rules and local forms by family of operators."""

@@ -1,0 +1,23 @@
+"""The local form of attention whose keys and values go around the ranks of positions
+(`autopart.ops.blockwise_attention`)."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopart.ir.decisions import goes_around
+from autopart.ir.graph import argument, shape
+from autopart.ops.operators import autopart_ops
+from autopart.passes.rules.local_forms import LocalCall
+
+
+def ring(call: LocalCall) -> fx.Node | None:
+    """Queries, keys and values cut alike along the sequence: a rank's queries meet the keys of one rank at a time."""
+    axis = next((axis for axis, strategy in call.strategies.items() if goes_around(call.node, strategy)), "")
+    if not axis:
+        return None
+    query, key, value, *rest = call.args
+    mask = call.kwargs.get("attn_mask", rest[0] if rest else None)
+    sections = list(call.strategies[axis].inputs[0].sections)
+    size, scale = shape(call.node.args[0])[-2], argument(call.node, "scale")
+    return call.emit(autopart_ops.ring_attention.default, query, axis, key, value, mask, size, sections, scale)

@@ -1,0 +1,50 @@
+"""What the rules say of the backward that a user's `torch.autograd.Function` defines."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autopart.ir.graph import operator_name, tensor_inputs
+from autopart.passes.rules import pattern_for
+from autopart.tracing.autograd.autograd_functions import made_for
+
+_OF_SHAPES = frozenset(f"aten::{name}" for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"])
+"""Operators that read no values."""
+_LINEAR = {
+    **{
+        f"aten::{name}": ({0},)
+        for name in ["view", "_unsafe_view", "reshape", "expand", "clone", "alias", "sum", "mean"]
+    },
+    **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
+}
+"""Beside the rules' own, the sets of tensor inputs in which operators of a backward are linear."""
+
+
+def backward_is_linear(node: fx.Node) -> bool:
+    """Whether partial sums of an operator's gradients give partial sums of its inputs' gradients.
+
+    True of every operator but Functions of a user, whose backward may clip or normalise. Of these it is read from the
+    backward's trace: every operator that gradients reach must be linear in them.
+    """
+    user_function = made_for(node)
+    backward = user_function.examined.backward if user_function is not None else None
+    if backward is None:
+        return True
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    reached = set(placeholders[len(tensor_inputs(node)) :])
+    for call in backward.graph.nodes:
+        inputs = tensor_inputs(call)
+        positions = {i for i, source in enumerate(inputs) if source in reached}
+        if call.op != "call_function" or not positions:
+            continue
+        if call.target is not operator.getitem:
+            if operator_name(call) in _OF_SHAPES:
+                continue
+            pattern = pattern_for(call)
+            by_rule = map(set, pattern.linear) if pattern is not None else ()
+            if positions not in (*by_rule, *_LINEAR.get(operator_name(call), ())):
+                return False
+        reached.add(call)
+    return True

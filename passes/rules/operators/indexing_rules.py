@@ -1,0 +1,171 @@
+"""Rules of operators that read and write at places given by another tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.pattern import Dim, Pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_place, pattern
+from autopart.passes.rules.operators.selection_rules import tie
+
+
+def gather(node: fx.Node) -> Pattern | None:
+    """Along one dim, which stays whole; a dim of which the index reads only the first elements stays whole too."""
+    source, index = node.args[0], node.args[2]
+    dims, read, whole = _source_and_index(shape(source), shape(index), argument(node, "dim"))
+    if not dims:
+        return None
+    places = read[argument(node, "dim") % len(dims)][0]
+    return pattern(node, [dims, read], [read], [name for name in whole if name != places], linear=UNARY_LINEAR)
+
+
+def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
+    """The inverse of `gather`. `linear`: whether what is written, and what is written to, may be partial sums."""
+
+    def rule(node: fx.Node) -> Pattern | None:
+        inputs = tensor_inputs(node)
+        dims, written, whole = _source_and_index(shape(inputs[0]), shape(inputs[1]), argument(node, "dim"))
+        if not dims or any(shape(n) != shape(inputs[1]) for n in inputs[2:]):
+            return None
+        sums = ((0, 2) if len(inputs) == 3 else (0,),) if linear(node) else ()
+        return pattern(node, [dims, *([written] * (len(inputs) - 1))], [dims], whole, linear=sums)
+
+    return rule
+
+
+def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim], list[str]]:
+    """Factors of a tensor and of an index into one dim of it, and which stay whole."""
+    dims = names(len(source))
+    if not dims or not index:
+        return [], [], []
+    at = dim % len(dims)
+    read = [d if i != at and source[i] == index[i] else (f"at{i}",) for i, d in enumerate(dims)]
+    whole = [name for d, r in zip(dims, read, strict=True) if d != r for name in (d[0], r[0])]
+    return dims, read, whole
+
+
+def index_select(node: fx.Node) -> Pattern | None:
+    """One dim is read at a list of places: that dim stays whole, the list may be sharded."""
+    if not shape(node.args[0]) or not shape(node.args[2]):
+        return None
+    dims, at = names_and_place(node)
+    dims, places, whole, tied = _along(node, dims, at, node.args[2])
+    output = [places if i == at else d for i, d in enumerate(dims)]
+    return pattern(node, [dims, [places]], [output], whole, linear=UNARY_LINEAR, **tied)
+
+
+def index_write(node: fx.Node) -> Pattern | None:
+    """`index_add`, `index_copy`, `index_fill`: one dim is written at a list of places; both stay whole."""
+    inputs = tensor_inputs(node)
+    if not shape(inputs[0]) or not shape(inputs[1]):
+        return None
+    dims, at = names_and_place(node)
+    dims, places, whole, tied = _along(node, dims, at, inputs[1])
+    value_dims = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
+    linear = ((0, 2),) if len(inputs) == 3 else ()
+    whole = [*whole, "places"] if places == ("places",) else whole
+    return pattern(node, [dims, [places], *value_dims], [dims], whole, linear=linear, **tied)
+
+
+def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
+    """The factors of a tensor that is read or written along a dim, of the places, which stay whole, and options."""
+    tied = tie(shape(node.args[0]), {at: index})
+    if tied is None:
+        return dims, ("places",), [dims[at][0]], {}
+    dims = [tied.dims.get(i, d) for i, d in enumerate(dims)]
+    return dims, tied.selected, [], {"tied": frozenset({1}), "known": tied.sizes}
+
+
+def index(node: fx.Node) -> Pattern | None:
+    """`x[i, :, j]`: the dims that are read at places stay whole; the places may be sharded, and all other dims."""
+    parts = _places(node)
+    if parts is None:
+        return None
+    dims, places, read, whole, tied = parts
+    return pattern(node, [dims, *places], [read], whole, linear=UNARY_LINEAR, **tied)
+
+
+def index_put(node: fx.Node) -> Pattern | None:
+    """`x[i, :, j] = y`: the dims that are written at places stay whole, and the places too."""
+    parts = _places(node)
+    if parts is None:
+        return None
+    dims, places, written, whole, tied = parts
+    sizes = shape(tensor_inputs(node)[-1])
+    full = _index_shape(node)
+    value_dims = [
+        d if size == whole_size else ()
+        for d, size, whole_size in zip(
+            written[len(written) - len(sizes) :], sizes, full[len(full) - len(sizes) :], strict=True
+        )
+    ]
+    if not tied:
+        whole += [d[0] for index_dims in places for d in index_dims if d]
+    last = len(places) + 1
+    return pattern(node, [dims, *places, value_dims], [dims], whole, linear=((0, last),), **tied)
+
+
+def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
+    """Factors of the indexed tensor, of every index, and of what is read, which stay whole, and options."""
+    before = shape(node.args[0])
+    indices = {i: n for i, n in enumerate(node.args[1]) if n is not None}
+    if not indices or any(value(n).dtype in (torch.bool, torch.uint8) for n in indices.values()):
+        return None
+    dims = names(len(before))
+    tied = tie(before, indices)
+    common = torch.broadcast_shapes(*(shape(n) for n in indices.values()))
+    shared = names(len(common), "at") if tied is None else [tied.selected]
+    places = [
+        [
+            d if size == full else ()
+            for d, size, full in zip(shared[-len(sizes) :], sizes, common[-len(sizes) :], strict=True)
+        ]
+        if (sizes := shape(n))
+        else []
+        for n in indices.values()
+    ]
+    first, last = min(indices), max(indices)
+    rest = [d for i, d in enumerate(dims) if i not in indices]
+    at = first if last - first + 1 == len(indices) else 0  # places side by side stay where they are, else come first
+    read = [*rest[:at], *shared, *rest[at:]]
+    if tied is None:
+        return dims, places, read, [dims[i][0] for i in indices], {}
+    whole = [dims[i][0] for i in indices if i not in tied.dims]
+    dims = [tied.dims.get(i, d) for i, d in enumerate(dims)]
+    return dims, places, read, whole, {"tied": frozenset(range(1, len(places) + 1)), "known": tied.sizes}
+
+
+def _index_shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape of what `index` with the arguments of this `index_put` would read."""
+    dims, places, read, *_ = _places(node) or ([], [], [])
+    sizes = dict(zip(dims, shape(node.args[0]), strict=True))
+    for index_dims, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
+        sizes |= {d: size for d, size in zip(index_dims, shape(n), strict=True) if d}
+    return tuple(sizes.get(d, 1) for d in read)
+
+
+def searchsorted(node: fx.Node) -> Pattern | None:
+    """Places in a sorted row, which stays whole; rows may be sharded where every row has its own sorted one."""
+    inputs = tensor_inputs(node)
+    if len(inputs) != 2:
+        return None
+    table, values = (inputs[1], inputs[0]) if node.target._schema.name == "aten::bucketize" else (inputs[0], inputs[1])
+    dims = names(len(shape(values)))
+    rows = [] if len(shape(table)) == 1 else dims[:-1]
+    sorted_row = [*rows, ("row",)]
+    operands = [dims, sorted_row] if table is inputs[1] else [sorted_row, dims]
+    return pattern(node, operands, [dims], ["row"])
+
+
+def isin(node: fx.Node) -> Pattern | None:
+    """Whether each element is among the test elements, which stay whole."""
+    inputs = tensor_inputs(node)
+    if len(inputs) != 2:
+        return None
+    dims, tested = names(len(shape(inputs[0]))), names(len(shape(inputs[1])), "test")
+    return pattern(node, [dims, tested], [dims], [d[0] for d in tested])

@@ -1,0 +1,39 @@
+"""Rules of normalisations: what a statistic is taken over stays whole."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopart.ir.graph import argument, shape, tensor_inputs
+from autopart.ir.pattern import Pattern
+from autopart.passes.rules.factors import names, pattern
+from autopart.passes.rules.local_forms import group_argument
+
+
+def layer_norm(node: fx.Node) -> Pattern:
+    """`layer_norm`, `rms_norm`: over the last dims, as many as `normalized_shape` has."""
+    inputs = tensor_inputs(node)
+    dims = names(len(shape(inputs[0])))
+    normalized = dims[len(dims) - len(node.args[1]) :]
+    return pattern(node, [dims, *([normalized] * (len(inputs) - 1))], [dims], [d[0] for d in normalized])
+
+
+def group_norm(node: fx.Node) -> Pattern:
+    """Channels are `groups` x `channels of a group`; whole groups may be sharded."""
+    batch, channels, *rest = shape(node.args[0])
+    inner = names(len(rest))
+    dims = [("b",), ("g", "r"), *inner]
+    sizes = {"b": batch, "g": node.args[1], "r": channels // node.args[1]}
+    sizes |= {d[0]: size for d, size in zip(inner, rest, strict=True)}
+    weights = [(("g", "r"),)] * (len(tensor_inputs(node)) - 1)
+    stay = frozenset({"r", *(d[0] for d in inner)})
+    return Pattern((tuple(dims), *weights), (tuple(dims),), sizes, stay, local=group_argument)
+
+
+def batch_norm(node: fx.Node) -> Pattern | None:
+    """With given statistics (eval mode) everything may be sharded. In training it is written out as its formula."""
+    if argument(node, "training"):
+        return None
+    inputs = tensor_inputs(node)
+    dims = names(len(shape(inputs[0])))
+    return pattern(node, [dims, *([[dims[1]]] * (len(inputs) - 1))], [dims])

@@ -1,0 +1,155 @@
+"""Rules of views and permutations: dims are merged, split, reordered, added and dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from autopart.errors import LayoutError
+from autopart.ir.graph import argument, describe, shape, value
+from autopart.ir.pattern import Dim, Pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, pattern
+from autopart.passes.rules.local_forms import LocalCall, shape_argument
+
+
+def view(node: fx.Node) -> Pattern | None:
+    """`view`/`reshape`: dims are merged and split; the common refinement of both shapes gives the factors."""
+    before, after = shape(node.args[0]), shape(node)
+    inputs, outputs, sizes, whole = refine(before, after)
+    return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR, local=shape_argument)
+
+
+def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
+    """Factors such that both shapes are groups of them, e.g. (4, 12, 32) -> (48, 4, 8) over 4, 12, 4, 8.
+
+    Where a stretch of dims has no common refinement (6, 4 -> 8, 3) its dims become factors that stay whole.
+    """
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+
+    def new(size: int, keep: bool = False) -> str:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        if keep:
+            whole.append(name)
+        return name
+
+    inputs: list[Dim] = []
+    outputs: list[Dim] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        first_i, first_j = i, j
+        left = right = 1
+        if i < len(before) and before[i] == 1 and (j >= len(after) or after[j] != 1):
+            i, left = i + 1, 1
+        elif j < len(after) and after[j] == 1 and (i >= len(before) or before[i] != 1):
+            j, right = j + 1, 1
+        else:
+            left, right, i, j = before[i], after[j], i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        _refine_stretch(before[first_i:i], after[first_j:j], inputs, outputs, new)
+    return tuple(inputs), tuple(outputs), sizes, whole
+
+
+def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, outputs: list, new: Callable) -> None:
+    cuts = sorted(
+        {math.prod(left[k:]) for k in range(len(left) + 1)} | {math.prod(right[k:]) for k in range(len(right) + 1)}
+    )
+    if any(b % a for a, b in pairwise(cuts)):
+        inputs.extend((new(size, True),) for size in left)
+        outputs.extend((new(size, True),) for size in right)
+        return
+    factors = {(a, b): new(b // a) for a, b in pairwise(cuts)}
+    for dims, target in ((left, inputs), (right, outputs)):
+        inner = math.prod(dims)
+        for size in dims:
+            outer, inner = inner, inner // size
+            target.append(tuple(f for (a, b), f in reversed(factors.items()) if inner <= a and b <= outer and a < b))
+
+
+def expand(node: fx.Node) -> Pattern:
+    """`expand`: new dims and dims of size 1 become factors of the output alone."""
+    before, after = shape(node.args[0]), shape(node)
+    outputs = names(len(after))
+    kept = outputs[len(after) - len(before) :]
+    inputs = [dim if a == b else () for dim, a, b in zip(kept, before, after[len(after) - len(before) :], strict=True)]
+    sizes = {dim[0]: size for dim, size in zip(outputs, after, strict=True)}
+    return Pattern((tuple(inputs),), (tuple(outputs),), sizes, linear=UNARY_LINEAR, local=shape_argument)
+
+
+def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
+    """An operator that reorders dims; `order(node, ndim)` lists the input dim of every output dim."""
+
+    def rule(node: fx.Node) -> Pattern:
+        dims = names(len(shape(node.args[0])))
+        return pattern(node, [dims], [[dims[i] for i in order(node, len(dims))]], linear=UNARY_LINEAR)
+
+    return rule
+
+
+def _movedim_order(node: fx.Node, ndim: int) -> list[int]:
+    sources, targets = ([d] if isinstance(d, int) else d for d in node.args[1:3])
+    moved = {t % ndim: s % ndim for s, t in zip(sources, targets, strict=True)}
+    rest = iter(d for d in range(ndim) if d not in moved.values())
+    return [moved[i] if i in moved else next(rest) for i in range(ndim)]
+
+
+def _transpose_order(node: fx.Node, ndim: int) -> list[int]:
+    order = list(range(ndim))
+    a, b = node.args[1] % ndim, node.args[2] % ndim
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def unsqueeze(node: fx.Node) -> Pattern:
+    dims = names(len(shape(node.args[0])))
+    at = node.args[1] % (len(dims) + 1)
+    return pattern(node, [dims], [[*dims[:at], (), *dims[at:]]], linear=UNARY_LINEAR)
+
+
+def squeeze(node: fx.Node) -> Pattern:
+    before = shape(node.args[0])
+    chosen = argument(node, "dim")
+    chosen = range(len(before)) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    gone = {d % len(before) for d in chosen if before[d] == 1}
+    dims = names(len(before))
+    return pattern(node, [dims], [[d for i, d in enumerate(dims) if i not in gone]], linear=UNARY_LINEAR)
+
+
+def diagonal(node: fx.Node) -> Pattern:
+    """Two dims stay whole and become one, the last."""
+    dims = names(len(shape(node.args[0])))
+    gone = [argument(node, name) % len(dims) for name in ("dim1", "dim2")]
+    output = [d for i, d in enumerate(dims) if i not in gone]
+    whole = [*(dims[i][0] for i in gone), "diagonal"]
+    return pattern(node, [dims], [[*output, ("diagonal",)]], whole, linear=UNARY_LINEAR)
+
+
+reverse = permuted(lambda node, ndim: range(ndim)[::-1])
+permute = permuted(lambda node, ndim: [d % ndim for d in node.args[1]])
+transpose = permuted(_transpose_order)
+matrix_transpose = permuted(lambda node, ndim: [*range(ndim - 2), ndim - 1, ndim - 2])
+movedim = permuted(_movedim_order)
+
+
+def as_strided(call: LocalCall) -> fx.Node:
+    """It reads its input's memory, which is brought into the order that it had in the trace."""
+    traced = value(call.node.args[0])
+    order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
+    reach = sum((size - 1) * stride for size, stride in zip(traced.shape, traced.stride(), strict=True)) + 1
+    if reach != traced.numel() or traced.storage_offset():
+        raise LayoutError(
+            "as_strided reads memory that is not its input's own", where=describe(call.node),
+            why="a rank has the values of its input in memory of their own", hint="unfold, or slices and stack",
+        )  # fmt: skip
+    ordered = call.emit(torch.ops.aten.permute.default, call.args[0], order)
+    copy = call.emit(torch.ops.aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return call.as_traced({0: copy})

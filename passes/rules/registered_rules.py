@@ -1,0 +1,55 @@
+"""Rules that users registered for their own operators (`autopart.rule`), for this process.
+
+Filled by explicit calls alone. A plan that used one of them names it (`Plan.rules`), so that a process without it says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopart.passes.rules.notation import Rule, parse
+from autopart.passes.rules.operators.pointwise_rules import POINTWISE
+from autopart.passes.rules.tables import LINES, SHAPED
+
+REGISTERED: dict[str, Rule] = {}
+
+
+def has_rule(name: str) -> bool:
+    """Whether an operator has a rule, autopart's or a user's; its conditions may still refuse a call."""
+    return name in REGISTERED or name in LINES or name in SHAPED or name in POINTWISE
+
+
+def contracted(rule: Rule) -> list[str]:
+    """The factors that some output lacks and that may be sharded: sharding them leaves partial sums."""
+    lacking: dict[str, None] = {}
+    for text in (rule.text, *rule.also):
+        left, right = parse(text)
+        inside = {factor for operand in left for dim in operand for factor in dim}
+        for operand in right:
+            kept = {factor for dim in operand for factor in dim}
+            lacking |= dict.fromkeys(sorted(inside - kept - set(rule.whole.split())))
+    return list(lacking)
+
+
+def call_text(name: str, rule: Rule) -> str:
+    """The call of `autopart.rule` that registers this rule."""
+    texts = [f'"{text}"' for text in (name, rule.text, *rule.also)]
+    options = [f'{key}="{text}"' for key, text in (("sum", " ".join(contracted(rule))), ("whole", rule.whole)) if text]
+    options += [f"linear={rule.linear}"] * bool(rule.linear)
+    options += [f'flops="{factors}"' for factors in rule.matmul]
+    return f"autopart.rule({', '.join(texts + options)})"
+
+
+def as_data(rule: Rule) -> dict[str, Any]:
+    """A rule as a plan holds it; `from_data` is the inverse."""
+    data = {"lines": [rule.text, *rule.also], "whole": rule.whole, "linear": [list(s) for s in rule.linear],
+            "flops": list(rule.matmul)}  # fmt: skip
+    return {key: value for key, value in data.items() if value}
+
+
+def from_data(data: Mapping[str, Any]) -> Rule:
+    text, *also = data["lines"]
+    linear = tuple(tuple(positions) for positions in data.get("linear", ()))
+    return Rule(text, data.get("whole", ""), linear, "", tuple(data.get("flops", ())), tuple(also))

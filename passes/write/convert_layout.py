@@ -1,0 +1,211 @@
+"""How a value gets from one layout to another, and a parameter to the dtype that is computed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.errors import LayoutError
+from autopart.ir.atoms import selections_in
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, shape, value
+from autopart.ir.layout import (
+    R_GRAD_P,
+    Layout,
+    P,
+    Placement,
+    R,
+    conversion,
+    inside,
+    is_direct,
+    parts_of,
+)
+from autopart.ir.program import MICROBATCH_AXIS
+from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ops.operators import autopart_ops
+from autopart.passes.write.stage_draft import Key, StageDraft
+from autopart.tracing.trace import Trace
+
+
+class Converter:
+    """Writes conversions on any stage.
+
+    `sizes`: of the axes, in time too, and of those joined that store parameters in parts. `emitter`, `mark`: write a
+    node for a traced one, and note which layout it holds (`lower._Writer`).
+    """
+
+    def __init__(
+        self, trace: Trace, decisions: Decisions, sizes: Mapping[str, int],
+        emitter: Callable[[StageDraft, fx.Node], Any], mark: Callable[..., None],
+    ):  # fmt: skip
+        self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
+
+    def convert(self, written: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
+        """Go from one layout to another, one axis after the other."""
+        current = dict(source)
+        for axis, place in self._steps(node, source, target):
+            written = self._step(written, node, current, axis, place, stage, stage.made)
+            current[axis] = place
+        return written
+
+    def _step(
+        self, written: fx.Node, node: fx.Node, current: Layout, axis: str, place: Placement, stage: StageDraft,
+        made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """The value with another place on one axis, which `made` has from then on."""
+        layout = tuple({**current, axis: place}.items())
+        if (node, layout) not in made:
+            made[node, layout] = self._convert_axis(written, node, current, axis, place, stage, options)
+            self.mark(made[node, layout], node, layout, dtype)
+        return made[node, layout]
+
+    def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
+        """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
+        gathered first over axes that are joined, which the target does not name."""
+        current = dict(source)
+        whole = R_GRAD_P if facts(node)["needs_grad"] else R
+        named = dict(target)
+        target = (*((axis, whole) for axis in current if axis not in named), *target)
+        for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
+            if current[axis] != place:
+                current[axis] = place
+                yield axis, place
+
+    def _convert_axis(
+        self,
+        written: fx.Node,
+        node: fx.Node,
+        current: Mapping[str, Placement],
+        axis: str,
+        target: Placement,
+        stage: StageDraft,
+        options: Mapping[str, Any],
+    ) -> fx.Node:
+        """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
+        source = current[axis]
+        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
+            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
+        step = conversion(source, target)
+        others = [(cut, self.sizes[other]) for other, cut in current.items() if other != axis]
+        source, place = inside(source, others), inside(target, others)
+        if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
+            between = R_GRAD_P if facts(node)["needs_grad"] else R
+            whole = self._convert_axis(written, node, current, axis, between, stage, options)
+            return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
+        operation = getattr(autopart_ops, step.operator).default
+        emit = self.emitter(stage, node)
+        if step.operator == "all_to_all":
+            return emit(operation, written, axis, source.dim, place.dim, *_zigzags(source, place), **options)
+        cut = source if source.is_shard else place
+        if not cut.is_shard:
+            return emit(operation, written, axis, **options)
+        assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
+        return emit(
+            operation, written, axis, cut.dim, self._size(node, current, axis, cut), list(cut.sections), **options
+        )
+
+    def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
+        """The size of a dim over one axis alone, of which other axes cut their parts."""
+        beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
+        others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
+        in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
+        if beside and in_one_piece and full % (others * self.sizes[axis]):
+            raise _of_unequal_parts(node, cut.dim, axis, beside)
+        return full // others
+
+    def sent(self, node: fx.Node, produced: Key) -> Key:
+        """The layout in which a value goes from stage to stage."""
+        parts = in_parts(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
+        return produced if parts is None else tuple(parts.items())
+
+    def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
+        """Put a value together, where it was received in parts."""
+        sent = self.sent(node, produced)
+        if sent != produced:
+            facts(self.convert(received, node, sent, produced, stage))["received"] = True
+
+    def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
+        """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""
+        precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
+        if precision is None or not stored.is_floating_point:
+            return None
+        return None if stored == precision.compute == precision.reduce else stored
+
+    def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
+        """A parameter in a layout, in the dtype that is computed in; `produced`: the layout it is stored in.
+
+        It is cast by the first conversion that gathers it, so that the cast value is what travels; what goes before
+        are conversions of its gradient alone, which have that in the dtype it is stored in. One that gathers casts and
+        sums in one operator: between two, autograd would round the sum to the dtype that is computed in.
+        """
+        computed, precision = value(node).dtype, self.trace.precision
+        stored = dtype = self.stored_dtype(node)
+        assert precision is not None and stored is not None
+        if (node, produced) not in stage.stored:
+            stage.stored[node, produced] = stage.parameter(node)
+            self.mark(stage.stored[node, produced], node, produced, stored)
+        written, current = stage.stored[node, produced], dict(produced)
+        for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
+            gathers = current[axis].is_shard
+            options: dict[str, Any] = {"dtype": computed} if gathers and dtype != computed else {}
+            if precision.reduce != (computed if gathers else dtype):
+                options["grad_dtype"] = precision.reduce
+            dtype = computed if gathers else dtype
+            made = stage.made if dtype == computed else stage.stored
+            written = self._step(written, node, current, axis, place, stage, made, options, dtype)
+            current[axis] = place
+        return written if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, written, computed)
+
+
+def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
+    """The error for one axis that is to cut or gather what several cut as one."""
+    name = node.target if node.op == "get_attr" else describe(node)
+    return LayoutError(
+        f"{axis} cannot cut or gather dim {dim} of {name} alone",
+        why=f"its {shape(node)[dim]} experts are in unequal parts over {' and '.join(beside)} too, and something else "
+        "than products with rows reads them",
+        hint=f"no pins that cut them over {axis}, or sizes of axes whose product divides them",
+    )
+
+
+def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
+    """What an all-to-all is told of cuts in zigzag."""
+    return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
+
+
+def _gradient_first(
+    source: Layout, steps: Iterator[tuple[str, Placement]]
+) -> list[tuple[str, Placement]]:  # fmt: skip
+    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together: on
+    axes over which a parameter is gathered as one, it has no gradient before."""
+    all_steps, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
+    of_gradient = [(axis, place) for axis, place in all_steps
+                   if axis not in joined and source[axis].is_replicated and place.is_replicated]  # fmt: skip
+    return [*of_gradient, *(step for step in all_steps if step not in of_gradient)]
+
+
+def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
+    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
+    one that an axis cuts where another is to cut it. Else the shards would be put together in another order. Where an
+    axis outside changes how it cuts what one inside cuts alike, that one cuts it again behind."""
+    axes = list(current)
+    for axis in reversed(axes):
+        place = current[axis]
+        changing = [a for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        if place.is_shard and target[axis] == place:
+            around = [p.in_order for a in changing for p in (current[a], target[a])]
+            if axis != MICROBATCH_AXIS and place.in_order in around:
+                yield axis, whole
+        if not place.is_shard or target[axis] == place:
+            continue
+        outside = [current[a] for a in changing]
+        arriving = [p for a, p in target.items() if a != axis and current[a] != p]
+        if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
+            yield axis, target[axis] if target[axis].is_replicated else whole

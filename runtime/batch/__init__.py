@@ -1,0 +1,1 @@
+"""The batch of a call: samples of a rank, outputs, buffers."""

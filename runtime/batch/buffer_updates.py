@@ -1,0 +1,63 @@
+"""New values of the buffers that a model writes in its forward (batch-norm statistics, counters, codebooks).
+
+Every rank holds every buffer whole, and after each forward every rank has the new values: those of a pipeline stage go
+from the ranks that run it to all others along `pp`, in flat buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.ir.program import BufferUpdate, Program, Stage
+from autopart.runtime.batch.batch_split import merge_output
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.stage_ranks import stage_coordinate
+from autopart.runtime.gradients.step_reduction import flatten, unflatten
+
+Made = Mapping[str, Tensor]
+"""{buffer: its new value}"""
+
+
+def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: Sequence[Sequence[Tensor]]) -> Made:
+    """The new values that a stage makes, from those outputs of its prologue and, for each microbatch, of its graph."""
+    new = {update.name: value for update, value in zip(stage.prologue_updates, prologue, strict=True)}
+    columns = zip(*graph, strict=True) if graph else ()
+    for update, values in zip(stage.graph_updates, columns, strict=True):
+        new[update.name] = merge_output(values, update.layout, program)
+    return new
+
+
+def write_buffers(
+    buffers: Mapping[str, Tensor], by_stage: Mapping[int, Made], program: Program, process: Process, stage_style: str
+) -> None:
+    """Write the new values into this rank's `buffers`; `by_stage` has those of the stages that run here."""
+    for stage in program.stages:
+        if not stage.updates:
+            continue
+        new = by_stage.get(stage.index, {})
+        if "pp" in process.groups:
+            owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), stage_style)
+            new = _from_owner(buffers, new, stage.updates, owner, process)
+        with torch.no_grad():
+            for update in stage.updates:
+                buffers[update.name].copy_(new[update.name])
+
+
+def _from_owner(
+    buffers: Mapping[str, Tensor], values: Made, updates: Sequence[BufferUpdate], owner: int, process: Process
+) -> Made:
+    """The values that the stage at `pp` coordinate `owner` made, on every rank along `pp`."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for update in updates:
+        by_dtype.setdefault(buffers[update.name].dtype, []).append(update.name)
+    new: dict[str, Tensor] = {}
+    for names in by_dtype.values():
+        like = [buffers[name] for name in names]
+        flat = flatten([values[name].to(process.device) for name in names] if owner == process.pp else like)
+        dist.broadcast(flat, group=process.groups["pp"], group_src=owner)
+        new.update(zip(names, unflatten(flat, like), strict=True))
+    return new

@@ -1,0 +1,128 @@
+"""A batch of which every rank was given its own rows (`local_batch=True`), brought together where that is needed.
+
+A stage's prologue computes masks, positions and the number of labels from the global batch, so what it reads travels:
+tokens and labels, in one all-gather over the ranks that cut rows. What the prologue only cuts into rows, as images
+mostly are, stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from autopart.ir.program import Program
+from autopart.ir.run.weight_updates import RowNorms
+from autopart.ir.sharding import Cut
+from autopart.runtime.batch.batch_split import OwnRows
+from autopart.runtime.batch.local_outputs import as_terms, kind_of
+from autopart.runtime.comm.collectives import PRIMITIVES
+from autopart.runtime.comm.process_mesh import Process
+
+
+def read_whole(program: Program) -> frozenset[str]:
+    """The inputs of which a prologue, or a change of weights, reads the global value; of the others a prologue takes a
+    rank's rows as they are."""
+    tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
+    needed = {program.input_names[position] for table in tables for position in table.reads}
+    for stage in program.stages:
+        graph = stage.prologue.graph
+        outputs: Any = graph.output_node().args[0]
+        cut = {index for index, one in enumerate(stage.inputs) if one.batch_dim == 0 and not one.sections}
+        uncut = {output for index, output in enumerate(outputs) if index not in cut}
+        for name, node in zip(program.input_names, graph.find_nodes(op="placeholder"), strict=True):
+            if node in uncut or any(user.op != "output" for user in node.users):
+                needed.add(name)
+    return frozenset(needed)
+
+
+class LocalBatch:
+    """Brings the rows of the ranks together, for the calls of one program on this rank."""
+
+    def __init__(self, program: Program, process: Process):
+        assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
+        self.program, self.process = program, process
+        rows = program.row_inputs or frozenset()
+        self.axes = program.mesh.along("rows")
+        self.whole = rows & read_whole(program) if self.axes else frozenset()
+        self.own = rows - self.whole if self.axes else frozenset()
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything is sent."""
+        return bool(self.whole)
+
+    def brought_together(self, inputs: Sequence[Any]) -> list[Any]:
+        """The global batch from this rank's rows; of what nobody reads whole, the rows themselves, as `OwnRows`."""
+        named = dict(zip(self.program.input_names, inputs, strict=True))
+        names = [name for name in named if name in self.whole]
+        whole = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
+        own_rows = {name: OwnRows(named[name]) for name in self.own}
+        return [whole.get(name, own_rows.get(name, value)) for name, value in named.items()]
+
+    def as_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a differentiable call, by their positions (`own_outputs`)."""
+        if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
+            return list(outputs)
+        kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
+        groups = [self.process.groups[axis] for axis in self.axes]
+        return as_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
+
+    def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if not parts:
+            return []
+        values = _gather([part.detach() for part in parts], self.axes, self.process)
+        index = self.process.mesh.row_index(self.process.coordinates)
+
+        def gather(rows: Tensor) -> Tensor:
+            return _gather([rows.detach()], self.axes, self.process)[0]
+
+        return [
+            _WithGradient.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
+            for part, value in zip(parts, values, strict=True)
+        ]
+
+
+def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> list[Tensor]:
+    """The rows of all ranks of each tensor, in the order of the ranks: one all-gather of bytes for each axis."""
+    packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
+    rows, gathered = 1, packed
+    for axis in reversed(axes):  # the innermost first: its ranks are neighbours
+        size = process.mesh.size(axis)
+        cut = Cut(0, gathered.numel() * size, (), size)
+        gathered = PRIMITIVES["all_gather"](gathered, process.groups[axis].group_name, cut)
+        rows *= size
+    columns = gathered.view(rows, -1).split([part.nbytes for part in parts], dim=1)
+    return [
+        column.contiguous().reshape(-1).view(part.dtype).view(rows * part.size(0), *part.shape[1:])
+        for column, part in zip(columns, parts, strict=True)
+    ]
+
+
+class _WithGradient(Function):
+    """The global value of an input of which this rank has rows; its gradient is that of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.rows, ctx.index, ctx.gather = part.size(0), index, gather
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RowsOf.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
+
+
+class _RowsOf(Function):
+    """The rows of one rank of a global value; of their gradients all ranks have the whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.index, ctx.gather = index, gather
+        return whole.narrow(0, index * rows, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _WithGradient.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None

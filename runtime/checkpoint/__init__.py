@@ -1,0 +1,1 @@
+"""State dicts, checkpoints and optimizer state, on any mesh."""

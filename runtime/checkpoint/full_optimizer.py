@@ -1,0 +1,221 @@
+"""The whole state of an optimizer by the model's names: gathered on every rank, and loaded on any mesh.
+
+The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with `full_state_dict=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopart.errors import CheckpointError
+from autopart.ir.program import Program
+from autopart.runtime.checkpoint.optimizer_groups import GIVEN_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
+from autopart.runtime.checkpoint.optimizer_state import local_state
+from autopart.runtime.comm.process_mesh import Process, of_all_stages
+from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.runtime.comm.watchdog import meeting
+from autopart.runtime.consistency.replicas import Replicas
+from autopart.runtime.shards.shard_owners import home_of, parameters_of
+from autopart.runtime.shards.shard_state import gather
+from autopart.tracing.meta_copy import Source
+
+FullState = dict[str, Any]
+"""{"state": {name: {key: full tensor or number}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}"""
+
+
+@dataclass(frozen=True)
+class InParts:
+    """Stands for a tensor that is gathered, in what stages tell each other."""
+
+
+def first_names(program: Program, model: nn.Module) -> dict[str, str]:
+    """{any name of a parameter: the one in the model's `named_parameters()`}, in its order."""
+    first: dict[str, str] = {}
+    stored_names = program.stored_names
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]
+    for name in names:
+        first.setdefault(stored_names[name], name)
+    return {name: first[stored_names[name]] for name in names}
+
+
+def full_state(
+    optimizer: Optimizer, program: Program, model: nn.Module, process: Process, stage_style: str
+) -> FullState:
+    """What `ParallelModule.full_optimizer_state_dict` returns. A collective call."""
+    first = first_names(program, model)
+    order = {name: index for index, name in enumerate(dict.fromkeys(first.values()))}
+    own_groups = [group_of(group, first.__getitem__) for group in optimizer.param_groups]
+    groups = merge_by_options(of_all_stages(own_groups, process))
+    local: dict[str, Mapping[str, Any]] = {}
+    for parameter in parameters_of(optimizer):
+        home = home_of(parameter)
+        if home is not None and parameter in optimizer.state:
+            local[home.name] = optimizer.state[parameter]
+    entries = _told(optimizer, process)
+    whole: dict[str, dict[str, Tensor]] = {}
+    for key in sorted({key for values in entries.values() for key, value in values.items() if value == InParts()}):
+        names = {name for name, values in entries.items() if values.get(key) == InParts()}
+        parts = {name: values[key] for name, values in local.items() if name in names}
+        whole[key] = gather(parts, program, process, stage_style, names)
+    state = {}
+    for name in sorted(entries, key=lambda name: order[first[name]]):
+        values = entries[name].items()
+        state[first[name]] = {key: whole[key][name] if value == InParts() else value for key, value in values}
+    return {
+        "state": state,
+        "param_groups": [_written(group, order if "pp" in process.groups else None) for group in groups],
+    }
+
+
+def _told(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
+    """{stored name: {key: value, or InParts}} of every parameter that has a state, on all stages."""
+    mine: dict[str, dict[str, Any]] = {}
+    for parameter in parameters_of(optimizer):
+        home = home_of(parameter)
+        if home is None or parameter not in optimizer.state:
+            continue
+        values: dict[str, Any] = {}
+        for key, value in optimizer.state[parameter].items():
+            values[key] = value
+            if isinstance(value, Tensor):
+                values[key] = (
+                    InParts() if value.dim() and value.shape == parameter.shape else value.detach().cpu().clone()
+                )
+                if value.numel() > 1 and home.cuts and values[key] != InParts():
+                    raise CheckpointError(
+                        f"'{key}' of '{home.name}' cannot be put together",
+                        why=f"it has shape {tuple(value.shape)}, this rank's part of the parameter "
+                        f"{tuple(parameter.shape)}: how it is cut is not known",
+                        hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
+                    )
+        mine[home.name] = values
+    return {name: values for theirs in reversed(of_all_stages(mine, process)) for name, values in theirs.items()}
+
+
+def _written(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
+    """A group as a state dict has it, its parameters in the model's order where stages were put together."""
+    rows = list(zip(group.names, group.given_names or group.names, strict=True))
+    if order is not None:
+        rows.sort(key=lambda row: order[row[0]])
+    labels = {} if group.given_names is None else {GIVEN_NAMES: [label for _, label in rows]}
+    return {**group.options, **labels, PARAMS: [name for name, _ in rows]}
+
+
+def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Program, model: nn.Module) -> None:
+    """What `ParallelModule.load_full_optimizer_state_dict` does."""
+    first = first_names(program, model)
+    _check_format(full, first)
+    group_by_name = {first[name]: index for index, group in enumerate(full["param_groups"]) for name in group[PARAMS]}
+    state_by_name = {first[name]: values for name, values in full["state"].items()}
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for index, group in enumerate(optimizer.param_groups):
+        names = group_of(group, first.__getitem__).names
+        options = _options(index, group, names, group_by_name, full["param_groups"])
+        groups.append({**options, PARAMS: list(range(count, count + len(group[PARAMS])))})
+        for position, parameter in enumerate(group[PARAMS], start=count):
+            home = home_of(parameter)
+            if home is not None and first[home.name] in state_by_name:
+                values = state_by_name[first[home.name]]
+                state[position] = {
+                    key: _own_copy(local_state(key, value, parameter, home)) for key, value in values.items()
+                }
+        count += len(group[PARAMS])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _own_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _check_format(full: Mapping[str, Any], first: Mapping[str, str]) -> None:
+    """Raises CheckpointError for what is not a full state of an optimizer of this model."""
+    if not {"state", "param_groups"} <= full.keys():
+        raise CheckpointError(
+            "this is not a full optimizer state",
+            why=f"it has {', '.join(map(repr, list(full)[:3])) or 'nothing'}, not 'state' and 'param_groups'",
+            hint="pm.full_optimizer_state_dict(optimizer), on any mesh",
+        )
+    names = [*full["state"], *(name for group in full["param_groups"] for name in group[PARAMS])]
+    if any(isinstance(name, int) for name in names):
+        raise CheckpointError(
+            "this optimizer state counts parameters",
+            why="a number means another parameter on every mesh",
+            hint="pm.full_optimizer_state_dict(optimizer), or of an unpartitioned model torch.distributed.checkpoint."
+            "state_dict.get_optimizer_state_dict(model, optimizer)",
+        )
+    unknown = [name for name in names if name not in first]
+    if unknown:
+        raise CheckpointError(f"the model has no parameter '{unknown[0]}'", why="the optimizer state to load has")
+
+
+def _options(
+    index: int,
+    group: Mapping[str, Any],
+    names: list[str],
+    group_by_name: Mapping[str, int],
+    saved: list[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The options of an optimizer's group, of the saved group that its parameters are in."""
+    missing = [name for name in names if name not in group_by_name]
+    if missing:
+        raise CheckpointError(
+            f"the optimizer state to load does not have '{missing[0]}'", why=f"it is in the optimizer's group {index}"
+        )
+    numbers = sorted({group_by_name[name] for name in names})
+    if len(numbers) > 1:
+        raise CheckpointError(
+            f"the parameters of the optimizer's group {index} are in groups {', '.join(map(str, numbers))} of the "
+            "state to load",
+            why="a group has one learning rate and one weight decay",
+            hint="make the optimizer with the groups that it had when it was saved",
+        )
+    number = numbers[0] if numbers else index if index < len(saved) else None
+    source = group if number is None else saved[number]
+    labels = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
+    return {**{key: _own_copy(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **labels}
+
+
+class SavesOptimizers:
+    """What a module can do with the whole state of its optimizers."""
+
+    _process: Process
+    _source: Source
+    _schedule: str | None
+    _traced: Callable[[str], Program]
+    _replicas: Replicas
+    _local_parameters: dict[str, nn.Parameter]
+
+    @meeting
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer of this module, on every rank. A collective call.
+
+        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` of the unpartitioned
+        model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name, ...], ...}]}`.
+        Raises CheckpointError for a state that is not cut as its parameter is.
+
+        Example:
+            full = pm.full_optimizer_state_dict(optimizer)  # on every rank
+            if torch.distributed.get_rank() == 0:
+                torch.save(full, "optimizer.pt")
+        """
+        program = self._traced("full_optimizer_state_dict()")
+        self._replicas.check_before("full_optimizer_state_dict", program, self._local_parameters)
+        return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
+
+    @meeting
+    def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+        """Load what `full_optimizer_state_dict` gave, on this mesh or another, or of the unpartitioned model.
+
+        Every rank is given all of it and keeps its part. Raises CheckpointError where it does not fit.
+
+        Example:
+            pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))
+        """
+        load_full_state(optimizer, full, self._traced("load_full_optimizer_state_dict()"), self._source.model)

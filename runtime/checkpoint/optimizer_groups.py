@@ -1,0 +1,100 @@
+"""The groups of an optimizer by their parameters' names, and those of all pipeline stages put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.errors import CheckpointError
+from autopart.runtime.shards.shard_owners import home_of
+
+PARAMS, GIVEN_NAMES = "params", "param_names"
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """A group of parameters: their names (the model's, and those that the user gave the optimizer), and its options."""
+
+    names: list[str]
+    given_names: list[str] | None
+    options: dict[str, Any]
+
+
+def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
+    """A group of an optimizer on this rank. Raises CheckpointError for a parameter of another module."""
+    names, labels = [], []
+    for index, parameter in enumerate(group[PARAMS]):
+        home = home_of(parameter)
+        if home is None and parameter.numel():
+            raise CheckpointError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not of this module",
+                hint="one optimizer for the partitioned module, torch.optim.AdamW(pm.parameters())",
+            )
+        if home is not None:
+            names.append(first_name(home.name))
+            labels.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
+    options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
+    return ParameterGroup(names, labels if GIVEN_NAMES in group else None, options)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
+    """The groups of all stages in one, each by its number. Raises CheckpointError where they are not the same ones."""
+    counts = [len(groups) for groups in stages]
+    alike = len(set(counts)) == 1 and all(
+        _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)
+    )
+    if not alike:
+        raise CheckpointError(
+            "the optimizer's groups are not the same ones on every pipeline stage",
+            why="groups by stage: " + "; ".join(", ".join(map(_spoken, groups)) or "none" for groups in stages),
+            hint="make every group on every rank, also where it is empty; or use pm.full_optimizer_state_dict",
+        )
+    return [_joined(groups) for groups in zip(*stages, strict=True)]
+
+
+def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
+    """The groups of all stages in one, by number or else by their options, where a stage has not all of them."""
+    if len({len(groups) for groups in stages}) == 1 or any(
+        _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]
+    ):
+        return merge_by_index(stages)
+    merged: list[list[ParameterGroup]] = []
+    for groups in stages:
+        for group in groups:
+            row = next((row for row in merged if _same_options(row[0], group)), None)
+            if row is None:
+                merged.append([group])
+            else:
+                row.append(group)
+    return [_joined(row) for row in merged]
+
+
+def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
+    if one.options.keys() != other.options.keys():
+        return False
+    pairs = ((value, other.options[key]) for key, value in one.options.items())
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+
+
+def _joined(groups: Sequence[ParameterGroup]) -> ParameterGroup:
+    """One group of several stages; what several hold (tied parameters) once."""
+    labels: dict[str, str] = {}
+    for group in groups:
+        for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
+            labels.setdefault(name, label)
+    return ParameterGroup(
+        list(labels), None if groups[0].given_names is None else list(labels.values()), groups[0].options
+    )
+
+
+def _spoken(group: ParameterGroup) -> str:
+    options = {key: value for key, value in group.options.items() if key in ("lr", "weight_decay", "momentum")}
+    return f"{len(group.names)} parameters with {options}"

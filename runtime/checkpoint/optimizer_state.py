@@ -1,0 +1,197 @@
+"""The state of an optimizer of a partitioned model: shards with their places in its state dict, and whole by names.
+
+What an optimizer keeps for a parameter in the parameter's own shape (moments, momentum) is cut as the parameter is;
+single numbers (steps) are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.compat.torch_internals import full_state_dicts_through
+from autopart.errors import CheckpointError
+from autopart.runtime.checkpoint.dcp_planners import call_with_optimizers
+from autopart.runtime.checkpoint.missing_state import belongs_to, without_absent
+from autopart.runtime.checkpoint.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
+from autopart.runtime.checkpoint.saved_shard import (
+    ShardPlace,
+    ShardTensor,
+    connect_checkpoints,
+    local_of,
+    place_in_file,
+    place_of,
+    refuse_what_was_not_loaded,
+)
+from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, at_home, part_here, put_together
+from autopart.runtime.comm.process_mesh import Process, of_all_stages
+from autopart.runtime.shards.shard_owners import Home, home_of, parameters_of, process_among
+
+_WATCHED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose state dicts have places."""
+
+
+def connect_state_dicts() -> None:
+    """Have every optimizer that is made from here on give and take state dicts with places, for what it keeps of the
+    parameters of partitioned models, and torch's distributed checkpoint know of them."""
+    connect_checkpoints()
+    full_state_dicts_through(put_together, refuse_what_was_not_loaded)
+    call_with_optimizers(_watch)
+
+
+def _watch(optimizer: Optimizer) -> None:
+    if optimizer not in _WATCHED:
+        _WATCHED.add(optimizer)
+        optimizer.register_state_dict_post_hook(_with_places)
+        optimizer.register_load_state_dict_pre_hook(_with_local_parts)
+
+
+@on_local_values
+def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict in which what is cut, or is one stage's, knows where it belongs."""
+    parameters = parameters_of(optimizer)
+    process = process_among(parameters)
+    if process is None:
+        return state_dict
+    state = _converted(state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _placed_state(*given))
+    groups = state_dict["param_groups"]
+    if "pp" in process.groups:
+        exchange = _Exchange(optimizer, process)
+        groups = [StageGroup(group, index, exchange) for index, group in enumerate(groups)]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _converted(
+    state: Mapping[Any, Any], parameters: Mapping[Any, nn.Parameter], convert: Callable[[str, Any, Tensor, Home], Any]
+) -> dict[Any, Any]:
+    """A state dict's state in which what belongs to a partitioned model's parameter is converted, entry by entry.
+    `parameters`: {as the state counts it: parameter}."""
+    converted = {}
+    for index, values in state.items():
+        parameter = parameters.get(index)
+        home = None if parameter is None else home_of(parameter)
+        if parameter is not None and home is not None and isinstance(values, Mapping):
+            values = {key: convert(key, value, parameter, home) for key, value in values.items()}
+        converted[index] = values
+    return converted
+
+
+def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
+    """One value of a parameter's state, with its place where other ranks hold other parts, or other parameters."""
+    if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
+        return value
+    if value.dim() == 0 or place_of(home).is_whole:
+        belongs_to(value, home.name)
+    if value.dim() == 0:
+        return value
+    staged = home.process.mesh.size("pp") > 1
+    place = place_of(home, only_by_name=staged)
+    if value.shape == parameter.shape:
+        return value if place.is_whole and not staged else at_home(value, place, home)
+    if not place.is_whole and value.numel() > 1:
+        return ShardTensor(value, ShardPlace(place.name, place.shape, None, place.keys))
+    shape = tuple(value.shape)
+    spans = tuple(((0, size),) for size in shape)
+    return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if staged else value
+
+
+@on_local_values
+def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """A state dict with this rank's part of every full tensor in it. Raises CheckpointError where one does not fit."""
+    saved = state_dict["param_groups"]
+    parameters = parameters_of(optimizer)
+    if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch tells of the latter
+        return None
+    state_dict = {**state_dict, "state": without_absent(state_dict["state"])}
+    groups = [_own_group(*pair) for pair in zip(saved, optimizer.param_groups, strict=True)]
+    counted = [index for group in groups for index in group[PARAMS]]
+    if len(counted) != len(parameters):
+        return None
+    state = _converted(state_dict["state"], dict(zip(counted, parameters, strict=True)), local_state)
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _own_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group with the names of this rank's parameters alone, in this optimizer's order, where it has names.
+
+    Raises CheckpointError where it has no options: torch found none for these names in a checkpoint.
+    """
+    options = {key: value for key, value in saved.items() if key != PARAMS}
+    keys = [_names(parameter) for parameter in group[PARAMS]]
+    if not options and keys and any(key != [NO_PARAMETERS] for key in keys):
+        raise CheckpointError(
+            f"the checkpoint has no group with '{keys[0][0]}'",
+            why="its groups of the optimizer name other parameters",
+            hint="save get_state_dict(pm, optimizer), called on every rank, as it is",
+        )
+    names_here = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]
+    params = list(saved[PARAMS]) if None in names_here else names_here
+    return {**(options or group), PARAMS: params}
+
+
+def _names(parameter: Tensor) -> list[str]:
+    """Those of a parameter in its model."""
+    home = home_of(parameter)
+    return [NO_PARAMETERS] if home is None else [home.name, *home.stored.aliases]
+
+
+def local_state(key: str, value: Any, parameter: Tensor, home: Home) -> Any:
+    """This rank's part of one value of a parameter's state."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    place = place_in_file(value)
+    if place is not None and value.shape != parameter.shape:
+        return local_of(value)  # of no known place, or whole
+    if value.numel() == 1 and math.prod(home.stored.shape) != 1:
+        return value
+    if place_of(home).is_whole and value.shape != parameter.shape:
+        return value  # an optimizer's own shape, on every rank
+    part = part_here(f"{home.name} ({key})", value, parameter, home)
+    return part if part is value or isinstance(value, ShardTensor) else part.clone()
+
+
+class _Exchange:
+    """The groups of an optimizer on every stage, by names: asked for once per state dict, where names are filled in."""
+
+    def __init__(self, optimizer: Optimizer, process: Process):
+        self._own = [group_of(group) for group in optimizer.param_groups]
+        self._process = process
+        self._merged: list[ParameterGroup] | None = None
+
+    def names(self, index: int) -> list[str]:
+        """Those of a group on all stages. A collective call along `pp`, the first time."""
+        if self._merged is None:
+            self._merged = merge_by_index(of_all_stages(self._own, self._process))
+        return self._merged[index].names
+
+
+class StageGroup(dict[str, Any]):
+    """A group of a pipeline stage's optimizer, in a state dict.
+
+    `torch.distributed.checkpoint.state_dict` writes parameters' names into it; then those of the other stages are
+    added, since a checkpoint has each group once.
+    """
+
+    def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):
+        super().__init__(group)
+        self._index, self._exchange = index, exchange
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == PARAMS and not any(isinstance(name, str) for name in self.get(PARAMS, ())):
+            others = self._exchange.names(self._index)
+            value = [*value, *(name for name in others if name not in value)]
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}

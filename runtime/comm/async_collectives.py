@@ -1,0 +1,117 @@
+"""Parts of all ranks brought together, and sums of all ranks taken apart, while other work runs.
+
+Gloo's own collectives take more than they need: its all-gather copies the whole once more, its reduce-scatter sends all
+of it to all. Here each rank sends its part to every other, into its place; and what each is to have of a sum to the
+rank that adds it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_internals import gather_collective, is_gloo, scatter_collective
+from autopart.runtime.comm.watchdog import limit, sum_over, watching
+
+Wait = Callable[[], Tensor]
+
+
+def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Begins to bring the parts of all ranks together, one behind the other in `whole`, and gives what waits for it.
+    That raises HangError where a rank does not come."""
+    if not _uses_gloo(group, part):
+        return _begin(gather_collective(), whole, part, group)
+    if part.is_cuda:
+        wait = _gather_by_sends(torch.empty_like(whole, device="cpu"), part.cpu(), group)
+        return lambda: whole.copy_(wait())
+    return _gather_by_sends(whole, part, group)
+
+
+def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Begins to sum vectors of all ranks, of which each is to have an equal part, and gives what waits for it. That
+    raises HangError where a rank does not come."""
+    if not _uses_gloo(group, flat):
+        return _begin(scatter_collective(), flat.new_empty(flat.numel() // group.size()), flat, group)
+    if flat.is_cuda:
+        wait = _scatter_by_sends(flat.cpu(), group)
+        return lambda: wait().to(flat.device)
+    return _scatter_by_sends(flat, group)
+
+
+def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
+    """Begins to add up vectors of all ranks in place, over one group after the other, and gives what waits for it."""
+    first, *others = groups
+    with watching(first.group_name):
+        work = dist.all_reduce(flat, group=first, async_op=True)
+
+    def wait() -> None:
+        with watching(first.group_name):
+            work.wait()
+        for group in others:
+            sum_over(group, flat)
+
+    return wait
+
+
+def _uses_gloo(group: dist.ProcessGroup, values: Tensor) -> bool:
+    return dist.get_backend(group) == "gloo" or (values.is_cuda and is_gloo(group, values.device))
+
+
+def _begin(collective: Callable[..., dist.Work], output: Tensor, values: Tensor, group: dist.ProcessGroup) -> Wait:
+    with watching(group.group_name):
+        work = collective(output, values, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        with watching(group.group_name):
+            work.wait()
+        return output
+
+    return wait
+
+
+def _gather_by_sends(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
+    rows = whole.view(group.size(), -1).unbind()
+    finish = _exchange([part] * group.size(), rows, group)
+    rows[group.rank()].copy_(part)
+
+    def wait() -> Tensor:
+        finish()
+        return whole
+
+    return wait
+
+
+def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
+    rank, rows = group.rank(), flat.view(group.size(), -1).unbind()
+    received = [row if index == rank else torch.empty_like(row) for index, row in enumerate(rows)]
+    finish = _exchange(rows, received, group)
+
+    def wait() -> Tensor:
+        """The sum in the order of ranks, in memory that was received into."""
+        finish()
+        first, second, *others = received
+        total = second.add_(first) if rank == 0 else first.add_(second)
+        for other in others:
+            total.add_(other)
+        return total
+
+    return wait
+
+
+def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begins to send every other rank its row, and to receive one from it; gives what waits for both."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    with watching(group.group_name):
+        works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
+        works += [dist.isend(rows[rank], group=group, group_dst=rank) for rank in others]
+
+    def wait() -> None:
+        with watching(group.group_name):
+            for work in works:
+                assert work is not None
+                work.wait(limit(group))
+
+    return wait

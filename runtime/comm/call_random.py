@@ -1,0 +1,94 @@
+"""The random numbers of one call: from the default generator as one device draws them, or from the call's seeds.
+
+Every stage's prologue makes all draws of the model, so each has to begin in the same state of the generator, and the
+state afterwards is that of one device, however many stages run here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.errors import OptionError, RuntimeSetupError
+from autopart.ir.facts import facts
+from autopart.ir.graph import NOT_EXACT, describe, inexact
+from autopart.ir.program import Program
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+
+
+@contextmanager
+def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Around the prologues of a call on `inputs`; what it yields is to be called before each of them."""
+    if program.draws is None:
+        yield lambda: None
+        return
+    before = {on: get_state(on) for on in drawn_on(program, device)}
+    first = before
+    if program.draws == "fast":
+        seed = _one_seed(inputs[-1])
+        first = {on: torch.Generator(on).manual_seed(seed).get_state() for on in before}
+
+    def rewind() -> None:
+        for on, state in first.items():
+            set_state(state, on)
+
+    try:
+        yield rewind
+    finally:
+        if program.draws == "fast":
+            for on, state in before.items():
+                set_state(state, on)
+
+
+def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
+    """Whose generators a call on `device` draws from: its own, and the host's where the model draws there itself."""
+    host = torch.device("cpu")
+    return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
+
+
+def check_exact(program: Program, device: torch.device) -> None:
+    """Raises OptionError where `rng="exact"` is asked for and a draw cannot be repeated on the device."""
+    for node in program.drawn if program.draws == "exact" else ():
+        if why := inexact(node, device):
+            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+
+
+def get_state(device: torch.device) -> Tensor:
+    """The state of torch's default generator for a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def check_same_state(program: Program, process: Process) -> None:
+    """Raises RuntimeSetupError, on every rank, where the generators that a program draws from are in different states
+    on the ranks."""
+    digest = hashlib.blake2b(digest_size=7)
+    for on in drawn_on(program, process.device):
+        digest.update(get_state(on).numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "little")
+    extremes = torch.tensor([number, -number])
+    reduce_over_all(extremes, dist.ReduceOp.MAX, process)
+    if extremes.sum() != 0:
+        raise RuntimeSetupError(
+            "the ranks' random generators are not in the same state",
+            why="with rng='exact' every rank draws the numbers of the whole batch itself",
+            hint="torch.manual_seed(0) on every rank, and no draws on one rank alone after it; or rng='fast'",
+        )
+
+
+def _one_seed(seeds: Tensor) -> int:
+    """A seed for what is drawn once per call, apart from those of its microbatches."""
+    packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

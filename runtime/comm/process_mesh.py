@@ -1,0 +1,325 @@
+"""This process in the mesh: its coordinates, its device, and one process group per mesh axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopart.compat.torch_internals import is_gloo, runs_on_host, set_group_timeout
+from autopart.errors import HangError, RuntimeSetupError
+from autopart.ir.layout import parts_of
+from autopart.ir.mesh import Mesh
+from autopart.plans.rank_digest import TIMEOUT_S
+from autopart.runtime.comm.one_caller import Caller
+from autopart.runtime.comm.watchdog import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
+
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it raises, in the process groups made here."""
+
+T = TypeVar("T")
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Process:
+    """One rank. `groups` has the axes of more than one rank; `rank` counts as `Mesh` does."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    groups: Mapping[str, dist.ProcessGroup]
+    device_mesh: DeviceMesh | None = None
+    owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
+    side_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    joined_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # along several axes as one
+    host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
+    watch: Watch | None = None  # None: there is one rank
+    serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
+    step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
+    apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
+    caller: Caller | None = None  # who is inside of a call; copies of a module share it
+    unsummed: set[object] = field(default_factory=set)  # whose gradients ranks have not summed (`state/unsummed.py`)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.mesh.coordinates(self.rank)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where values are when they are sent to the next stage: on the host, for gloo sends nothing from a GPU."""
+        on_host = self.device.type == "cuda" and is_gloo(self.groups["pp"], self.device)
+        return torch.device("cpu") if on_host else self.device
+
+    @property
+    def pp(self) -> int:
+        """This rank's `pp` coordinate, 0 without that axis."""
+        return self.coordinates.get("pp", 0)
+
+    def along(self, axis: str) -> dist.ProcessGroup:
+        """The group along an axis, or along several joined as one. Every rank asks for those at the same place."""
+        if axis in self.groups:
+            return self.groups[axis]
+        if axis not in self.joined_groups:
+            self.joined_groups[axis] = self._new_group(axis)
+        return self.joined_groups[axis]
+
+    def beside(self, axis: str) -> dist.ProcessGroup:
+        """A second group along an axis, for what is sent beside the work of stages: collectives of one group wait for
+        each other. Every rank asks for it at the same place."""
+        if axis not in self.side_groups:
+            self.side_groups[axis] = self._new_group(axis)
+        return self.side_groups[axis]
+
+    def _new_group(self, axis: str) -> dist.ProcessGroup:
+        assert self.device_mesh is not None
+        parts = [part for part in parts_of(axis) if part in self.groups]
+        backend = dist.get_backend(self.groups[parts[0]])
+        group = _own_group(_ranks_along(self.mesh, self.device_mesh, parts), GROUP_TIMEOUT, backend)
+        if self.watch is not None:
+            self.watch.over([group])
+        return group
+
+    def connect_owners(self, owners: tuple[int, ...]) -> None:
+        """Makes a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
+
+        Every rank must call this with the same `owners`, whether it is one of them or not.
+        """
+        if owners in self.connected:
+            return
+        self.connected.add(owners)
+        if len(owners) == self.mesh.size("pp"):
+            self.owner_groups[owners] = self.groups["pp"]
+            return
+        assert self.device_mesh is not None
+        ranks = self.device_mesh.mesh.reshape(self.mesh.size("pp"), -1)
+        for column in range(ranks.size(1)):
+            members = ranks[list(owners), column].tolist()
+            group = dist.new_group(members, timeout=GROUP_TIMEOUT)
+            if dist.get_rank() in members:
+                self.owner_groups[owners] = group
+                if self.watch is not None:
+                    self.watch.over([group])
+
+
+def meet(
+    mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
+) -> Watch | None:
+    """A group of all ranks that needs no GPU, and who watches it, before any group of `mesh` is made; None: `mesh` has
+    one rank.
+
+    Starts torch.distributed where torchrun has set it up. Raises RuntimeSetupError where it has not.
+    """
+    if mesh.num_ranks == 1 and device_mesh is None:
+        return None
+    limit = timedelta(seconds=FIRST * timeout_s)
+    try:
+        if not dist.is_initialized():
+            _initialize(mesh, limit)
+        group = _host_group(device_mesh, limit)
+    except RuntimeError as error:
+        if not is_lost(error) and not any(text in str(error) for text in NOT_MET):
+            raise
+        raise HangError(
+            f"the ranks did not meet in {limit.total_seconds():g} s: {_this_rank()} waited while the module was made",
+            why="a rank has not come to parallelize: it is killed, frozen, slower, or raised an error before",
+            hint="the first error of any rank, in its log; timeout=600 if a rank is slow",
+        ) from error
+    set_group_timeout(group, PATIENCE)
+    return Watch(group, timeout_s, compile)
+
+
+def connect(
+    mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None,
+    watch: Watch | None = None,
+) -> Process:  # fmt: skip
+    """This process as a rank of `mesh`, with its groups; `watch` is what `meet` gave.
+
+    The device is the device mesh's where one is given, else a GPU where the process group is nccl's or the model is
+    on one, else the CPU. Raises RuntimeSetupError where the number of processes does not fit the mesh.
+    """
+    if watch is None:
+        watch = meet(mesh, device_mesh)
+    if watch is None:
+        return Process(mesh, 0, _device(model_device.type if model_device.type == "cuda" else "cpu", model_device), {})
+    num_ranks = watch.group.size()
+    if num_ranks != mesh.num_ranks:
+        raise RuntimeSetupError(
+            f"mesh {mesh} needs {mesh.num_ranks} processes, there are {num_ranks}",
+            why=" x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items()) + f" = {mesh.num_ranks}",
+            hint=f"torchrun --nproc-per-node {mesh.num_ranks} ..., or a mesh of {num_ranks} ranks",
+        )
+    if device_mesh is None:
+        device = _device("cuda" if _uses_gpus(model_device) else "cpu", model_device)
+        device_mesh = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
+    else:
+        device = _device(device_mesh.device_type, model_device)
+    groups = _axis_groups(mesh, device_mesh, watch.send_s)
+    watch.over(list(groups.values()))
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    rank = 0
+    for size, index in zip(mesh.sizes.values(), coordinate, strict=True):
+        rank = rank * size + index
+    return Process(mesh, rank, device, groups, device_mesh, host_group=watch.group, watch=watch)
+
+
+def first_ranks_seed(process: Process) -> int:
+    """`torch.initial_seed()` of the first rank, on every rank: what they draw from it is the same everywhere."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=process.device)
+    for group in process.groups.values():
+        dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
+
+
+def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
+    """All-reduce a tensor on the host over all ranks of the mesh. Raises HangError where one does not come."""
+    group = process.host_group
+    if group is not None:
+        finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
+
+
+def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
+    """Begins to collect the numbers of all ranks of the mesh, and gives what waits for them.
+
+    That returns float64 [ranks, numbers], a row each in the order of the host group, and raises HangError where a rank
+    does not come. It takes half the time of a reduction: gloo sends a number of messages one after the other, here half
+    as many.
+    """
+    mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
+    if group is None:
+        return lambda: mine[None]
+    rows = torch.empty(group.size(), len(numbers), dtype=torch.float64)
+    work = dist.all_gather(list(rows), mine, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        finish(work, group)
+        return rows
+
+    return wait
+
+
+def of_all_stages(mine: T, process: Process) -> list[T]:
+    """What the ranks of every `pp` coordinate have, in their order. A collective call where there are several."""
+    if "pp" not in process.groups:
+        return [mine]
+    everyones = [mine] * process.mesh.size("pp")
+    dist.all_gather_object(everyones, mine, group=process.groups["pp"])
+    return everyones
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank() if dist.is_initialized() else os.environ['RANK']}"
+
+
+def _initialize(mesh: Mesh, limit: timedelta) -> None:
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise RuntimeSetupError(
+            f"mesh {mesh} needs {mesh.num_ranks} processes, and torch.distributed is not initialised",
+            why=f"this process was not started by torchrun: {', '.join(missing)} not set",
+            hint=f"torchrun --nproc-per-node {mesh.num_ranks} script.py, or call init_process_group first",
+        )
+    one_gpu_each = _one_gpu_each()
+    if one_gpu_each:
+        torch.cuda.set_device(_local_rank())
+    dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=limit)
+
+
+def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
+    """All ranks of the mesh (None: of the world) in a group of our own that needs no GPU."""
+    ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
+    return _own_group([ranks], limit)
+
+
+def _own_group(
+    rows: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
+) -> dist.ProcessGroup:  # fmt: skip
+    """A new group, on the host where nothing else is said, of that row of ranks which this process is in.
+
+    Torch names a group that only its members make by how many groups a process has had, which differs where some had
+    tied tensors to share: the members would wait for each other for ever. So all processes make all rows, where they
+    are all in one.
+    """
+    mine: dist.ProcessGroup | None = None
+    together = sum(map(len, rows)) == dist.get_world_size()
+    for ranks in rows:
+        if dist.get_rank() in ranks:
+            mine = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not together
+            )  # fmt: skip
+        elif together:
+            dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    assert mine is not None
+    return mine
+
+
+def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
+    """A group for each axis.
+
+    On the host, one that is the whole world's is made anew: how long its ranks wait for each other is for the user to
+    say. So is that of a pipeline: the time limit of a send or receive is that with which its group was made.
+    """
+    groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
+    for axis, group in groups.items():
+        if runs_on_host(group) and (axis == "pp" or group is dist.group.WORLD):
+            groups[axis] = _own_group(_ranks_along(mesh, device_mesh, [axis]), timedelta(seconds=send_s))
+    return groups
+
+
+def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
+    """The ranks that differ in their coordinates on these axes alone, each row in their order along them."""
+    dims = [list(mesh.sizes).index(axis) for axis in axes]
+    along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+    return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
+
+
+def _device(kind: str, model_device: torch.device) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    if model_device.type == "cuda":
+        index = torch.cuda.current_device() if model_device.index is None else model_device.index
+        if index == 0 and _one_gpu_each():  # `.to("cuda")` on every rank, without `torch.cuda.set_device`
+            index = _local_rank()
+    else:
+        index = torch.cuda.current_device() or _local_rank() % torch.cuda.device_count()  # chosen by hand, else by rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _uses_gpus(model_device: torch.device) -> bool:
+    """Whether ranks compute on GPUs: their model is on one, or their process group is nccl's. One that was made without
+    a backend has nccl for GPUs beside gloo: it counts where each rank of this machine has a GPU of its own."""
+    if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
+        return True
+    return "nccl" in str(dist.get_backend_config()) and _one_gpu_each()
+
+
+def _one_gpu_each() -> bool:
+    """Whether this machine has a GPU for each of its ranks. Where torchrun does not say how many these are, all of the
+    process group are taken to be here."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", num_ranks)))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; the host where it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

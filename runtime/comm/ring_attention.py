@@ -1,0 +1,144 @@
+"""Ring attention: keys and values go around the ranks of an axis, those of one rank after the other.
+
+On processes a rank begins to send what it has before it computes with it. In the backward the gradients of keys and
+values travel with them, and come home after the last visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_internals import is_gloo, resolve_group
+from autopart.ir.sharding import Cut
+from autopart.ops.blockwise_attention import Visit, visit_backward, visited
+from autopart.ops.differentiate_once import check_differentiated_once
+from autopart.ops.masked_attention import Run, runs_of
+from autopart.runtime.comm.watchdog import watching
+
+_NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'context="ulysses" or context="gather"')
+
+
+class _Rotation:
+    """Tensors on their way to the next rank, and those of the one before on their way here."""
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
+        self.group, self.device = group, sent[0].device
+        on_host = self.device.type == "cuda" and is_gloo(group, self.device)
+        self.sent = [(x.cpu() if on_host else x).contiguous() for x in sent]
+        self.received = [x.new_empty(*x.shape[:2], length, x.size(3)) for x in self.sent]
+        after, before = ((group.rank() + step) % group.size() for step in (1, -1))
+        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
+        gets = [dist.P2POp(dist.irecv, x, group=group, group_peer=before) for x in self.received]
+        # Of two ranks that both send first, neither would be received from over blocking links.
+        order = [*sends, *gets] if group.rank() % 2 == 0 else [*gets, *sends]
+        with watching(group.group_name):
+            self.works = dist.batch_isend_irecv(order)
+
+    def arrive(self) -> list[Tensor]:
+        with watching(self.group.group_name):
+            for work in self.works:
+                work.wait()
+        return [x.to(self.device) for x in self.received]
+
+
+def _around(group: dist.ProcessGroup, cut: Cut, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """(whose they are, how long those of the rank before are, keys and values) of every visit, from this rank's own on.
+    They are on their way to the next rank while they are used here."""
+    ranks, there = group.size(), pair
+    for step in range(ranks):
+        rank = (group.rank() - step) % ranks
+        length = cut.length((rank - 1) % ranks)
+        moving = _Rotation(group, there, length) if step < ranks - 1 else None
+        yield rank, length, there
+        there = moving.arrive() if moving is not None else there
+
+
+class Ring(torch.autograd.Function):
+    """Of this rank's queries, keys and values among those of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group_name: str, cut: Cut,
+        scale: float | None, runs: Sequence[Run],
+    ) -> Tensor:  # fmt: skip
+        group = resolve_group(group_name)
+        around = _around(group, cut, [key, value])
+        output, total = visited(query, (
+            (keys, values, Visit(cut, group.rank(), rank, mask, scale, runs)) for rank, _, (keys, values) in around
+        ))  # fmt: skip
+        ctx.save_for_backward(query, key, value, mask, output, total)
+        ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 8
+        check_differentiated_once("ring attention", *_NOT_TWICE)
+        query, key, value, mask, output, total = ctx.saved_tensors
+        group, cut = ctx.group, ctx.cut
+        of_query = torch.zeros_like(query)
+        grads = [torch.zeros_like(key), torch.zeros_like(value)]
+        for rank, length, (keys, values) in _around(group, cut, [key, value]):
+            of = Visit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
+            visit_backward([of_query, *grads], grad, output, total, query, keys, values, of)
+            grads = _Rotation(group, grads, length).arrive()
+        return of_query, grads[0], grads[1], None, None, None, None, None
+
+
+class RingOfLists(torch.autograd.Function):
+    """Of the queries, keys and values of all ranks, one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, masks: Sequence[Tensor | None], cut: Cut, scale: float | None, *sides: Tensor
+    ) -> tuple[Tensor, ...]:
+        ranks = len(masks)
+        queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
+        ctx.masks, ctx.cut, ctx.scale, ctx.kept = masks, cut, scale, []
+        for here in range(ranks):
+            order = [(here - step) % ranks for step in range(ranks)]
+            ctx.kept.append(visited(queries[here], (
+                (keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale)) for rank in order
+            )))  # fmt: skip
+        ctx.save_for_backward(*sides)
+        return tuple(result for result, _ in ctx.kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        check_differentiated_once("ring attention", *_NOT_TWICE)
+        sides, ranks = ctx.saved_tensors, len(grads)
+        queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
+        side_grads = [torch.zeros_like(side) for side in sides]
+        for here in range(ranks):
+            output, total = ctx.kept[here]
+            for step in range(ranks):
+                rank = (here - step) % ranks
+                of = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
+                added = [side_grads[i] for i in (here, ranks + rank, 2 * ranks + rank)]
+                visit_backward(added, grads[here], output, total, queries[here], keys[rank], values[rank], of)
+        return None, None, None, *side_grads
+
+
+def ring_attention(
+    query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
+    scale: float | None = None, runs: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """`torch.ops.autopart.ring_attention` on a process."""
+    cut = Cut(2, size, tuple(sections), resolve_group(axis).size())
+    return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
+
+
+def ring_attention_of_lists(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor] | None,
+    size: int, sections: Sequence[int], scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The same for all ranks of an axis at once."""
+    cut = Cut(2, size, tuple(sections), len(queries))
+    return RingOfLists.apply(masks or [None] * len(queries), cut, scale, *queries, *keys, *values)

@@ -1,0 +1,333 @@
+"""Who waits for whom: a rank that hangs or is gone is named by those that wait for it, after `timeout=` seconds.
+
+Every call begins with a collective on the host (`same_call.py`), so there the others wait. A rank that has waited too
+long asks through the store of torch.distributed where everybody is. A thread of every process answers from the stack of
+the main thread: nothing is noted on the way, so watching costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_function_internals import local_values
+from autopart.compat.torch_internals import clone_of, default_store, keep_for_ever, set_group_timeout
+from autopart.errors import HangError
+from autopart.runtime.comm.one_caller import one_caller
+from autopart.runtime.comm.stack_traces import place_in_stack, place_in_traceback
+
+FIRST = 10
+"""So many times `timeout=` may pass while a module is made, and in the first call of a program."""
+
+PATIENCE = timedelta(days=7)
+"""The time limit of the host's collectives themselves: they are waited for step by step."""
+
+BEAT_S = 1.0
+RANKS_PER_BEAT = 200  # of a larger mesh every process looks less often
+BEATS_TO_ANSWER = 3
+SHOWN = 16  # ranks, in an error
+
+LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connection reset", "Broken pipe",
+        "timeout caused pair closure", "connectFullMesh failed", "Read error", "Write error")  # fmt: skip
+"""What gloo says of a rank that does not come, or is gone."""
+
+
+@dataclass
+class Record:
+    """What one rank says of itself. `state`: "inside" a call, "outside", "paused", "waiting" in vain, or "ended"."""
+
+    state: str
+    doing: str
+    place: str
+    for_s: float = 0.0
+    answer: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.doing}, {self.place}" if self.place else self.doing
+
+    def __str__(self) -> str:
+        return f"{self.where}, for {self.for_s:.1f} s" if self.state != "ended" else self.doing
+
+
+NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValue failed", "failed to recv")
+"""What torch's store says, in addition, if the ranks do not meet."""
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return True if the error means that another rank does not come, or is gone."""
+    return any(text in str(error) for text in LOST)
+
+
+class Watch:
+    """What this rank does, and how long it waits for the others. `group`: all ranks of the mesh, on the host.
+
+    `send_s`: how long a send or receive of a pipeline may take; where stages are compiled it may have to wait for that.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
+        self.send_s = timeout_s * (FIRST if compile else 1)
+        self.group, self.timeout_s, self.limit_s = group, timeout_s, FIRST * timeout_s
+        self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.timed_groups: list[dist.ProcessGroup] = []
+        self._note("inside", "making the module")
+        self.beat_s = min(max(BEAT_S, len(self.ranks) / RANKS_PER_BEAT), max(timeout_s / 6, 0.05))
+        self.main = threading.get_ident()
+        self._store = _store_of(group)
+        _WATCHES[group.group_name] = self
+        stopped = threading.Event()
+        weakref.finalize(self, stopped.set)
+        thread = threading.Thread(target=_answer, args=(weakref.ref(self), stopped), daemon=True)
+        thread.start()
+        atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
+
+    def over(self, groups: list[dist.ProcessGroup]) -> None:
+        """Watch the collectives of these groups too."""
+        for group in groups:
+            if group not in self.timed_groups:
+                self.timed_groups.append(group)
+                _WATCHES[group.group_name] = self
+                set_group_timeout(group, timedelta(seconds=self.limit_s))
+
+    def allow(self, first: bool) -> None:
+        """How long is waited in what follows: `first` of its kind, or not."""
+        limit_s = self.timeout_s * (FIRST if first else 1)
+        if limit_s != self.limit_s:
+            self.limit_s = limit_s
+            for group in self.timed_groups:
+                set_group_timeout(group, timedelta(seconds=limit_s))
+
+    @contextmanager
+    def inside(self, doing: str) -> Iterator[None]:
+        """Around a call; a rank that is missing in one of its collectives is a HangError."""
+        before = self.state, self.doing
+        self._note("inside", doing)
+        try:
+            yield
+        except RuntimeError as error:
+            self.raise_if_lost(error)
+            raise
+        finally:
+            if self.state != "waiting":
+                self._note(*(before if before[0] == "inside" else ("outside", f"after {doing}")))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, the other ranks wait for this one without a limit."""
+        before = self.state, self.doing
+        self._note("paused", f"paused {self.doing}")
+        try:
+            yield
+        finally:
+            self._note(*before)
+
+    def made(self) -> None:
+        """The module is made, and calls may follow."""
+        self._note("outside", "after making the module")
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective of all ranks on the host: for `limit_s`, and on while one of them is paused."""
+        if work.is_completed():
+            work.wait()
+            return
+        started = time.monotonic()
+        while True:
+            try:
+                work.wait(timedelta(seconds=self.limit_s))
+                return
+            except RuntimeError as error:
+                still_runs = not work.is_completed()
+                waited_s = time.monotonic() - started
+                records = self._ask()
+                if still_runs and any(record.state == "paused" for record in records.values()):
+                    continue
+                keep_for_ever(self.group, work)  # they would hold the process at its end until the others come
+                raise self._error(error, records, waited_s) from error
+
+    def raise_if_lost(self, error: RuntimeError) -> None:
+        """Raises HangError where an error is that another rank does not come, or is gone."""
+        if is_lost(error):
+            raise self._error(error, self._ask(), time.monotonic() - self.since) from error
+
+    def record(self, place: str = "") -> Record:
+        """What this rank does at this moment."""
+        if not place and self.state != "ended" and threading.get_ident() != self.main:
+            place = place_in_stack(self.main, self.state == "inside")
+        return Record(self.state, self.doing, place, time.monotonic() - self.since)
+
+    def publish(self, record: Record) -> None:
+        self._store().set(str(self.rank), json.dumps(asdict(record)))
+
+    def _note(self, state: str, doing: str) -> None:
+        self.state, self.doing, self.since = state, doing, time.monotonic()
+
+    def _ask(self) -> dict[int, Record]:
+        """{rank: what it says} of those that answer in time, or have said that they wait no more."""
+        store, records = self._store(), {}
+        number = store.add("asked", 1)
+        deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
+        missing = {rank for rank in self.ranks if rank != self.rank}
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                record = self._read(store, rank)
+                if record is not None and (record.answer >= number or record.state in ("ended", "waiting")):
+                    records[rank] = record
+            missing -= set(records)
+            time.sleep(self.beat_s / 10)
+        return records
+
+    def _read(self, store: dist.Store, rank: int) -> Record | None:
+        return Record(**json.loads(store.get(str(rank)))) if store.check([str(rank)]) else None
+
+    def _error(self, error: RuntimeError, records: dict[int, Record], waited_s: float) -> HangError:
+        mine = self.record(place_in_traceback(error))
+        mine.state, mine.for_s = "waiting", waited_s
+        self.publish(mine)
+        self.state = "waiting"
+        gone = [rank for rank in self.ranks if rank not in records and rank != self.rank]
+        gone += [rank for rank, record in records.items() if record.state == "ended"]
+        away = [rank for rank, record in records.items() if record.state in ("outside", "paused")]
+        if gone:
+            what = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
+            hint = "its own last words, above or in its log"
+        elif away:
+            what = f"{_ranks(away)} {'do' if len(away) > 1 else 'does'} not come"
+            hint = "the same calls on every rank; pm.pause_timeout() around long work of your own; timeout=600"
+        else:
+            what, hint = "the ranks are at different places", "the same calls on every rank; timeout=600 if one is slow"
+        states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
+        lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
+        why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
+        return HangError(f"{what}: rank {self.rank} waited {waited_s:.1f} s in {mine.where}", why=why, hint=hint)
+
+
+_WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
+"""{name of a process group: who watches it}; it keeps none alive."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def watched(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of a ParallelModule that all ranks call: its calls are counted, and named where a rank hangs in one."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        module: Any = args[0]
+        with one_caller(module._process, name):
+            module._calls[name] += 1
+            watch = module._process.watch
+            with local_values(), nullcontext() if watch is None else watch.inside(f"{name} {module._calls[name]}"):
+                return method(*args, **kwargs)
+
+    return call
+
+
+def meeting(method: Callable[P, R]) -> Callable[P, R]:
+    """A watched method at whose start the ranks find out whether all of them call it: a rank that saves alone is
+    reported."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        module: Any = args[0]
+        with one_caller(module._process, method.__name__), local_values():
+            module._meet(method.__name__)
+        return method(*args, **kwargs)
+
+    return watched(call)
+
+
+def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
+    """Wait for a collective on the host group of a mesh. Raises HangError where a rank does not come."""
+    watch = _WATCHES.get(group.group_name)
+    assert work is not None
+    if watch is None:
+        work.wait()
+    else:
+        watch.wait(work)
+
+
+@contextmanager
+def watching(group_name: str) -> Iterator[None]:
+    """Around a group's collective. Raises HangError where its error is that another rank does not come, or is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        watch = _WATCHES.get(group_name)
+        if watch is not None:
+            watch.raise_if_lost(error)
+        raise
+
+
+def limit(group: dist.ProcessGroup) -> timedelta:
+    """How long a send or receive of a group may take; its collectives know that by themselves."""
+    watch = _WATCHES.get(group.group_name)
+    return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
+
+
+def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
+    """Add up `values` of all ranks of a group, in place. Raises HangError where a rank does not come."""
+    with watching(group.group_name):
+        dist.all_reduce(values, group=group)
+
+
+def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
+    """What gives a store for the records of a group; each thread has a client of its own."""
+    first, name = default_store(), group.group_name
+    clients = threading.local()
+
+    def client() -> dist.Store:
+        if not hasattr(clients, "store"):
+            clients.store = dist.PrefixStore(f"autopart/{name}", clone_of(first))
+        return clients.store
+
+    return client
+
+
+def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
+    """The thread of a process: says where the main thread is, each time that a rank asks."""
+    answered, beat_s, is_last = 0, BEAT_S, False
+    while not is_last:
+        is_last = stopped.wait(beat_s)
+        watch = watch_ref()
+        if watch is None or not (is_last or dist.is_initialized()):
+            return
+        beat_s = watch.beat_s
+        try:
+            store = watch._store()
+            asked = int(store.get("asked")) if store.check(["asked"]) else 0
+            if watch.state != "waiting" and (is_last or asked > answered):  # else all has been said
+                record = watch.record()
+                record.answer = answered = asked
+                watch.publish(record)
+        except RuntimeError:  # the store is gone, and with it the run
+            return
+        del watch
+
+
+def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
+    """At the end of the process: the thread, whose connection is open, says so. It must have ended before Python does,
+    which would abort the process in the middle of its talk with the store."""
+    watch = watch_ref()
+    if watch is not None and watch.state != "waiting":
+        watch._note("ended", f"its process has ended, {watch.doing}")
+    stopped.set()
+    thread.join(BEATS_TO_ANSWER * BEAT_S)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

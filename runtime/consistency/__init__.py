@@ -1,0 +1,1 @@
+"""Checks that all ranks make the same calls with the same program and weights."""

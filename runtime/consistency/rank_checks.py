@@ -1,0 +1,209 @@
+"""What all ranks must have alike, compared in one place by digest: how they begin, and what every call is given.
+
+Ranks that differ compute something wrong without a word, or wait for each other for ever. Every comparison is one
+collective on the host, and its error is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopart.errors import RuntimeSetupError
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.program import Program
+from autopart.plans.rank_digest import EXAMPLE
+from autopart.runtime.comm.watchdog import finish
+from autopart.runtime.consistency.checksums import checksums
+from autopart.tracing.meta_copy import has_memory
+
+WEIGHTS, TRACED = "weights", "the traced program"
+SHOWN = (
+    60  # a longer text, or one of several lines, is compared by its digest, and shown by its first line that differs
+)
+BROADCAST_BYTES = 2**28
+
+
+def begin_alike(
+    model: nn.Module,
+    subjects: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    program: Program | None,
+    weights: bool,
+) -> None:
+    """Raises RuntimeSetupError, the same on every rank, where the ranks differ in `subjects` ({subject: text}) or have
+    traced different programs.
+
+    `weights`: compare the values of the model's parameters and buffers too; where these alone differ, all take the
+    first rank's. A collective call of all ranks of a host group; None: there is one rank.
+    """
+    if group is None:
+        return
+    subjects = dict(subjects)
+    if program is not None:
+        subjects[TRACED] = program_text(program)
+    if weights:
+        subjects[WEIGHTS] = weights_digest(model)
+    if not check_alike(subjects, group):
+        take_first_ranks_weights(model, group)
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """What ranks must have alike of a model, except its weights' values: {subject: text}."""
+    lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
+    return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers that have values, each by its first name."""
+    tensors = _tensors(model, every_name=False)
+    return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A digest of the values of all parameters and buffers."""
+    return _digest(" ".join(map(str, checksums(weights_of(model).values()))))
+
+
+def program_text(program: Program) -> str:
+    """The graphs of a program, line by line: equal where the ranks traced one model. Devices have no number."""
+    lines = []
+    for stage in program.stages:
+        for graph in (stage.prologue, stage.graph):
+            lines += [f"stage {stage.index}: {node.format_node()}" for node in graph.graph.nodes if node.op != "output"]
+    lines += [f"{name}: {update}" for name, update in program.weight_updates.items()]
+    text = "\n".join(lines)
+    for index in range(torch.cuda.device_count()):
+        text = text.replace(f"cuda:{index}", "cuda")
+    return text
+
+
+def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
+    """Whether the ranks' weights are alike. Raises RuntimeSetupError where any other subject differs."""
+    mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
+    everyones = gather_objects(mine, group)
+    names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
+    differ = [name for name in names if len({theirs.get(name) for theirs in everyones}) > 1]
+    unlike = [name for name in differ if name != WEIGHTS]
+    if unlike:
+        hint = "run the same script, model, mesh, plan and version on every rank"
+        if EXAMPLE in unlike and all(EXAMPLE in theirs for theirs in everyones):  # plan and program follow from it
+            unlike, hint = [EXAMPLE], "an example of the same shapes and dtypes on every rank"
+        elif unlike[1:]:
+            unlike = [name for name in unlike if name != TRACED]
+        texts = gather_objects({name: subjects.get(name, "") for name in unlike}, group)
+        lines = [_told(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
+        more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
+        raise RuntimeSetupError(
+            f"the ranks do not begin alike: they differ in {unlike[0]}",
+            why="\n         ".join(lines) + more,
+            hint=hint,
+        )
+    return WEIGHTS not in differ
+
+
+@torch.no_grad()
+def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Write the first rank's values into those parameters and buffers of the model that differ from them.
+
+    A collective call. The first rank warns, once, and names the first that differs.
+    """
+    weights = weights_of(model)
+    numbers = dict(zip(weights, checksums(weights.values()), strict=True))
+    everyones = gather_objects(numbers, group)
+    differ = [name for name in weights if len({theirs[name] for theirs in everyones}) > 1]
+    for name in differ:
+        values = weights[name].to("cpu", copy=True, memory_format=torch.contiguous_format)
+        weights[name].copy_(first_ranks_values(values, 0, group))
+    first = differ[0]
+    others = [rank for rank, theirs in enumerate(everyones) if theirs[first] != everyones[0][first]]
+    if group.rank() == 0:
+        more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+        warnings.warn(
+            f"the ranks begin with different weights: '{first}' of {ranks_text(others, group)} is not that of "
+            f"{ranks_text([0], group)}{more}. All take those of {ranks_text([0], group)}. Call torch.manual_seed(0) on "
+            "every rank before the model is made, or load one checkpoint on all.",
+            stacklevel=2,
+        )
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of a host group gives, by its rank in the group, on all of them."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = torch.zeros(group.size(), dtype=torch.int64)
+    sizes[group.rank()] = packed.numel()
+    finish(dist.all_reduce(sizes, group=group, async_op=True), group)
+    rows = [torch.empty(int(sizes.max()), dtype=torch.uint8) for _ in range(group.size())]
+    padded = F.pad(packed, (0, int(sizes.max()) - packed.numel()))
+    finish(dist.all_gather(rows, padded, group=group, async_op=True), group)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """`values`, contiguous and on the host, overwritten with those of rank `first` of a host group. A collective call;
+    what is sent are bytes, so that every dtype can be."""
+    for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
+        finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
+    return values
+
+
+def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
+    """Ranks of a group by the numbers that torchrun gives them: `rank 1`, `ranks 0, 2 to 5`."""
+    numbers = sorted(dist.get_process_group_ranks(group)[rank] for rank in ranks)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(words)}"
+
+
+def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
+    """`ranks 0, 2: dp2,tp2; rank 1: tp4`, with `texts` by the rank in the group."""
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
+    return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
+
+
+def _told(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
+    """What each rank has of a subject; of a long one its first line that differs."""
+    if all(map(_is_short, texts)):
+        return f"{name}: {by_rank(texts, group)}"
+    for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):
+        if len(set(lines)) > 1:
+            return f"{name}: {by_rank(lines, group)}"
+    return f"{name} differ"
+
+
+def _is_short(text: str) -> bool:
+    return len(text) <= SHOWN and "\n" not in text
+
+
+def _digest(text: str) -> str:
+    return "digest " + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _tensors(model: nn.Module, every_name: bool) -> list[tuple[str, str, Tensor]]:
+    parameters = [("parameter", *pair) for pair in model.named_parameters(remove_duplicate=not every_name)]
+    buffers = [("buffer", *pair) for pair in model.named_buffers(remove_duplicate=not every_name)]
+    return [*parameters, *buffers]
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    """`'blocks.0.up.weight' f32[256,128]`, with what else the ranks must have alike."""
+    shape = ",".join(map(str, tensor.shape))
+    notes = [kind] * (kind == "buffer") + ["frozen"] * (kind == "parameter" and not tensor.requires_grad)
+    notes += ["on meta"] * tensor.is_meta
+    return " ".join([f"'{name}'", f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}[{shape}]", *notes])

@@ -1,0 +1,264 @@
+"""Whether the copies of a parameter that several ranks hold alike are still the same.
+
+Replicas over `dp`, what `tp` does not cut and tied parameters of two stages begin alike and get the same gradients, so
+they stay alike, bit for bit, unless something in the training loop treats them differently: a norm that is another one
+on every rank, a rank that skips an update. Their checksums are compared now and then, in one collective on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import threading
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_function_internals import local_values
+from autopart.errors import ReplicaError
+from autopart.ir.program import Program
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.stage_ranks import owners
+from autopart.runtime.consistency.checksums import checksums
+from autopart.runtime.consistency.rank_checks import first_ranks_values, gather_objects, ranks_text
+from autopart.runtime.shards.shard_state import stored_cuts
+
+EARLY = (1, 2, 4, 8)
+EVERY = 100
+ROUNDING = 8
+"""Copies may differ by so many units in the last place of the largest element, times the square root of the number of
+steps since they were compared: what sums in another order (atomics on a GPU) explain."""
+
+_NUMBERS = itertools.count()
+_NOTED: WeakSet[Replicas] = WeakSet()
+"""Replicas of the modules whose `state_dict` was called since the last checkpoint."""
+
+Part = tuple[tuple[int, ...], tuple[str, ...]]
+"""Which copies a parameter has: the `pp` coordinates that hold it, and the axes that cut it."""
+
+
+def is_due(check_replicas: int | bool | None, step: int) -> bool:
+    """Whether copies are compared at the start of a step. None: at 1, 2, 4, 8 and every 100th; n: at every n-th.
+
+    >>> [step for step in range(1, 301) if is_due(None, step)]
+    [1, 2, 4, 8, 100, 200, 300]
+    >>> [step for step in range(1, 8) if is_due(3, step)], is_due(False, 1)
+    ([3, 6], False)
+    """
+    if check_replicas is None or check_replicas is True:
+        return step in EARLY or step % EVERY == 0
+    return check_replicas > 0 and step % check_replicas == 0
+
+
+def check_before_saving(state_dict: Mapping[str, Any]) -> None:
+    """Compare the copies of parameters that a distributed checkpoint saves; a collective call of all ranks.
+
+    A checkpoint that a thread writes is not checked: the training loop may use the process groups at the same time.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for replicas in sorted(_NOTED, key=lambda replicas: replicas._number):
+            replicas.check_state_dict(state_dict.keys())
+
+
+def copies(part: Part, process: Process) -> list[list[int]]:
+    """The ranks in groups that hold the same piece of such a parameter."""
+    owning, cut_axes = part
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(process.mesh.num_ranks):
+        coordinates = process.mesh.coordinates(rank)
+        if coordinates.get("pp", 0) in owning:
+            groups.setdefault(tuple(process.mesh.index(coordinates, axis) for axis in cut_axes), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) > 1]
+
+
+class Replicas:
+    """Compares the copies of one module's parameters, when `is_due`. `stage_style`: that of its schedule."""
+
+    def __init__(self, process: Process, stage_style: str, check_replicas: int | bool | None = None):
+        self.process, self.stage_style, self.check_replicas = process, stage_style, check_replicas
+        self.step = self.last_step = 0
+        self._program: Program | None = None
+        self._names: dict[Part, list[str]] = {}
+        self._groups: dict[Part, list[list[int]]] = {}
+        self._number = next(_NUMBERS)
+        self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
+
+    def is_next_due(self) -> bool:
+        """Whether the next step begins with a comparison."""
+        return is_due(self.check_replicas, self.step + 1)
+
+    def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Counts a call in train mode, and compares before it where that is due."""
+        self.step += 1
+        if is_due(self.check_replicas, self.step):
+            self.check(program, parameters, self.step)
+
+    def check_before(self, method: str, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Compare before a collective method saves the parameters, unless comparisons are switched off."""
+        if self.check_replicas is not False and self.check_replicas != 0:
+            self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
+
+    def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Remember that a state dict has these parameters: a distributed checkpoint may follow."""
+        self._in_state_dict = program, parameters
+        _NOTED.add(self)
+
+    def check_state_dict(self, keys: Collection[str]) -> None:
+        """Compare if a checkpoint of these keys has the parameters of the last state dict."""
+        assert self._in_state_dict is not None
+        (program, parameters), self._in_state_dict = self._in_state_dict, None
+        _NOTED.discard(self)
+        if not parameters or any(f".{key}".endswith(f".{name}") for name in parameters for key in keys):
+            with local_values():
+                self.check_before("torch.distributed.checkpoint.save", program, parameters)
+
+    def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
+        """Compare {name: this rank's parameter}. A collective call of all ranks. `moment`: the call that follows, by
+        default the step.
+
+        Raises ReplicaError, the same on every rank, where copies differ by more than rounding. Where they differ by
+        less, all take those of the first rank that holds them, which warns.
+        """
+        group = self.process.host_group
+        if group is None:
+            return
+        self._read(program)
+        steps, self.last_step = step - self.last_step, step
+        mine = dict(zip(parameters, checksums(parameters.values()), strict=True))
+        slots = [(part, ranks) for part, groups in self._groups.items() for ranks in groups]
+        if not slots or self._all_alike(slots, mine):
+            return
+        drifted = self._drifted(parameters, mine, group)
+        apart = _apart(drifted, parameters, steps, group)
+        beyond = [row for row in apart if not row.apart <= row.rounding]
+        if beyond:
+            raise _error(beyond, moment or f"step {step}", group)
+        for row in drifted:
+            values = _first_copy(row, parameters, group)
+            if group.rank() in row.members:
+                with torch.no_grad():
+                    parameters[row.name].copy_(values)
+        if group.rank() == 0:
+            _warn(apart, moment or f"step {step}", group)
+
+    def _read(self, program: Program) -> None:
+        """Sort the parameters of a program by which copies they have."""
+        if program is self._program:
+            return
+        self._program, self._names = program, {}
+        for name, stored in program.parameters.items():
+            cut_axes = tuple(axis for axis, _ in stored_cuts(stored, program.mesh))
+            cut_axes += stored.differs_over(program.mesh)
+            self._names.setdefault((tuple(owners(program, stored, self.stage_style)), cut_axes), []).append(name)
+        self._groups = {part: copies(part, self.process) for part in self._names}
+
+    def _all_alike(self, slots: Sequence[tuple[Part, list[int]]], mine: Mapping[str, int]) -> bool:
+        spans = torch.full((len(slots), 2), torch.iinfo(torch.int64).min)
+        for slot, (part, ranks) in enumerate(slots):
+            if self.process.rank in ranks:
+                numbers = repr([mine[name] for name in self._names[part]]).encode()
+                number = int.from_bytes(hashlib.blake2b(numbers, digest_size=7).digest())
+                spans[slot] = torch.tensor([number, -number])
+        reduce_over_all(spans, dist.ReduceOp.MAX, self.process)
+        return not bool(spans.sum(1).any())
+
+    def _drifted(
+        self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
+    ) -> list[Drifted]:
+        """The parameters of which copies differ, in the program's order, on every rank."""
+        facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
+        everyones = gather_objects((self.process.rank, facts), group)
+        place = {rank: index for index, (rank, _) in enumerate(everyones)}
+        drifted = []
+        assert self._program is not None
+        for name in self._program.parameters:
+            part = next(part for part, names in self._names.items() if name in names)
+            for ranks in self._groups[part]:
+                members = sorted(place[rank] for rank in ranks)
+                theirs = [everyones[index][1][name] for index in members]
+                if len({number for number, *_ in theirs}) > 1:
+                    drifted.append(Drifted(name, members, *theirs[0][1:]))
+        return drifted
+
+
+class Drifted(NamedTuple):
+    """A parameter of which copies differ; `members`: the ranks that hold it, first one first."""
+
+    name: str
+    members: list[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Apart(NamedTuple):
+    """How far the copy on `rank` is from that on `first`: the largest difference, and what rounding explains."""
+
+    name: str
+    rank: int
+    first: int
+    apart: float
+    rounding: float
+
+
+def _apart(
+    drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
+) -> list[Apart]:
+    """How far every copy is from the first one, on every rank."""
+    mine = []
+    for row in drifted:
+        values = _first_copy(row, parameters, group)
+        if group.rank() in row.members:
+            mine.append(_compared(row, group.rank(), values, parameters[row.name], steps))
+    order = [row.name for row in drifted]
+    rows = [row for rows in gather_objects(mine, group) for row in rows if row.rank != row.first]
+    return sorted(rows, key=lambda row: (order.index(row.name), row.rank))
+
+
+def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
+    """The values of the first rank that holds it, on the host of every rank."""
+    if group.rank() in row.members:
+        values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    else:
+        values = torch.empty(row.shape, dtype=row.dtype)
+    return first_ranks_values(values, row.members[0], group)
+
+
+def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int) -> Apart:
+    one, other = (t.detach().to("cpu", torch.float64) for t in (values, local))
+    difference = (one - other).abs()
+    difference[(one == other) | (one.isnan() & other.isnan())] = 0
+    apart = float(difference.nan_to_num(nan=math.inf).max())
+    size = float(one[one.isfinite()].abs().max()) if bool(one.isfinite().any()) else 0.0
+    unit = torch.finfo(local.dtype).eps if local.is_floating_point() else 0.0
+    return Apart(row.name, rank, row.members[0], apart, ROUNDING * unit * size * math.sqrt(max(steps, 1)))
+
+
+def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> ReplicaError:
+    first = beyond[0]
+    ranks = [row.rank for row in beyond if row.name == first.name]
+    apart = max(row.apart for row in beyond if row.name == first.name)
+    others = len({row.name for row in beyond}) - 1
+    more = f", and of {others} other parameter{'s' * (others > 1)}" if others else ""
+    return ReplicaError(
+        f"the copies of '{first.name}' that ranks must hold alike have drifted apart",
+        why=f"{ranks_text(sorted(set(ranks)), group)} from {ranks_text([first.first], group)} by up to "
+        f"{apart:.3g}, where rounding explains {first.rounding:.1g}",
+        where=f"before {moment}{more}",
+        hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",
+    )
+
+
+def _warn(apart: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> None:
+    first, others = apart[0], len({row.name for row in apart}) - 1
+    warnings.warn(
+        f"before {moment} the copies of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
+        f"{first.apart:.1g}{f', and those of {others} more' if others else ''}. That is rounding, and the first rank's "
+        "are taken. Sums in a varying order do it, as by atomics on a GPU: torch.use_deterministic_algorithms(True).",
+        stacklevel=2,
+    )

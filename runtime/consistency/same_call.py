@@ -1,0 +1,263 @@
+"""Whether all ranks are called alike: at the same step, in the same way, and on the same batch.
+
+It is one collective on the host, of a dozen numbers, which begins with the call and ends before anything else is sent.
+Whole numbers among the inputs, such
+as tokens, are compared exactly. Ranks may compute floats with other roundings, so of those a sample that moves with
+the step is compared within rounding: its projections on four vectors of signs, and its mean magnitude.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopart.errors import AutopartError, InputError, UsageError
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS
+from autopart.runtime.comm.process_mesh import Process, begin_gather
+from autopart.runtime.consistency.checksums import checksums
+from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ranks_text
+
+SAMPLE = 256
+PROJECTIONS = 4
+TOLERANCE = 1e-5
+"""How far two ranks' samples of an input may be apart, relative to its mean magnitude; of types with fewer digits,
+four times their precision. Batches of other data are apart by about 1."""
+SMALLEST = 1e-6
+"""Values smaller than this are taken for rounding around zero."""
+_SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
+_SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What this rank was given: the name of the call (`step`), its number, how it was called, and its inputs."""
+
+    name: str
+    number: int
+    text: str
+    inputs: dict[str, Tensor]
+    own_rows: frozenset[str] | None = None
+    """Where every rank gives its own rows: the inputs that are rows, which are compared among ranks that are to have
+    the same. All others are alike on all ranks."""
+    num_rows: int = 0
+    """How many rows it is given then."""
+    problem: AutopartError | None = None
+    """What this rank would raise for a reason of its own, such as its parameters; all ranks raise the first such."""
+    trains: bool = True
+    """False for a step of which no parameter on this rank needs a gradient: one rank must have such a parameter."""
+
+    @functools.cached_property
+    def whole_numbers(self) -> dict[str, int]:
+        """{input of whole numbers: the checksum of its values}."""
+        exact = {name: t for name, t in self.inputs.items() if not _is_rounded(t)}
+        return dict(zip(exact, checksums(exact.values()), strict=True))
+
+    @functools.cached_property
+    def floats(self) -> dict[str, list[float]]:
+        """{input of floats: what is compared of its sample, in units of what may differ}."""
+        return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
+
+    def numbers(self) -> list[float]:
+        """What one collective compares: two that must be equal on all ranks, the values of what all are given, and
+        where ranks give their own rows those of the rows."""
+        text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
+        rows = [] if self.own_rows is None else self._values(self.own_rows)
+        every = self._values(self.inputs.keys() - (self.own_rows or ()))
+        return [float(self.number), float(int.from_bytes(text)), *every, *rows]
+
+    def _values(self, names: Collection[str]) -> list[float]:
+        """Of these inputs, one number that must be equal, then those that may differ by `slack`."""
+        whole = {name: number for name, number in self.whole_numbers.items() if name in names}
+        exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
+        floats = [marks for name, marks in self.floats.items() if name in names]
+        columns = zip(*(self._weighted(place, marks) for place, marks in enumerate(floats)), strict=True)
+        sums = [math.fsum(column) for column in columns] or [0.0] * (PROJECTIONS + 1)
+        return [float(int.from_bytes(exact)), *sums]
+
+    @property
+    def slack(self) -> float:
+        return 1.5 * len(self.floats)
+
+    def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
+        """The marks of one of several inputs, so that differences of two do not cancel."""
+        factor = 0.5 + (place * 0.6180339887) % 1
+        return [factor * mark for mark in marks]
+
+
+CALL = 2
+VALUES = CALL + 2 + PROJECTIONS
+"""Of `Given.numbers`, where those of the call end, and those of what all ranks are given."""
+
+
+def all_frozen() -> UsageError:
+    """Return the error of a step on parameters that were all frozen since they were partitioned."""
+    return UsageError(
+        "step() has nothing to train", why="every parameter of pm is frozen now",
+        hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
+    )  # fmt: skip
+
+
+def same_rows(mesh: Mesh) -> list[list[int]]:
+    """The ranks in groups that compute the same rows of a batch."""
+    groups: dict[int, list[int]] = {}
+    for rank in range(mesh.num_ranks):
+        groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
+    return list(groups.values())
+
+
+class Comparison:
+    """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
+    `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
+
+    def __init__(self, called: Given, process: Process):
+        self.given, self.process = called, process
+        if process.host_group is None and not called.trains:
+            raise all_frozen()
+        numbers = [process.rank, float(called.trains), *called.numbers()]
+        self._wait = None if process.host_group is None else begin_gather(numbers, process)
+
+    def finish_comparison(self) -> None:
+        """Raises InputError, the same on every rank, where the ranks are not called alike, and UsageError if a step
+        trains nothing. Later calls do nothing."""
+        if self._wait is None:
+            return
+        wait, self._wait = self._wait, None
+        rows = wait().tolist()
+        _, _, *first = rows[0]
+        if not any(trains for _, trains, *_ in rows):
+            raise all_frozen()
+        if all(numbers == first for _, _, *numbers in rows):
+            return
+        numbers_of, groups = {int(rank): numbers for rank, _, *numbers in rows}, same_rows(self.process.mesh)
+        called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
+        if not called_alike or not self._same_values(numbers_of, groups):
+            if problem := self._first_problem():
+                raise problem
+            raise _error(self.given, groups, self.process)
+
+    def _first_problem(self) -> AutopartError | None:
+        """Return the problem of the first rank that has one: ranks of other stages hold other parameters."""
+        assert self.process.host_group is not None
+        problems = gather_objects(self.given.problem, self.process.host_group)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
+        """Whether all ranks were given the same values, but for those rows that are their own."""
+        slack = self.given.slack
+        if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
+            return False
+        if self.given.own_rows is None:
+            return True
+        return all(_same_batch([numbers_of[rank][VALUES:] for rank in ranks], slack) for ranks in groups)
+
+
+def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
+    """Whether ranks were given the same values, by the numbers of each: one that is exact, and others."""
+    exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
+    return not exact and max(others) <= slack
+
+
+def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
+    group = process.host_group
+    assert group is not None
+    mine = (process.rank, called.name, called.number, called.text, called.whole_numbers, called.floats, called.num_rows)
+    everyones = gather_objects(mine, group)
+    _, names, numbers, texts, _, _, num_rows = zip(*everyones, strict=True)
+    where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
+    if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
+        return InputError(
+            "the ranks are given different numbers of rows", why=by_rank([f"{rows} rows" for rows in num_rows], group),
+            where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
+        )  # fmt: skip
+    if len(set(texts)) > 1:
+        what = "the ranks are called with different inputs"
+        hint = "the same shapes, options and mode on every rank" if is_local else _SAME_BATCH
+        return InputError(what, why=by_rank(texts, group), where=where, hint=hint)
+    if len(set(numbers)) > 1:
+        steps = [f"{name} {number}" for name, number in zip(names, numbers, strict=True)]
+        return InputError(
+            "the ranks are not at the same step", why=by_rank(steps, group),
+            hint="make the same calls on every rank, also where one rank skips a batch or catches an error",
+        )  # fmt: skip
+    return _values_error(called, everyones, groups, where, process)
+
+
+def _values_error(
+    called: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
+) -> InputError:
+    """What is said where ranks are called alike and on other values; `everyones`: what `_error` has gathered."""
+    group, own_rows = process.host_group, called.own_rows or frozenset()
+    assert group is not None
+    compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), called.inputs.keys() - own_rows)]
+    compared += [(ranks, own_rows) for ranks in groups]
+    differ: set[str] = set()
+    unlike: dict[int, list[int]] = {}
+    for ranks, names in compared:
+        first, *rest = [index for index, row in enumerate(everyones) if row[0] in ranks]
+        for index in rest:
+            others = names & set(_differing(everyones[first], everyones[index]))
+            differ |= others
+            if others:
+                unlike.setdefault(first, []).append(index)
+    named = ["the seeds of dropout" if name == SEEDS else name for name in called.inputs if name in differ]
+    pairs = [f"{ranks_text(who, group)} unlike {ranks_text([first], group)}" for first, who in unlike.items()]
+    where += f": {', '.join(pairs)}" if pairs else ""
+    why, hint = "every rank takes the whole batch, and computes its part of it", _SAME_BATCH
+    if called.own_rows is not None:
+        why, hint = "it has no rows of its own for every rank", "the same values on every rank"
+    if not own_rows.isdisjoint(differ):
+        why, hint = "ranks with one data_rank compute parts of the same rows", _SAME_ROWS
+    what = f"the ranks are called with different values of {', '.join(named or called.floats)}"
+    return InputError(what, why=why, where=where, hint=hint)
+
+
+def _differing(one: tuple, other: tuple) -> list[str]:
+    """The inputs that two ranks have other values of."""
+    exact = [name for name, number in one[4].items() if other[4][name] != number]
+    pairs = {name: zip(marks, other[5][name], strict=True) for name, marks in one[5].items()}
+    return exact + [name for name, pair in pairs.items() if any(abs(a - b) > 1 for a, b in pair)]
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _marks(tensor: Tensor, number: int) -> list[float]:
+    """Projections of a sample on vectors of signs, and the logarithm of its mean magnitude."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if values.numel() == 0:
+        return [0.0] * (PROJECTIONS + 1)
+    count = min(SAMPLE, values.numel())
+    stride = values.numel() // count
+    first = number * 7919 % stride
+    if values.is_contiguous():
+        sample = values.as_strided((count,), (stride,), values.storage_offset() + first)
+    else:  # without a copy of it all
+        places = first + stride * torch.arange(count, device=values.device)
+        sample = values[torch.unravel_index(places, values.shape)]
+    array = sample.resolve_neg().to("cpu", torch.float64).numpy()  # not to be written: it may be the input itself
+    total = float(np.abs(array).sum())
+    if not math.isfinite(total):
+        array = np.nan_to_num(array, nan=3.0, posinf=5.0, neginf=-5.0)
+        total = float(np.abs(array).sum())
+    size = max(total / count, SMALLEST)
+    unit = max(TOLERANCE, 4 * torch.finfo(values.dtype).eps)
+    projections = _signs()[:, :count] @ array / (size * math.sqrt(count) * unit)
+    return [*projections.tolist(), math.log(size) / unit]
+
+
+@functools.cache
+def _signs() -> np.ndarray:
+    """float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
+    bits = hashlib.shake_256(b"signs").digest(PROJECTIONS * SAMPLE)
+    return np.array([1.0 if byte & 1 else -1.0 for byte in bits]).reshape(PROJECTIONS, SAMPLE)

@@ -1,0 +1,1 @@
+"""Communication-efficient data parallelism: gradient compression and model averaging."""

@@ -1,0 +1,1 @@
+"""Gradient reduction and ZeRO: buckets, all-gathers, reduce-scatters, no_sync."""

@@ -1,0 +1,220 @@
+"""Gradient synchronisation, once a step: partial sums over mesh axes, and tied parameters between their stages.
+
+Gradients are summed in flat buckets, so that many small tensors cost one collective; Li et al. 2020
+(arXiv:2006.15704, section 3.2.2) has the reasons and the default size. A bucket holds one dtype and one set of axes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.ir.program import Program, Stage
+from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, in_order_of_use, kinds
+from autopart.ir.run.unshard_policy import storing_axes
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.stage_ranks import groups_along, owners
+from autopart.runtime.comm.watchdog import sum_over
+from autopart.runtime.gradients.reducer import (
+    Bucket,
+    Pending,
+    Reducer,
+    SumBucket,
+    flatten,
+    sent_dtype,
+    unflatten,
+)
+from autopart.runtime.gradients.unsharded_params import Wholes
+from autopart.runtime.shards.shard_state import joined_axes
+
+if TYPE_CHECKING:
+    from autopart.runtime.gradients.no_sync import Unsummed
+
+
+@dataclass(frozen=True)
+class SummedTogether:
+    """Tensors that are summed in one collective per axis. `owners`: the `pp` coordinates that share them, if tied."""
+
+    names: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    owners: tuple[int, ...] = ()
+
+
+def axis_buckets(
+    tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
+) -> list[SummedTogether]:
+    """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
+    axes = {name: program.parameters[name].summed_over(program.mesh) for name in tensors}
+    summed = {name: tensor for name, tensor in tensors.items() if axes[name]}
+    return [SummedTogether(names, axes=axes[names[0]]) for names in alike(summed, axes, bucket_bytes)]
+
+
+def tied_buckets(
+    tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
+) -> list[SummedTogether]:
+    """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
+    several = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
+    held = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in several.items()}
+    shared = {name: tensors[name] for name, by in held.items() if len(by) > 1 and name in tensors}
+    return [SummedTogether(names, owners=held[names[0]]) for names in alike(shared, held, bucket_bytes)]
+
+
+def add_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
+    """Adds to `.grad` what was there before: {parameter: its earlier gradient}."""
+    for parameter, earlier in before.items():
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+# --- On process groups.
+
+
+def stage_reducers(
+    program: Program,
+    stages: Sequence[Stage],
+    process: Process,
+    parameters: Mapping[str, Tensor],
+    wholes: Wholes,
+    unsummed: Unsummed,
+) -> tuple[list[Reducer], list[Bucket]]:
+    """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
+    several of them read, whose gradients are complete when all have run."""
+    uses = Counter(name for stage in stages for name in stage.parameters)
+    leaves = {**parameters, **wholes.parameters}
+    over = {name: program.parameters[name].summed_over(program.mesh) for name in uses if name not in wholes.parameters}
+    by_blocks = {name: axes for name, axes in over.items()
+                 if uses[name] == 1 and program.mesh.stored_over(program.parameters[name].layout)}  # fmt: skip
+    under_way: deque[Pending] = deque()
+
+    def sums(names: Iterable[str]) -> list[SumBucket]:
+        axes = {name: over[name] for name in names if name in over and name not in by_blocks}
+        same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
+        sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
+        rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
+        groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
+        tensors = {row: {name: parameters[name] for name in row} for row in rows}
+        return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]
+
+    shared: list[Bucket] = [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
+    reducers = []
+    for stage, gathered in zip(stages, wholes.buckets, strict=True):
+        order = in_order_of_use(stage.graph.graph, stage.parameters)
+        buckets: list[Bucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
+        buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
+        reducers.append(Reducer(buckets, leaves, program.microbatches, shared, by_blocks))
+    return reducers, shared
+
+
+def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
+    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
+    with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+    for bucket in axis_buckets(with_grad, program):
+        _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
+    sync_tied(parameters, program, process, stage_style)
+
+
+def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
+    """Completes every `.grad` of these `parameters`, which is summed over the axes of the mesh: those of tied ones are
+    summed between their owners."""
+    if "pp" not in process.groups:
+        return
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for bucket in tied_buckets(trained, program, stage_style):
+        _sum_bucket(parameters, program, bucket, [process.owner_groups[bucket.owners]])
+
+
+def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
+    """Those of the `tensors` ({name: local parameter}) whose gradients ranks sum once a step."""
+    buckets = (*axis_buckets(tensors, program), *tied_buckets(tensors, program, stage_style))
+    return frozenset(name for bucket in buckets for name in bucket.names)
+
+
+def connect_sums(program: Program, process: Process) -> None:
+    """Makes the process groups in which gradients are summed beside the work of stages, and those along several axes
+    as one. Every rank calls this with the same program."""
+    mesh = program.mesh
+    summed = [stored.whole_to_send(mesh) or stored for stored in program.parameters.values()]
+    axes = {axis for stored in summed for axis in stored.summed_over(mesh)}
+    parts = storing_axes(program)
+    for axis in (axis for axis in mesh.sizes if axis in axes and axis not in parts):
+        process.beside(axis)
+    for axis in parts:
+        process.along(axis)
+        process.beside(axis)
+    for axis in joined_axes(program):
+        process.along(axis)
+
+
+def connect_tied(program: Program, process: Process, stage_style: str) -> None:
+    """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
+    keys = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
+    for key in sorted(key for key in keys if len(key) > 1):
+        process.connect_owners(key)
+
+
+def _sum_bucket(
+    parameters: Mapping[str, Tensor], program: Program, bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Sums in place; a gradient that is alone in its bucket is not copied."""
+    grads = [gradient_of(parameters[name]) for name in bucket.names]
+    dtype = sent_dtype(program.reduce_dtype, grads[0])
+    alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+    flat = grads[0] if alone else flatten(grads, dtype)
+    for group in groups:
+        sum_over(group, flat)
+    if not alone:
+        for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
+            grad.copy_(piece)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Its gradient; zeros where it got none, as this stage's part of a tied parameter may."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+# --- On lists of tensors, for the run of all ranks in one process.
+
+
+def sync_gradients_lockstep(
+    parameters: Mapping[int, Mapping[str, Tensor]],
+    program: Program,
+    *,
+    stage_style: str = "loop",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """What `sync_gradients` does, for all ranks in one process: {rank: {name: local parameter}}, in place.
+
+    Gradients that data-parallel ranks bring together by a method (`dp_sync`) are summed too.
+    """
+    mesh, program = program.mesh, program.without_methods()
+    by_stage: dict[int, list[int]] = {}
+    for rank in parameters:
+        by_stage.setdefault(mesh.coordinates(rank).get("pp", 0), []).append(rank)
+    for ranks in by_stage.values():
+        with_grad = {name: p for name, p in parameters[ranks[0]].items() if p.grad is not None}
+        for bucket in axis_buckets(with_grad, program, bucket_bytes):
+            for axis in bucket.axes:
+                for group in groups_along(mesh, ranks, axis):
+                    _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
+    for column in groups_along(mesh, list(parameters), "pp"):
+        trained = {name: p for rank in column for name, p in parameters[rank].items() if p.requires_grad}
+        for bucket in tied_buckets(trained, program, stage_style, bucket_bytes):
+            group = [rank for rank in column if mesh.coordinates(rank)["pp"] in bucket.owners]
+            _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
+
+
+def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: SummedTogether) -> None:
+    grads = [[gradient_of(local[name]) for name in bucket.names] for local in group]
+    dtype = sent_dtype(program.reduce_dtype, grads[0][0])
+    flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)
+    for row in grads:
+        for grad, piece in zip(row, unflatten(flat, row), strict=True):
+            grad.copy_(piece)

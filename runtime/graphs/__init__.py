@@ -1,0 +1,1 @@
+"""Rewrites and compilation of stage graphs at run time."""

@@ -1,0 +1,107 @@
+"""Which attention masks of a stage's call are bands: causal, a window, or nothing hidden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.program import Program, Stage, StageInput
+from autopart.ops.mask_key_ranges import Seen, Told, intervals_of, told_of
+from autopart.ops.masked_attention import band_of
+from autopart.ops.stage_masks import mask_graph, masks_of, of_positions, scores_of, with_bands
+from autopart.runtime.batch.batch_split import stage_arguments
+from autopart.runtime.comm.process_mesh import Process
+
+Bands = tuple[tuple[str, Told], ...]
+"""What the masks of a stage are, by their names."""
+
+_LARGE = 2**24
+"""Scores from which on masks are not made to be looked at, where positions alone decide them."""
+
+
+def told_of_positions(
+    stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
+) -> tuple[Stage, frozenset[str]]:
+    """The stage whose attention is told of the masks that are the same in every call, which it then makes no more; and
+    the names of these masks, which need not be looked at again."""
+    masks, inputs, graph = of_positions(stage)
+    names = frozenset(mask.name for mask in masks)
+    if not masks:
+        return stage, names
+    if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls) > _LARGE:
+        return with_bands(stage, _without_masks(stage, program, process, masks, inputs, graph), process.device), names
+    microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
+    others = {mask.name for mask in masks_of(stage)} - names
+    bands = Masks(stage, bind, others).bands(microbatches)
+    return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device), names
+
+
+def _without_masks(
+    stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
+    graph: fx.GraphModule,
+) -> dict[str, Told]:  # fmt: skip
+    """What these masks are, which are too large to be made. `inputs`, `graph`: of the stage, and what makes them."""
+    whole = Seen({}, process.device)
+    (outputs,) = graph.graph.output_node().args
+    values = [whole.made(output) for output in outputs]
+    (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates)
+    subgraph = mask_graph(stage, masks)
+    by_node = {node: arguments[str(node.target)] for node in subgraph.graph.find_nodes(op="placeholder")}
+    sizes = {axis: (index, program.mesh.size(axis)) for axis, index in process.coordinates.items()}
+    seen = Seen(by_node, process.device, sizes)
+    bands: dict[str, Told] = {}
+    for mask, node in zip(masks, subgraph.graph.output_node().args[0], strict=True):
+        intervals, scores = seen.of(node), {*map(scores_of, masks_of(stage)[mask])}
+        if intervals is not None and len(scores) == 1 and (known := told_of(intervals, *scores.pop())) is not None:
+            bands[mask.name] = known
+    return bands
+
+
+def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
+    """What a mask is for all calls that read it."""
+    scores = {*map(scores_of, calls)}
+    if len(scores) > 1:
+        return None
+    (queries, keys) = scores.pop()
+    if mask.dtype == torch.bool and queries != keys == mask.size(-1):
+        intervals = intervals_of(mask)
+        return told_of(intervals, queries, keys) if intervals is not None else None
+    return band_of(mask, queries, keys)
+
+
+class Masks:
+    """The masks of one stage, but those of the names `without`. `bind`: makes a graph of the stage run on this rank."""
+
+    def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = ()):
+        self.calls = {mask: calls for mask, calls in masks_of(stage).items() if mask.name not in without}
+        self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
+        self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
+
+    def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
+        """Those of every microbatch, from the arguments of the stage's graph; what all share is looked at once."""
+        if self.make is None:
+            return [()] * len(microbatches)
+        known: dict[tuple[int, ...], Bands] = {}
+        all_bands = []
+        for arguments in microbatches:
+            key = tuple(id(arguments[name]) for name in self.reads)
+            if key not in known:
+                known[key] = self._bands(self.make, arguments)
+            all_bands.append(known[key])
+        return all_bands
+
+    @torch.no_grad()
+    def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> Bands:
+        masks = make(**{name: arguments[name] for name in self.reads})
+        known: dict[Any, Told | None] = {}
+        pairs = []
+        for (mask, calls), value in zip(self.calls.items(), masks, strict=True):
+            key = id(value), frozenset(map(scores_of, calls))
+            if key not in known:
+                known[key] = _band(value, calls)
+            pairs.append((mask.name, known[key]))
+        return tuple((name, band) for name, band in pairs if band is not None)

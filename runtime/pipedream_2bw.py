@@ -1,0 +1,387 @@
+"""`schedule="1f1b_2bw"`: 1F1B that goes on from one batch to the next, without a flush between them.
+
+`step(batch k)` sends the first microbatches of batch k after the last ones of batch k - 1, finishes the backwards of
+batch k - 1, and leaves its gradient. A batch is computed with one version of the weights on all stages, the one at its
+`step`; while it is under way the optimizer changes the other, so that batch k + 1 is computed with
+
+    W(k + 1) = W(k) - step size x gradient of batch k - 1 at W(k - 1)
+
+(PipeDream-2BW: Narayanan et al. 2021, arXiv:2006.09503, section 3.1.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.errors import AutopartError, UsageError
+from autopart.ir.program import Program
+from autopart.ir.run.delayed_gradients import check_delayed
+from autopart.ir.run.schedules import DELAYED, check_precision
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.watchdog import meeting
+from autopart.runtime.consistency.same_call import Comparison
+from autopart.runtime.dp_sync.data_sync import DataSync
+from autopart.runtime.executable import Executable
+from autopart.runtime.gradients.step_reduction import add_earlier, sync_tied
+from autopart.runtime.pipeline_stages import Pipeline
+from autopart.runtime.training.backward_hooks import held_back
+from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.step_options import StepOptions, divide_by
+from autopart.tracing.python.eager_semantics import no_autocast
+
+
+class Versions:
+    """Two versions of this rank's weights: {name: tensor} each, which graphs read and differentiate.
+
+    The module's parameters lie in the memory of version `current`, for optimizers to change.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]):
+        self.parameters = parameters
+        self.current = 0
+        self.tensors: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Have both versions of every parameter, and let the current one be what the parameters are."""
+        here, other = self.tensors[self.current], self.tensors[1 - self.current]
+        for name, parameter in self.parameters.items():
+            if name not in here:
+                here[name], other[name] = nn.Parameter(parameter.data), nn.Parameter(parameter.data.clone())
+            elif here[name].data_ptr() != parameter.data_ptr():  # a user has given it other memory
+                here[name].data.copy_(parameter.data)
+                parameter.data = here[name].data
+            for tensor in (here[name], other[name]):
+                tensor.requires_grad_(parameter.requires_grad)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """From now on the parameters are a copy of what they were, in the memory of the other version."""
+        here, other = self.tensors[self.current], self.tensors[1 - self.current]
+        for name, parameter in self.parameters.items():
+            other[name].data.copy_(parameter.data)
+            parameter.data = other[name].data
+        assert here.keys() == other.keys()
+        self.current = 1 - self.current
+
+
+class Exchange:
+    """Sends and receives between neighbouring stages. A rank waits for what it receives at once, for what it sends when
+    it has sent the next."""
+
+    def __init__(self) -> None:
+        self.unsent: list[dist.P2POp] = []
+        self.under_way: list[tuple[dist.Work, Any]] = []
+        self.told: list[tuple[dist.Work, Tensor]] = []
+
+    def receive(self, receives: Sequence[dist.P2POp]) -> None:
+        """Waits for these, and begins to send what is `unsent`."""
+        earlier, self.under_way = self.under_way, []
+        for work in (*self._begin(receives), *(work for work, _ in earlier)):
+            work.wait()
+
+    def send(self) -> None:
+        """Begins to send what is `unsent`."""
+        for work in self._begin(()):
+            work.wait()
+
+    def finish(self) -> None:
+        """Waits for all that is sent."""
+        self.receive(())
+        self.receive(())
+
+    def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """Begins to send and to receive; returns what is to be waited for at once."""
+        sends, self.unsent = self.unsent, []
+        works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
+        number = len(sends) if len(works) == len(sends) + len(receives) else 0  # nccl has one for all
+        self.under_way += list(zip(works, sends, strict=False))[:number]
+        return works[number:]
+
+    def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
+        """What the rank at `pp` coordinate `owner` has, on all ranks along `pp`; it does not wait for them."""
+        group = process.groups["pp"]
+        if value is None:
+            value = torch.empty_like(like, device=process.wire)
+            dist.recv(value, group=group, group_src=owner)
+            return value.to(process.device)
+        for earlier, _ in self.told:  # of a step ago: others ask for it when they have finished their backwards
+            earlier.wait()
+        self.told, sent = [], value.to(process.wire)
+        for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
+            work = dist.isend(sent, group=group, group_dst=other)
+            assert work is not None
+            self.told.append((work, sent))
+        return value
+
+
+class Pair:
+    """One program, bound to each version of the weights."""
+
+    def __init__(self, program: Program, schedule: str | None, in_flight: InFlight, make: Callable[..., Executable]):
+        check_delayed(schedule, program)
+        in_flight.drain()
+        in_flight.versions.hold()
+        self.in_flight, self.num_finished = in_flight, 0
+        self.executables = [make(parameters=tensors) for tensors in in_flight.versions.tensors]
+        for executable in self.executables:  # torch's stages greet each other while nothing else is sent
+            pipeline_of(executable).give_numbers()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether both have run."""
+        return self.num_finished > 1
+
+    def step(
+        self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """As `Executable.step`, of the batch before."""
+        assert scaling is None and not options.outputs
+        return self.in_flight.step(self, inputs, options, comparison), []
+
+
+def pipeline_of(executable: Executable) -> Pipeline:
+    assert executable.pipeline is not None
+    return executable.pipeline
+
+
+class Batch:
+    """A batch whose first microbatches may have begun."""
+
+    def __init__(self, pair: Pair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison):
+        self.pair, self.loss_scale = pair, options.loss_scale
+        self.executable = executable = pair.executables[version]
+        self.loss: Tensor | None = None
+        self._loaded = ExitStack()
+        with self._loaded:
+            self._loaded.enter_context(executable.loaded(inputs, comparison, sends=False))
+            if options.num_tokens is not None:
+                comparison.finish_comparison()
+                divide_by(options.num_tokens, executable.modules, executable.program, executable.process)
+            self._loaded = self._loaded.pop_all()
+        self.pipeline = pipeline_of(executable)
+        self.pipeline.give_numbers()
+
+    @property
+    def microbatches(self) -> int:
+        return self.executable.program.microbatches
+
+    def unload(self) -> None:
+        self._loaded.close()
+
+    def finish(self, exchange: Exchange) -> None:
+        """Completes the gradients, and has the loss, when all backwards have run."""
+        executable = self.executable
+        losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
+        sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
+        summed, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
+        self.loss = exchange.tell(summed, owner, executable.process, self.no_loss)
+        self.unload()
+
+    @property
+    def no_loss(self) -> Tensor:
+        boundary = self.executable.program.stages[-1].sends[0]
+        return torch.full(boundary.shape, torch.nan, dtype=boundary.dtype, device=self.executable.process.device)
+
+
+class InFlight:
+    """What a module under "1f1b_2bw" has begun: `batch`, and what it has `finished` and not left in `.grad` yet.
+
+    `parameters`: {name: local parameter} of the module. `is_delayed`: whether it has that schedule; under another
+    nothing is ever in flight.
+    """
+
+    def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync, is_delayed: bool):
+        self.is_delayed = is_delayed
+        self.process, self.parameters, self.data_sync = process, parameters, data_sync
+        self.versions, self.exchange = Versions(parameters), Exchange()
+        self.batch: Batch | None = None
+        self.finished: Batch | None = None
+        self.is_broken = False
+
+    def step(self, pair: Pair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
+        """Begins a batch, finishes the one before, and leaves its gradients. Returns its loss, NaN where there is none.
+
+        Raises InputError where the ranks are not called alike; the batch before is finished then, and left by the next
+        call.
+        """
+        if self.batch is not None and self.batch.pair is not pair:
+            self.drain()
+        self.versions.hold()
+        batch = Batch(pair, self.versions.current, inputs, options, comparison)
+        self._advance(batch, options.loss_scale, comparison.finish_comparison)
+        loss = self._leave(options.loss_scale)
+        return batch.no_loss if loss is None else loss
+
+    def flush(self) -> Tensor:
+        """Finishes the batch that has begun and leaves its gradients. Returns its loss, NaN where there is none."""
+        self.drain()
+        last = self.finished
+        loss = self._leave(None if last is None else last.loss_scale)
+        return torch.tensor(torch.nan, device=self.process.device) if loss is None else loss
+
+    def drain(self) -> None:
+        """Finishes the batch that has begun, if any; a later call leaves what it gave. All ranks do so at the same
+        place."""
+        if self.batch is not None:
+            self._advance(None, self.batch.loss_scale, lambda: None)
+            self.exchange.finish()
+
+    @contextmanager
+    def drained_on_error(self) -> Iterator[None]:
+        """Other ranks, of which none knows an error inside, finish the batch that has begun."""
+        try:
+            yield
+        except AutopartError:
+            if not self.is_broken:
+                self.drain()
+            raise
+
+    def check_landed(self, what: str) -> None:
+        """Raises UsageError where a gradient is still to come."""
+        if self.batch is not None or self.finished is not None:
+            raise UsageError(
+                f"{what} while a batch is in flight",
+                why="under schedule='1f1b_2bw' the gradient of the last step() is still to come, of the weights before",
+                hint="loss = pm.flush() and optimizer.step() first",
+            )
+
+    def _advance(self, beginning: Batch | None, loss_scale: float, meet: Callable[[], None]) -> None:
+        """Begins a batch, if any, and finishes the one that has begun, if any. Before the first microbatch of the new
+        one the ranks `meet`; where they do not agree it is given up, what was begun finished, and their error raised.
+        """
+        if self.is_broken:
+            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have sent each other parts",
+                             hint="parallelize() the model anew")  # fmt: skip
+        finishing, self.batch, self.is_broken = self.batch, None, True
+        if finishing is not None:
+            finishing.loss_scale = loss_scale  # all of its last stage runs now
+        refused = self._run(finishing, beginning, meet)
+        if finishing is not None:
+            finishing.finish(self.exchange)
+            finishing.pair.num_finished += 1
+            self.finished = finishing
+        self.is_broken = False
+        if beginning is not None and refused is not None:
+            beginning.unload()
+        if refused is not None:
+            raise refused
+        if beginning is not None:
+            self.versions.exchange()
+            self.batch = beginning
+
+    def _run(self, finishing: Batch | None, beginning: Batch | None, meet: Callable[[], None]) -> AutopartError | None:
+        """The forwards and backwards of one period of 1F1B; what kept `beginning` from being begun."""
+        refused: AutopartError | None = None
+        ahead = self.process.mesh.size("pp") - 1 - self.process.pp
+        old = [(finishing, index) for index in range(ahead, finishing.microbatches)] if finishing else []
+        new = [(beginning, index) for index in range(ahead)] if beginning else []
+        backwards = range(finishing.microbatches if finishing else 0)
+        summing = finishing.executable.summing(lambda: None) if finishing else nullcontext()
+        with torch.enable_grad(), no_autocast(), naming_operators(), summing:
+            for index, (forward, backward) in enumerate(itertools.zip_longest([*old, *new], backwards)):
+                if new and index == len(old):
+                    refused = _error_of(meet)
+                if forward is not None and (refused is None or index < len(old)):
+                    self._forward(*forward)
+                if backward is not None and finishing is not None:
+                    self._backward(finishing, backward)
+            self.exchange.send()
+        return refused if new else _error_of(meet)
+
+    def _forward(self, batch: Batch, microbatch: int) -> None:
+        batch.pipeline.loss_scale = batch.loss_scale
+        schedule = batch.pipeline.schedule
+        self.exchange.receive(schedule.forward_receives(microbatch))
+        self.exchange.unsent += schedule.forward(microbatch)
+
+    def _backward(self, batch: Batch, microbatch: int) -> None:
+        schedule = batch.pipeline.schedule
+        self.exchange.receive(schedule.backward_receives(microbatch))
+        self.exchange.unsent += schedule.backward(microbatch)
+
+    def _leave(self, loss_scale: float | None) -> Tensor | None:
+        """Adds the gradients that are finished to `.grad`; returns their loss."""
+        if self.finished is None or loss_scale is None:
+            return None
+        last, self.finished = self.finished, None
+        factor = loss_scale / last.loss_scale
+        before: dict[Tensor, Tensor | None] = {}
+        with torch.no_grad(), held_back(self.parameters) as hooks:
+            for name, version in last.executable.parameters.items():
+                if version.grad is not None:
+                    parameter = self.parameters[name]
+                    before[parameter] = parameter.grad
+                    parameter.grad, version.grad = version.grad if factor == 1.0 else version.grad * factor, None
+            self.data_sync.bring_together(loss_scale)
+            hooks.see_gradients()
+            add_earlier(before)
+        hooks.see_accumulated()
+        return last.loss
+
+
+def _error_of(meet: Callable[[], None]) -> AutopartError | None:
+    try:
+        meet()
+    except AutopartError as error:
+        return error
+    return None
+
+
+class Flushes:
+    """What a module can do whose schedule leaves the gradient of the batch before."""
+
+    _in_flight: InFlight
+    _process: Process
+    _local_parameters: Mapping[str, nn.Parameter]
+    _data_sync: DataSync
+
+    def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
+        check_precision(schedule, "fp16" if scales_loss else None)
+        is_delayed = schedule in DELAYED
+        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync, is_delayed)
+
+    @meeting
+    def flush(self) -> Tensor:
+        """Finish the last batch under `schedule="1f1b_2bw"`, whose `step` leaves the gradient of the batch before it.
+
+        Adds the last batch's gradient to `.grad` and returns its loss, a detached scalar on every rank: NaN where no
+        batch has begun. Raises UsageError under another schedule. A collective call.
+
+        Example:
+            for batch in batches:
+                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = pm.flush()
+            optimizer.step()
+        """
+        if not self._in_flight.is_delayed:
+            raise UsageError("flush() without schedule='1f1b_2bw'", why="step() has left the gradient of its own batch",
+                             hint="leave it out")  # fmt: skip
+        return self._in_flight.flush()
+
+    @property
+    def _is_cold(self) -> bool:
+        """Whether what has begun has not run before."""
+        batch = self._in_flight.batch
+        return batch is not None and not batch.pair.is_warm
+
+    def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
+        """Raises UsageError for what `step` cannot be asked for while batches overlap."""
+        if not self._in_flight.is_delayed:
+            return
+        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
+        if options.outputs:
+            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
+                             "pm(**batch), which finishes what has begun first")  # fmt: skip
+        if leaves_unsummed:
+            raise UsageError("step() inside no_sync()", why=why,
+                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip

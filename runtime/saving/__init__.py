@@ -1,1 +1,0 @@
-"""State dicts, checkpoints, and the state of optimizers, on any mesh."""

@@ -1,0 +1,219 @@
+"""Layout of a tensor of which each rank holds a shard, and the differentiable exchanges between ranks.
+
+A value computed from sharded tensors is either sharded like them or the same on every rank. The pairs below follow
+from that: every rank computes the same loss, so the gradient of a value that all ranks hold is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.ir.sharding import Cut
+from autopart.runtime.comm.collectives import PRIMITIVES
+from autopart.runtime.comm.process_mesh import Process, of_all_stages
+
+
+@dataclass(frozen=True)
+class DimShard:
+    """One split of a dimension over a mesh axis, and the index of this rank's shard of it."""
+
+    axis: str
+    cut: Cut
+    index: int
+
+    @property
+    def dim(self) -> int:
+        return self.cut.dim
+
+    def on_dim(self, dim: int) -> DimShard:
+        return replace(self, cut=replace(self.cut, dim=dim))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for splits that give a rank the same elements."""
+        return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Full shape of a tensor and how this rank's shard is taken from it.
+
+    `name`: the parameter that it belongs to. `shards`: outer mesh axis first; empty if a rank holds the full tensor,
+    as under `pp`, where other ranks hold other parameters.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shards: tuple[DimShard, ...]
+    process: Process
+
+    @property
+    def axes(self) -> set[str]:
+        return {shard.axis for shard in self.shards}
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for shard in self.shards:
+            shape[shard.dim] = shard.cut.length(shard.index)
+        return tuple(shape)
+
+    @property
+    def has_empty_shards(self) -> bool:
+        """Return True if some rank holds no element. All ranks give the same answer."""
+        return any(shard.cut.length(index) == 0 for shard in self.shards for index in range(shard.cut.num_shards))
+
+    def of_dim(self, dim: int) -> tuple[DimShard, ...]:
+        return tuple(shard for shard in self.shards if shard.dim == dim)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def permuted(self, dims: Sequence[int]) -> ShardSpec:
+        """Return the spec of `tensor.permute(dims)`."""
+        shape = tuple(self.shape[dim] for dim in dims)
+        return replace(self, shape=shape, shards=tuple(s.on_dim(list(dims).index(s.dim)) for s in self.shards))
+
+    def reduced(self, dims: Sequence[int], keepdim: bool) -> ShardSpec:
+        """Return the spec of a reduction over `dims`."""
+        kept = [dim for dim in range(len(self.shape)) if dim not in dims]
+        shards = [shard for shard in self.shards if shard.dim in kept]
+        if keepdim:
+            shape = tuple(1 if dim in dims else size for dim, size in enumerate(self.shape))
+            return replace(self, shape=shape, shards=tuple(shards))
+        shape = tuple(self.shape[dim] for dim in kept)
+        return replace(self, shape=shape, shards=tuple(shard.on_dim(kept.index(shard.dim)) for shard in shards))
+
+    def take(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor, or of one that broadcasts to it."""
+        offset = len(self.shape) - full.ndim
+        for shard in self.shards:
+            dim = shard.dim - offset
+            if dim >= 0 and full.size(dim) != 1:
+                full = replace(shard.cut, dim=dim).take(full, shard.index)
+        return full
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the full tensor on every rank. Differentiable; a collective call."""
+        for shard in reversed(self.shards):
+            with exchange(self.process, self.name):
+                local = _Gather.apply(local, shard, self.process)
+        return local
+
+    def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
+        """Return `value`; its gradient is summed over these axes, on which ranks use it for different elements."""
+        if value.requires_grad and torch.is_grad_enabled():
+            for axis in sorted(axes):
+                value = _Enter.apply(value, axis, self)
+        return value
+
+    def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `reduce` of the ranks' values, stacked in dim 0, over one axis after the other."""
+        for axis in axes:
+            local = reduce(_Stack.apply(local, axis, self))
+        return local
+
+
+def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
+    """Return the sum of the stages' totals (None: this stage has none), on every rank. Differentiable.
+
+    Stages are ranks that use different parameters of one loss, so backward hands each its own gradient.
+    """
+    if "pp" not in process.groups:
+        return torch.zeros((), device=process.device) if total is None else total
+    dtypes = of_all_stages(None if total is None else total.dtype, process)
+    dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
+    mine = torch.zeros((), dtype=dtype, device=process.device) if total is None else total.to(dtype)
+    return ShardSpec("", (), (), process).combine(mine, ["pp"], lambda stack: stack.sum(0))
+
+
+@contextmanager
+def exchange(process: Process, name: str) -> Iterator[None]:
+    """Name what this rank does, for ranks that wait for it."""
+    with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
+        yield
+
+
+def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a collective on the rank's device, in a dtype that every backend sends."""
+    if x.is_complex():
+        return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
+    sent = x.to(process.device, {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype))
+    return send(sent).to(x.device, x.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of one split; backward takes this rank's shard, since every rank has the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: DimShard, process: Process) -> Tensor:
+        ctx.shard, ctx.process = shard, process
+        group = process.along(shard.axis).group_name
+        return _on_wire(local, process, lambda x: PRIMITIVES["all_gather"](x, group, shard.cut))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Take.apply(grad, ctx.shard, ctx.process), None, None
+
+
+class _Take(torch.autograd.Function):
+    """Shard of a value that every rank holds; backward gathers, for each rank uses another shard."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, shard: DimShard, process: Process) -> Tensor:
+        ctx.shard, ctx.process = shard, process
+        return shard.cut.take(full, shard.index).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Gather.apply(grad.contiguous(), ctx.shard, ctx.process), None, None
+
+
+class _Stack(torch.autograd.Function):
+    """Values of all ranks of an axis in a new dim 0; backward takes this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: str, spec: ShardSpec) -> Tensor:
+        ctx.axis, ctx.spec = axis, spec
+        group, size = spec.process.along(axis).group_name, spec.process.mesh.size(axis)
+        with exchange(spec.process, spec.name):
+            cut = Cut(0, size, (), size)
+            return _on_wire(local.unsqueeze(0), spec.process, lambda x: PRIMITIVES["all_gather"](x, group, cut))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Unstack.apply(grad, ctx.axis, ctx.spec), None, None
+
+
+class _Unstack(torch.autograd.Function):
+    """This rank's row of a stack that every rank holds; backward stacks."""
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:
+        ctx.axis, ctx.spec = axis, spec
+        process = spec.process
+        return stacked[process.mesh.index(process.coordinates, axis)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec), None, None
+
+
+class _Enter(torch.autograd.Function):
+    """Identity; backward sums over an axis."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: str, spec: ShardSpec) -> Tensor:
+        ctx.axis, ctx.spec = axis, spec
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec).sum(0), None, None

@@ -1,0 +1,483 @@
+"""Parameters that hold this rank's shard and behave as the unpartitioned tensor, as DTensor does.
+
+A `ShardedTensor` is a strided tensor with the local values, so kernels, autograd, and fused and foreach optimizers run
+on it as on any tensor. What Python code calls on it goes through `__torch_function__`: shapes are those of the full
+tensor, elementwise operations stay local, reductions and random fills give what one device gives, and all else
+runs on the gathered tensor. Library code runs inside `local_values()` and sees plain local tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat.torch_function_internals import as_class, function_name, local_values, register_foreach
+from autopart.errors import UsageError
+from autopart.runtime.sharded_tensor.shard_spec import DimShard, ShardSpec
+from autopart.runtime.sharded_tensor.tensor_functions import (
+    ATTRIBUTES,
+    REFUSED,
+    Kind,
+    kind_of,
+    permutation,
+    reduce_locally,
+    reduced_dims,
+)
+from autopart.runtime.shards.shard_owners import Home
+
+Handler = Callable[..., Any]
+
+
+class ShardedTensor(Tensor):
+    """This rank's shard of a tensor, with the interface of the full tensor.
+
+    `to_local()` gives the shard as a plain tensor, `full_tensor()` gathers it (a collective call, differentiable).
+
+    Example (dp2, zero=3):
+        >>> weight = pm.get_parameter("0.weight")                               # doctest: +SKIP
+        >>> weight.shape, weight.to_local().shape                               # doctest: +SKIP
+        (torch.Size([16, 8]), torch.Size([8, 8]))
+    """
+
+    spec: ShardSpec
+    is_gathered: bool
+    """Whether this is a view of a gathered copy, which cannot be written to."""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's values as a plain tensor. It shares memory and autograd history."""
+        with local_values():
+            return self.as_subclass(Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor on every rank. Differentiable; a collective call."""
+        with local_values():
+            return _full(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        with local_values():
+            return _call(func, name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with local_values():
+            values = self.detach().clone(memory_format=torch.preserve_format)
+            result = as_sharded(values, self.spec, type(self), self.requires_grad)
+            if self.grad is not None:
+                result.grad = copy.copy(self.grad) if not isinstance(self.grad, ShardedTensor) else as_sharded(
+                    self.grad.detach().clone(), self.grad.spec)  # fmt: skip
+        memo[id(self)] = result
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as Tensor has it
+        with local_values():
+            shards = ", ".join(f"dim {s.dim} over {s.axis}" for s in self.spec.shards) or "unsharded"
+            values = self.as_subclass(Tensor).detach()
+            return f"{type(self).__name__}('{self.spec.name}' of shape {self.spec.shape}, {shards}; local {values!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with local_values():
+            return self.as_subclass(Tensor).detach().__reduce_ex__(protocol)
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """A parameter of a partitioned model of which this rank holds a shard, or a stage."""
+
+
+def as_sharded(
+    values: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None, requires_grad: bool = False,
+    is_gathered: bool = False,
+) -> ShardedTensor:  # fmt: skip
+    """Return local values as a tensor of class `kind` (None: ShardedTensor, with the autograd history of `values`)."""
+    with local_values():
+        if kind is None:
+            result: Any = values.as_subclass(ShardedTensor)
+        else:
+            result = as_class(values, kind, requires_grad)
+    result.__dict__["spec"], result.__dict__["is_gathered"] = spec, is_gathered
+    return result
+
+
+def with_spec(parameter: nn.Parameter, home: Home) -> nn.Parameter:
+    """Return a local parameter as what it is of the model: itself if every rank holds all of every parameter."""
+    shards = tuple(
+        DimShard(axis, cut, index) for (axis, cut), (_, index) in zip(home.cuts, home.cuts_here, strict=True)
+    )
+    if not shards and "pp" not in home.process.groups:
+        return parameter
+    spec = ShardSpec(home.name, tuple(home.stored.shape), shards, home.process)
+    sharded: Any = as_sharded(parameter, spec, ShardedParameter, parameter.requires_grad)
+    return sharded
+
+
+# --- Calls.
+
+
+def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on sharded arguments, inside `local_values`."""
+    kind = kind_of(func, name)
+    if kind is Kind.REFUSED:
+        raise UsageError(
+            f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
+            why=REFUSED.get(name, "this attribute is the runtime's"),
+            hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all",
+        )
+    return _HANDLERS[kind](func, name, args, kwargs)
+
+
+def _first(args: Any, kwargs: Any) -> ShardedTensor:
+    return next(leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, ShardedTensor))
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in _leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in _leaves(item)]
+    return [tree]
+
+
+def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map(fn, item) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map(fn, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _map(fn, item) for key, item in tree.items()}
+    return fn(tree)
+
+
+def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Flags and hooks, which are the same for a shard."""
+    return func(*args, **kwargs)
+
+
+def _attribute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Sizes, of the full tensor."""
+    if name == "get:nbytes":
+        return args[0].spec.numel() * args[0].element_size()
+    return ATTRIBUTES[name](args[0].spec, *args[1:], **kwargs)
+
+
+def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    grad = func(*args, **kwargs)
+    if grad is None or isinstance(grad, ShardedTensor) or grad.layout is not torch.strided:
+        return grad
+    wrapped = as_sharded(grad, args[0].spec)
+    args[0].grad = wrapped  # so that `p.grad is p.grad`
+    return wrapped
+
+
+def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Assign `grad` or `data`: a sharded value, this rank's shard, or the full tensor."""
+    target, value = args
+    if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
+        value = as_sharded(_onto(value, target.spec), target.spec)
+    return func(target, value)
+
+
+def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Functions that give values of the same layout: copies, casts, tensors like another."""
+    result = func(*args, **kwargs)
+    if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
+        return result
+    shares_memory = args[0].is_gathered and result.data_ptr() == args[0].data_ptr()
+    return as_sharded(result, args[0].spec, is_gathered=shares_memory)
+
+
+def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Plain tensors whose size is given, with the dtype and device of a shard."""
+    return func(*args, **kwargs)
+
+
+def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inplace, out = _writes(name, kwargs), kwargs.get("out")
+    target = out if isinstance(out, Tensor) else args[0] if inplace else None
+    if target is not None and not isinstance(target, ShardedTensor):  # a plain tensor, written from sharded ones
+        return func(*_map(_full, list(args)), **_map(_full, kwargs))
+    if target is not None:
+        _check_writable(target, name)
+        spec = target.spec
+    else:
+        spec = _broadcast([tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)], tensors)
+
+    def conform(leaf: Any) -> Any:
+        if leaf is target or not isinstance(leaf, Tensor):
+            return leaf
+        return _onto(leaf, spec)
+
+    result = func(*_map(conform, list(args)), **_map(conform, kwargs))
+    if target is not None:
+        return result
+    return _map(lambda leaf: as_sharded(leaf, spec) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
+    """Return the spec of an elementwise result: each dim is sharded as in the first argument that has it sharded."""
+    shapes = [spec.shape for spec in specs]
+    local = {spec.local_shape for spec in specs}
+    shapes += [tuple(t.shape) for t in tensors if not isinstance(t, ShardedTensor) and tuple(t.shape) not in local]
+    shape = torch.broadcast_shapes(*shapes)
+    shards: dict[int, tuple[DimShard, ...]] = {}
+    for spec in specs:
+        offset = len(shape) - len(spec.shape)
+        for shard in spec.shards:
+            dim = shard.dim + offset
+            if dim not in shards or shards[dim][0].key == shard.key:
+                shards[dim] = tuple(one.on_dim(dim) for one in spec.of_dim(shard.dim))
+    used = [shard.axis for of_dim in shards.values() for shard in of_dim]
+    if len(used) != len(set(used)):  # one axis splits different dims of two arguments
+        first, offset = specs[0], len(shape) - len(specs[0].shape)
+        shards = {s.dim + offset: tuple(o.on_dim(s.dim + offset) for o in first.of_dim(s.dim)) for s in first.shards}
+    kept = tuple(shard for dim in sorted(shards) for shard in shards[dim])
+    return replace(specs[0], shape=tuple(shape), shards=kept)
+
+
+def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
+    """Return the local values of an argument for a result of this spec; its gradient is that of the full argument."""
+    if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
+        return value
+    if isinstance(value, ShardedTensor):
+        own = value.spec
+        offset = len(spec.shape) - len(own.shape)
+        wanted = {d: tuple(s.key for s in spec.of_dim(d)) for d in range(len(spec.shape))}
+        fits = all(
+            tuple(s.key for s in own.of_dim(dim)) == wanted[dim + offset] or (size == 1 and not own.of_dim(dim))
+            for dim, size in enumerate(own.shape)
+        )
+        if fits:
+            return spec.partial_gradient(value, spec.axes - own.axes)
+        value = _full(value)
+    elif tuple(value.shape) == spec.local_shape != spec.shape:
+        return value  # what `to_local()` gives, or the state of an optimizer
+    if torch.broadcast_shapes(value.shape, spec.shape) != torch.Size(spec.shape):
+        raise UsageError(
+            f"a tensor of shape {tuple(value.shape)} together with '{spec.name}' of shape {spec.shape}",
+            why=f"this rank holds {spec.local_shape} of it, and the two have no common shape",
+            hint="give the full tensor, or p.to_local() and local values",
+        )
+    return spec.take(spec.partial_gradient(value, spec.axes))
+
+
+def _full(value: Any) -> Any:
+    """Return what a function gets of an argument that it runs on as a whole."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    return value.spec.gather(value.as_subclass(Tensor))
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or name == "__setitem__"
+
+
+def _check_writable(target: ShardedTensor, name: str) -> None:
+    if target.is_gathered:
+        raise UsageError(
+            f"{name}() writes to a part or another view of '{target.spec.name}'",
+            why="of that parameter a rank holds a shard; the view is of a gathered copy, so nothing would change",
+            hint="write to the parameter itself: p[...] = value, p.copy_(value), p.mul_(mask)",
+        )
+
+
+def _reduction(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, ShardedTensor) or kwargs.get("out") is not None:
+        return _gathered(func, name, args, kwargs)
+    spec = value.spec
+    dims = reduced_dims(name, args, kwargs, len(spec.shape))
+    is_complete = dims is not None and len(dims) == len(spec.shape)
+    if is_complete and spec.shape and "pp" in spec.process.groups:
+        _check_all_stages(name, spec)
+    if dims is None or spec.has_empty_shards:
+        return _gathered(func, name, args, kwargs)
+    axes = [shard.axis for dim in dims for shard in reversed(spec.of_dim(dim))]
+    result = reduce_locally(func, name, args, kwargs, spec, dims, axes)
+    kept = spec.reduced(dims, bool(_keepdim(result, spec, dims)))
+    if is_complete and not kept.shape:
+        return result
+    return as_sharded(result, kept)
+
+
+def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
+    return result.ndim == len(spec.shape) and len(dims) > 0
+
+
+def _check_all_stages(name: str, spec: ShardSpec) -> None:
+    if not _combines_stages():
+        raise UsageError(
+            f"{name}() of '{spec.name}' under pp",
+            why="a rank holds the parameters of its own stages, so what a loop computes of them differs between ranks",
+            hint="pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), "
+            "pm.full_state_dict(); p.to_local() for this rank alone",
+        )
+
+
+_SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that treat each tensor by itself, so that a stage's reductions are those of one device."""
+
+
+def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
+    """Let this optimizer's step reduce the parameters of a pipeline stage."""
+    _SEPARABLE.add(optimizer)
+
+
+def _combines_stages() -> bool:
+    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor by itself."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "summed" or (
+            isinstance(caller, torch.optim.Optimizer) and caller in _SEPARABLE
+        ):  # fmt: skip
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    spec = args[0].spec
+    result = func(*args, **kwargs)
+    dims = permutation(name, args, kwargs, len(spec.shape))
+    return as_sharded(result, spec.permuted(dims), is_gathered=args[0].is_gathered)
+
+
+def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views: of the tensor itself where a rank holds all of it, else of a gathered copy, which cannot be written to."""
+    spec = _first(args, kwargs).spec
+    value = args[0] if args else None
+    same_shape = name in ("view", "reshape", "view_as", "reshape_as", "expand_as", "expand") and (
+        isinstance(value, ShardedTensor) and _wanted_shape(value, args[1:], kwargs) == spec.shape
+    )
+    if same_shape:
+        return as_sharded(value.view_as(value), spec, is_gathered=value.is_gathered)
+    is_copy = bool(spec.shards) or getattr(value, "is_gathered", False)
+    result = func(*_map(_full, list(args)), **_map(_full, kwargs))
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return as_sharded(leaf, replace(spec, shape=tuple(leaf.shape), shards=()), is_gathered=is_copy)
+
+    return _map(wrap, result)
+
+
+def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    given = [size for size in (*sizes, *kwargs.values())]
+    if len(given) == 1 and isinstance(given[0], Tensor):
+        return given[0].spec.shape if isinstance(given[0], ShardedTensor) else tuple(given[0].shape)
+    flat = _leaves(given)
+    return tuple(flat) if all(isinstance(size, int) for size in flat) else None
+
+
+def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run on full tensors; what is written in place is taken back into the shard."""
+    out = kwargs.get("out")
+    target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
+    if not isinstance(target, ShardedTensor):
+        target = kwargs.get("tensor") if target is None and _writes(name, kwargs) else None
+    if not isinstance(target, ShardedTensor):
+        return func(*_map(_full, list(args)), **_map(_full, kwargs))
+    _check_writable(target, name)
+    if not target.spec.shards:
+        result = func(*_map(_full, list(args)), **_map(_full, kwargs))
+        return target if isinstance(result, Tensor) else result
+    with torch.no_grad():
+        full = _full(target).contiguous()
+
+        def replaced(leaf: Any) -> Any:
+            return full if leaf is target else _full(leaf)
+
+        result = func(*_map(replaced, list(args)), **_map(replaced, kwargs))
+        target.copy_(target.spec.take(full))
+    return target if isinstance(result, Tensor) else result
+
+
+def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Random tensors like another: this rank's shard of what one device draws."""
+    spec = args[0].spec
+    like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
+    drawn = func(like, *args[1:], **kwargs)
+    return as_sharded(spec.take(drawn).contiguous(), spec).requires_grad_(drawn.requires_grad)
+
+
+def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Lists of tensors, position by position."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    target: Sequence[Any] = lists[0]
+    if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
+        single: Any = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}.get(name)
+        rest = args[1:]
+        return tuple(
+            _call(single, single.__name__, (t, *rest), kwargs) if isinstance(t, ShardedTensor) else single(t, *rest)
+            for t in target
+        )
+
+    def row(index: int) -> Any:
+        return [arg[index] if isinstance(arg, (list, tuple)) and len(arg) == len(target) else arg for arg in args]
+
+    specs: list[ShardSpec | None] = []
+    for index, leaf in enumerate(target):
+        sharded = [arg for arg in row(index) if isinstance(arg, ShardedTensor)]
+        if sharded and not isinstance(leaf, ShardedTensor) and name.endswith("_"):
+            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it is a shard",
+                             hint="torch.zeros_like(p) gives a tensor that is sharded like p")  # fmt: skip
+        specs.append(leaf.spec if isinstance(leaf, ShardedTensor) else sharded[0].spec if sharded else None)
+
+    def conform(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and len(arg) == len(target):
+            return [
+                _onto(leaf, spec) if isinstance(leaf, Tensor) and spec is not None and leaf is not first else leaf
+                for leaf, spec, first in zip(arg, specs, target, strict=True)
+            ]
+        return arg
+
+    result = func(*(conform(arg) for arg in args), **{key: conform(value) for key, value in kwargs.items()})
+    if result is None or name.endswith("_"):
+        return result
+    return tuple(leaf if spec is None else as_sharded(leaf, spec) for leaf, spec in zip(result, specs, strict=True))
+
+
+def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad`: gradients are sharded as the inputs are."""
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if "inputs" in kwargs:
+        kwargs = {**kwargs, "inputs": listed}
+    else:
+        args = (args[0], listed, *args[2:])
+    grads = func(*args, **kwargs)
+    return tuple(
+        as_sharded(grad, one.spec) if isinstance(one, ShardedTensor) and grad is not None else grad
+        for one, grad in zip(listed, grads, strict=True)
+    )
+
+
+_HANDLERS: dict[Kind, Handler] = {
+    Kind.LOCAL: _local,
+    Kind.ATTRIBUTE: _attribute,
+    Kind.GET_GRAD: _get_grad,
+    Kind.SET: _set,
+    Kind.SAME: _same,
+    Kind.CREATED: _created,
+    Kind.ELEMENTWISE: _elementwise,
+    Kind.REDUCTION: _reduction,
+    Kind.PERMUTED: _permuted,
+    Kind.VIEW: _viewed,
+    Kind.GATHERED: _gathered,
+    Kind.LIKE: _like,
+    Kind.FOREACH: _foreach,
+    Kind.OF_INPUTS: _of_inputs,
+}
+
+register_foreach([ShardedTensor, ShardedParameter])

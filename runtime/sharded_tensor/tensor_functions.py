@@ -1,0 +1,298 @@
+"""Table of what each function of torch does to a sharded tensor, and the arithmetic of reductions."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
+
+
+class Kind(enum.Enum):
+    """How a function runs on a sharded tensor."""
+
+    LOCAL = "harmless: the same for a shard"
+    ATTRIBUTE = "right: of the full tensor"
+    GET_GRAD = "right: sharded as the parameter is"
+    SET = "right: takes the shard"
+    SAME = "right: sharded alike"
+    CREATED = "right: of the size that is given"
+    ELEMENTWISE = "right: elementwise"
+    REDUCTION = "right: reduced over ranks"
+    PERMUTED = "right: dims in another order"
+    VIEW = "right: a view of a gathered copy, which cannot be written to"
+    GATHERED = "right: computed on the gathered tensor"
+    LIKE = "right: the shard of what one device draws"
+    FOREACH = "right: elementwise, list by list"
+    OF_INPUTS = "right: gradients sharded as the inputs"
+    REFUSED = "refused"
+
+
+def _stride(spec: ShardSpec, dim: int | None = None) -> Any:
+    strides = tuple(math.prod(spec.shape[i + 1 :]) for i in range(len(spec.shape)))
+    return strides if dim is None else strides[dim]
+
+
+def _size(spec: ShardSpec, dim: int | None = None) -> Any:
+    return torch.Size(spec.shape) if dim is None else spec.shape[dim]
+
+
+ATTRIBUTES: dict[str, Callable[..., Any]] = {
+    "get:shape": lambda spec: torch.Size(spec.shape),
+    "size": _size,
+    "numel": lambda spec: spec.numel(),
+    "nelement": lambda spec: spec.numel(),
+    "get:nbytes": lambda spec: spec.numel(),
+    "get:ndim": lambda spec: len(spec.shape),
+    "dim": lambda spec: len(spec.shape),
+    "ndimension": lambda spec: len(spec.shape),
+    "__len__": lambda spec: spec.shape[0],
+    "stride": _stride,
+    "dim_order": lambda spec, **_: tuple(range(len(spec.shape))),
+}
+
+LOCAL = frozenset(
+    "get:dtype get:device get:layout get:requires_grad set:requires_grad requires_grad_ get:is_leaf get:grad_fn "
+    "get:_version get:retains_grad retain_grad register_hook register_post_accumulate_grad_hook get:_backward_hooks "
+    "get:_post_accumulate_grad_hooks set:_backward_hooks set:_post_accumulate_grad_hooks is_floating_point is_complex "
+    "is_signed is_conj is_neg is_inference is_contiguous is_coalesced is_distributed get:is_cuda get:is_cpu "
+    "get:is_sparse get:is_sparse_csr get:is_meta get:is_quantized get:is_nested get:is_mkldnn get:is_mps get:is_mtia "
+    "get:is_xpu get:is_xla get:is_ipu get:is_vulkan get:is_maia get:names get:name get:volatile get:output_nr "
+    "get:itemsize element_size get_device has_names get:_grad get:_base get:grad_dtype set:grad_dtype backward "
+    "result_type can_cast promote_types del:grad _is_view is_same_size detach_ get:_cdata is_shared is_pinned "
+    "record_stream _amp_foreach_non_finite_check_and_unscale_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ "
+    "__dir__".split()
+)
+"""Flags, hooks and fused updates: a shard answers as the full tensor would."""
+
+SAME = frozenset(
+    "detach clone alias contiguous get:data to cpu cuda float double half bfloat16 int long short char byte bool type "
+    "type_as cfloat cdouble chalf pin_memory zeros_like ones_like empty_like full_like _to_copy requires_grad positive "
+    "resolve_conj resolve_neg get:real __pos__".split()
+)
+CREATES = frozenset("new_zeros new_ones new_empty new_full new_tensor new new_empty_strided".split())
+LIKE = frozenset("rand_like randn_like randint_like".split())
+REDUCTIONS = frozenset(
+    "sum mean norm vector_norm linalg_norm linalg_vector_norm std var amax amin max min all any count_nonzero prod "
+    "logsumexp nansum".split()
+)
+PERMUTES = frozenset("t get:T get:mT get:H get:mH adjoint transpose swapaxes swapdims permute movedim".split())
+VIEWS = frozenset("__getitem__ __iter__ get:imag unbind reshape reshape_as flatten ravel".split())
+
+REFUSED = {
+    "data_ptr": "the memory holds a shard",
+    "storage": "the memory holds a shard",
+    "untyped_storage": "the memory holds a shard",
+    "_typed_storage": "the memory holds a shard",
+    "storage_offset": "the memory holds a shard",
+    "storage_type": "the memory holds a shard",
+    "share_memory_": "the memory holds a shard",
+    "set_": "the memory of a parameter is the runtime's",
+    "resize_": "the shape of a parameter is the plan's",
+    "resize_as_": "the shape of a parameter is the plan's",
+    "resize": "the shape of a parameter is the plan's",
+    "resize_as": "the shape of a parameter is the plan's",
+    "squeeze_": "the shape of a parameter is the plan's",
+    "unsqueeze_": "the shape of a parameter is the plan's",
+    "t_": "the shape of a parameter is the plan's",
+    "transpose_": "the shape of a parameter is the plan's",
+    "swapaxes_": "the shape of a parameter is the plan's",
+    "swapdims_": "the shape of a parameter is the plan's",
+    "as_strided_": "the memory holds a shard",
+    "as_strided": "the memory holds a shard",
+    "get:__cuda_array_interface__": "the memory holds a shard",
+    "__dlpack__": "the memory holds a shard",
+    "__dlpack_device__": "the memory holds a shard",
+    "to_dlpack": "the memory holds a shard",
+    "apply_": "a Python function of each element would run on a shard",
+    "map_": "a Python function of each element would run on a shard",
+    "map2_": "a Python function of each element would run on a shard",
+    "sparse_resize_": "the shape of a parameter is the plan's",
+    "sparse_resize_and_clear_": "the shape of a parameter is the plan's",
+    "rename_": "named dims are not followed",
+    "rename": "named dims are not followed",
+    "refine_names": "named dims are not followed",
+    "align_to": "named dims are not followed",
+    "align_as": "named dims are not followed",
+    "set:names": "named dims are not followed",
+    "set:shape": "the shape of a parameter is the plan's",
+}
+"""{function: why it is refused}."""
+
+DUNDERS = {
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge")},
+    **{f"__r{name}__": name for name in ("add", "mul", "sub", "pow")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow")},
+    "__truediv__": "div", "__rtruediv__": "div", "__div__": "div", "__rdiv__": "div", "__itruediv__": "div_",
+    "__idiv__": "div_", "__floordiv__": "floor_divide", "__rfloordiv__": "floor_divide",
+    "__ifloordiv__": "floor_divide_", "__mod__": "remainder", "__rmod__": "remainder", "__imod__": "remainder_",
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not",
+    "__iand__": "bitwise_and_", "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_", "__rand__": "bitwise_and",
+    "__ror__": "bitwise_or", "__rxor__": "bitwise_xor",
+}  # fmt: skip
+
+ALSO_ELEMENTWISE = frozenset(
+    "absolute negative square clip fix true_divide divide multiply subtract greater less greater_equal less_equal eq "
+    "not_equal arccos arcsin arctan arccosh arcsinh arctanh arctan2 isclose isfinite isinf isnan isreal isposinf "
+    "isneginf where copy fill zero masked_fill lerp addcmul addcdiv relu relu6 silu gelu elu celu selu softplus mish "
+    "hardtanh hardsigmoid hardswish leaky_relu logsigmoid tanhshrink softsign softshrink hardshrink threshold "
+    "sigmoid tanh ldexp float_power rsub constant zeros ones nan_to_num".split()
+)
+"""Elementwise functions without torch's tag, without a trailing underscore."""
+
+
+@functools.cache
+def _is_tagged(name: str, tag: torch.Tag) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+@functools.cache
+def _is_view(name: str) -> bool:
+    """Return True if the result shares memory with an argument that the operator does not write."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write for s in schemas for result in s.returns
+    )
+
+
+@functools.cache
+def kind_of(func: Any, name: str) -> Kind:
+    """Return how a function runs. `name`: its own, with "get:" or "set:" before that of an attribute."""
+    for kind, names in _NAMED:
+        if name in names:
+            return kind
+    if name.startswith("_foreach_"):
+        return Kind.FOREACH
+    aten = DUNDERS.get(name, name)
+    base = aten.rstrip("_") if not aten.startswith("__") else aten
+    if base in ALSO_ELEMENTWISE or _is_tagged(aten, torch.Tag.pointwise) or _is_tagged(base, torch.Tag.pointwise):
+        return Kind.ELEMENTWISE if base not in ("dropout", "bernoulli", "normal", "uniform", "equal") else Kind.GATHERED
+    if name.startswith("set:") or name.startswith("del:"):
+        return Kind.REFUSED
+    if _is_view(name):
+        return Kind.VIEW
+    return Kind.GATHERED
+
+
+_NAMED: tuple[tuple[Kind, Any], ...] = (
+    (Kind.REFUSED, REFUSED),
+    (Kind.ATTRIBUTE, ATTRIBUTES),
+    (Kind.LOCAL, LOCAL),
+    (Kind.GET_GRAD, ("get:grad",)),
+    (Kind.SET, ("set:grad", "set:data")),
+    (Kind.OF_INPUTS, ("grad",)),
+    (Kind.SAME, SAME),
+    (Kind.CREATED, CREATES),
+    (Kind.LIKE, LIKE),
+    (Kind.REDUCTION, REDUCTIONS),
+    (Kind.PERMUTED, PERMUTES),
+    (Kind.VIEW, VIEWS),
+)
+
+
+def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
+    """Return the order of dims that a permuting function gives."""
+    probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
+    if name.startswith("get:"):
+        result = getattr(probe, name.removeprefix("get:"))
+    elif name in ("t", "adjoint"):
+        result = getattr(probe, name)()
+    else:
+        result = getattr(probe, name)(*args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+    return [size - 2 for size in result.shape]
+
+
+def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int] | None:
+    """Return the dims that a reduction covers; None for one that gives more than the reduced value."""
+    rest = list(args[1:])
+    if name in ("max", "min") and (rest or set(kwargs) - {"input"}):
+        return None
+    if name == "count_nonzero" and len(rest) > 1:
+        return None
+    if name in ("std", "var") and rest and isinstance(rest[0], bool):
+        dim: Any = kwargs.get("dim")
+    elif name in ("norm", "vector_norm", "linalg_norm", "linalg_vector_norm"):
+        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else None))
+        dim = kwargs.get("dim", kwargs.get("axis", rest[1] if len(rest) > 1 else None))
+        is_matrix = (isinstance(order, str) and order != "fro") or (name == "linalg_norm" and order is not None)
+        if is_matrix or (isinstance(order, Tensor)):
+            return None
+    else:
+        dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
+    if dim is None or isinstance(dim, torch.dtype) or (isinstance(dim, (tuple, list)) and not dim):
+        return list(range(ndim))
+    listed = [dim] if isinstance(dim, int) else list(dim)
+    return sorted(one % max(ndim, 1) for one in listed)
+
+
+def reduce_locally(
+    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
+    axes: Sequence[str],
+) -> Tensor:  # fmt: skip
+    """Reduce this rank's shard, then the results over the axes that shard the reduced dims."""
+    value: Tensor = args[0] if args else kwargs["input"]
+    value = value.as_subclass(Tensor)
+    rest = args[1:]
+    if not axes:
+        return func(value, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
+    first_flag = 2 if name in ("std", "var") else 1  # std(dim, unbiased, keepdim), sum(dim, keepdim)
+    keep = bool(kwargs.get("keepdim", False)) or any(one is True for one in rest[first_flag:])
+    count = math.prod(spec.shape[dim] for dim in dims)
+    over = tuple(dims)
+
+    def total(x: Tensor, keepdim: bool) -> Tensor:
+        return spec.combine(x.sum(over, keepdim=keepdim) if over else x, axes, lambda stack: stack.sum(0))
+
+    if name in ("mean", "sum"):
+        dtype = kwargs.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), None)
+        summed = total(value if dtype is None else value.to(dtype), keep)
+        return summed if name == "sum" else summed / count
+    if name in ("std", "var"):
+        correction = _correction(rest, kwargs)
+        # Each rank subtracts the mean from other elements.
+        centred = value - spec.partial_gradient(total(value, True) / count, set(axes))
+        variance = total(centred * centred.conj(), keep).real / max(count - correction, 0)
+        return variance.sqrt() if name == "std" else variance
+    local = func(value, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
+    return spec.combine(local, axes, _over_ranks(name, rest, kwargs))
+
+
+def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    if "correction" in kwargs:
+        return 1 if kwargs["correction"] is None else kwargs["correction"]
+    unbiased = kwargs.get("unbiased", next((one for one in rest[:1] if isinstance(one, bool)), True))
+    if len(rest) > 1 and isinstance(rest[1], bool):
+        unbiased = rest[1]
+    return 1 if unbiased else 0
+
+
+def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Return what combines the ranks' reduced values, stacked in dim 0."""
+    if "norm" in name:
+        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
+        power = 2.0 if order is None or order == "fro" else float(order)
+        if power == 0:
+            return lambda stack: stack.sum(0)
+        return lambda stack: torch.linalg.vector_norm(stack, power, dim=0)
+    if name in ("max", "amax"):
+        return lambda stack: stack.amax(0)
+    if name in ("min", "amin"):
+        return lambda stack: stack.amin(0)
+    if name in ("count_nonzero", "nansum"):
+        return lambda stack: stack.sum(0)
+    return {
+        "all": lambda stack: stack.all(0),
+        "any": lambda stack: stack.any(0),
+        "prod": lambda stack: stack.prod(0),
+        "logsumexp": lambda stack: stack.logsumexp(0),
+    }[name]

@@ -1,0 +1,47 @@
+"""The norm of a partitioned model's gradients, and clipping them by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.watchdog import watched
+from autopart.runtime.training import gradient_norms
+
+
+class Clips:
+    """What a module that all ranks clip together can do."""
+
+    _process: Process
+    _local_parameters: Mapping[str, nn.Parameter]
+    _traced: Callable[[str], Any]
+
+    @watched
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients, a detached scalar, the same on every rank: what
+        `torch.nn.utils.get_total_norm` gives on one device. A collective call.
+
+        Every part of a parameter counts once, wherever it is held: shards are put together, copies are not added.
+        `norm_type`: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
+        """
+        self._traced("grad_norm")
+        return gradient_norms.grad_norm(self._local_parameters.values(), self._process, norm_type)
+
+    @watched
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that the whole model's norm is at most `max_norm`, and return what it was: a detached
+        scalar, the same on every rank, as `torch.nn.utils.clip_grad_norm_` on one device. A collective call.
+
+        With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is scaled.
+
+        Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
+        """
+        gradient_norms.check_max_norm(max_norm)
+        total = self.grad_norm(norm_type)
+        gradient_norms.check_finite(total, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(self._local_parameters.values(), max_norm, total)
+        return total

@@ -1,0 +1,103 @@
+"""Loss scaling over all ranks: an infinity in one rank's part of a gradient is every rank's.
+
+`torch.amp.GradScaler` looks at the gradients that its own rank holds. The ranks would then disagree about a step, one
+taking it and another not, and about the scale from there on (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2,
+has the method).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.compat.training_internals import redirect_unscale
+from autopart.errors import InputError
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.gradients.no_sync import check_summed
+from autopart.runtime.shards.shard_owners import parameters_of, process_among
+from autopart.runtime.shards.shared_parameters import check_not_originals
+from autopart.runtime.training.gradient_norms import inside
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
+
+    Whether a gradient is infinite is decided over all ranks, so that all of them take a step or none does, and the
+    scale stays the same on all. Torch's own class does that too once a model is partitioned; this one also works
+    without `scale(loss)`, and its `device` is the one there is: "cuda", or "cpu" without GPUs.
+
+    Example:
+        scaler = autopart.GradScaler()
+        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), where there is no pp
+        scaler.unscale_(optimizer)
+        pm.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ):
+        self.where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(self.where, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def get_scale(self) -> float:
+        """What the loss is multiplied by: a number, the same on every rank; 1 where the scaler is not enabled."""
+        if self.is_enabled():
+            self.scale(torch.zeros((), device=self.where))  # which makes the scale, as the first loss would
+        return super().get_scale()
+
+
+def share_infinities() -> None:
+    """From now on every `torch.amp.GradScaler` finds the infinities of all ranks in a partitioned model's gradients."""
+    redirect_unscale(_unscale)
+
+
+@on_local_values
+def _unscale(
+    original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
+) -> dict[torch.device, Tensor]:
+    """Divides an optimizer's gradients by the scale, and returns, by device, whether one was not finite: 1.0 or 0.0.
+
+    `original` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
+    """
+    process = process_among(parameters_of(optimizer))
+    if process is not None:
+        check_summed(process, "unscaling")
+    else:
+        check_not_originals(parameters_of(optimizer), "unscaling")
+    by_device = original(scaler, optimizer, *args)
+    if process is None or not process.groups:
+        return by_device
+    _check_scaled(process, scaler)
+    here = max((value.item() for value in by_device.values()), default=0.0)
+    shared = torch.tensor([here, len(by_device)])  # whether an infinity was found, and whether there is any gradient
+    with inside(process, "unscaling of gradients"):
+        reduce_over_all(shared, dist.ReduceOp.MAX, process)
+    infinite, any_gradient = shared.tolist()
+    if not by_device and any_gradient:  # other ranks have some
+        return {process.device: torch.tensor(infinite, device=process.device)}
+    for value in by_device.values():
+        value.fill_(infinite)
+    return by_device
+
+
+def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
+    """Raises InputError where the gradients were never multiplied by the scale that they are divided by."""
+    if process.step_scale == 1.0 != scaler.get_scale():
+        raise InputError(
+            f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",
+            why="step() had no loss_scale: divided, they would be too small",
+            hint="pm.step(..., loss_scale=scaler.get_scale()); with precision='fp16' step() needs no scaler",
+        )

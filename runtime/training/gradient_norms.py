@@ -1,0 +1,348 @@
+"""The norm of a partitioned model's gradients: every element once, the same bits on every rank.
+
+Each rank takes the norm of the parts that count on it (`homes.py`), the ranks tell each other, and all put the same
+numbers together in the same order. `torch.nn.utils` comes here for lists that hold tensors of a partitioned model.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.compat.training_internals import norms_of_each, redirect_norms
+from autopart.errors import InputError, OptionError
+from autopart.ir.program import Program
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+from autopart.runtime.comm.stage_ranks import owners
+from autopart.runtime.comm.watchdog import sum_over
+from autopart.runtime.gradients.no_sync import check_summed
+from autopart.runtime.shards.shard_owners import (
+    Home,
+    counts_at,
+    home_of,
+    process_of,
+    settled_parameters,
+    settled_processes,
+)
+from autopart.runtime.shards.shared_parameters import check_not_originals
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What a norm can be; a set of them travels as the sum of their bits."""
+
+
+# --- The arithmetic, without process groups.
+
+
+def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all elements of these tensors together: a scalar in float64, on their device.
+
+    Each tensor's own norm is taken in its dtype, at least float32. No tensors at all leave `norm_of` as it would be
+    without them: 0, or infinity where `norm_type` is below 0.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.tensor(_nothing(norm_type), dtype=torch.float64)
+    with torch.no_grad():
+        norms = [of_kind.to(filled[0].device, torch.float64) for of_kind in norms_of_each(filled, norm_type)]
+        return torch.linalg.vector_norm(torch.cat(norms), norm_type)
+
+
+def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
+    """The norm of a whole from the norms of its parts (Shoeybi et al. 2019, arXiv:1909.08053, have it for p = 2).
+
+    The same on every machine that is given the same numbers, and without overflow on the way.
+
+    >>> norm_of([3.0, 4.0]), norm_of([3.0, 4.0], math.inf), norm_of([3e300, 4e300])
+    (5.0, 4.0, 5e+300)
+    """
+    values = list(norms)
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    extreme = (max if norm_type > 0 else min)(values, default=_nothing(norm_type))
+    if math.isinf(norm_type) or extreme == 0 or math.isinf(extreme):
+        return float(extreme)
+    total = math.fsum((value / extreme) ** norm_type for value in values)
+    return float(extreme * (math.sqrt(total) if norm_type == 2 else total ** (1 / norm_type)))
+
+
+def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """What torch gives the norm of tensors of these dtypes; float32 for none."""
+    real_dtypes = [dtype.to_real() for dtype in dtypes]
+    result = real_dtypes[0] if real_dtypes else torch.float32
+    for dtype in real_dtypes[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def grad_norm_lockstep(
+    parameters: Mapping[int, Mapping[str, Tensor]], program: Program, norm_type: float = 2.0, stage_style: str = "loop"
+) -> Tensor:
+    """What `grad_norm` gives, for all ranks in one process: {rank: {name: local parameter}}."""
+    power = _checked(norm_type)
+    norms, dtypes = [], []
+    for rank, local in parameters.items():
+        coordinates = program.mesh.coordinates(rank)
+        counted = []
+        for name, parameter in local.items():
+            stored = program.parameters[name]
+            if parameter.grad is not None and counts_at(
+                stored, program.mesh, coordinates, owners(program, stored, stage_style)
+            ):
+                counted.append(parameter.grad)
+        norms.append(local_norm(counted, power).item())
+        dtypes += [grad.dtype for grad in counted]
+    return torch.tensor(norm_of(norms, power), dtype=norm_dtype(dtypes))
+
+
+def _nothing(norm_type: float) -> float:
+    return 0.0 if norm_type > 0 else math.inf
+
+
+def _checked(norm_type: float) -> float:
+    power = float(norm_type)
+    if power == 0 or math.isnan(power):
+        raise OptionError(
+            f"norm_type={norm_type!r} is not a norm over the ranks of a mesh",
+            why="torch then counts tensors, and a rank holds parts of tensors",
+            hint="norm_type=2.0, or math.inf for the largest element",
+        )
+    return power
+
+
+# --- On process groups.
+
+
+def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of all parts of these parameters: a scalar, the same on every rank. Collective."""
+    grads = [(parameter.grad, home_of(parameter)) for parameter in parameters if parameter.grad is not None]
+    parts = [NormPart(grad, home) for grad, home in grads if home is not None]
+    return _norm(parts, [], process, _checked(norm_type))
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """A tensor of a partitioned model, or its gradient, and where it belongs."""
+
+    tensor: Tensor
+    home: Home
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a rank tells the others. `names`: a checksum of the names in its list. `stages`: another for ranks of other
+    stages. `one_of_many`: its list holds one parameter, and the rank has a gradient for more."""
+
+    present: float = 0.0
+    norm: float = 0.0
+    dtypes: float = 0.0
+    names: float = 0.0
+    stages: float = 0.0
+    one_of_many: float = 0.0
+
+
+def _norm(
+    parts: Sequence[NormPart], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
+) -> Tensor:
+    """The norm of all ranks' `parts`, and of `others`, tensors of no partitioned model, which every rank has alike.
+
+    `of_one`: the ranks of other stages are not asked, for they were given other parameters.
+    """
+    check_summed(process, "the norm of the gradients")
+    counted = [part.tensor for part in parts if (part.home.counts_in_stage if of_one else part.home.counts_here)]
+    row = _Row(
+        present=1.0,
+        dtypes=sum({2 ** DTYPES.index(norm_dtype([dtype])) for dtype in {part.tensor.dtype for part in parts}}),
+        names=sum(part.home.checksum for part in parts),
+        stages=_stages([part.home.process for part in parts] or [process]),
+        one_of_many=len(parts) == 1 and not of_one and _holds_more(parts[0].home),
+    )
+    norm = local_norm(counted, norm_type)
+    rows = _exchange(row, norm, process, of_one)
+    _check_lists(rows)
+    norms = [row.norm for row in rows]
+    dtypes = [dtype for index, dtype in enumerate(DTYPES) if any(int(row.dtypes) >> index & 1 for row in rows)]
+    if others:
+        norms.append(local_norm(others, norm_type).item())
+        dtypes += [tensor.dtype for tensor in others]
+    return torch.tensor(norm_of(norms, norm_type), dtype=norm_dtype(dtypes), device=process.device)
+
+
+def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
+    """The rows of all ranks of this model (every data rank may have its own), or of those of this stage. Each is added
+    to zeros, so no bit of it changes on the way."""
+    numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
+    values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
+    values[process.rank] = torch.tensor(numbers, dtype=torch.float64)
+    if of_one:
+        values = values.to(process.device)
+        for axis, group in process.groups.items():
+            if axis != "pp":
+                sum_over(group, values)
+    else:
+        reduce_over_all(values, dist.ReduceOp.SUM, process)
+    mesh, here = process.mesh, process.coordinates
+    alike = [
+        all(mesh.coordinates(rank)[axis] == here[axis] for axis in process.apart) for rank in range(mesh.num_ranks)
+    ]
+    rows = [_Row(*numbers) for numbers, is_alike in zip(values.tolist(), alike, strict=True) if is_alike]
+    return [row for row in rows if row.present]
+
+
+def _check_lists(rows: Sequence[_Row]) -> None:
+    """Raises InputError where the ranks were given lists that do not fit, on every rank."""
+    lists: dict[float, set[float]] = {}
+    for row in rows:
+        lists.setdefault(row.stages, set()).add(row.names)
+    if any(len(names) > 1 for names in lists.values()):
+        raise InputError(
+            "the ranks ask for the norm of different parameters",
+            why="ranks of one stage hold the same parameters; the names given differ",
+            hint="give every rank the same list, with the same gradients present",
+        )
+    if len(lists) > 1 and all(row.one_of_many for row in rows):
+        raise InputError(
+            "every rank asks for the norm of one parameter, each of another one",
+            why="ranks of other stages hold other parameters, so their loops do not meet",
+            hint="clip_grad_norm_(p, ...) without a list, or pm.clip_grad_norm_(...)",
+        )
+
+
+def _stages(processes: Sequence[Process]) -> int:
+    """A checksum that ranks with the same parameters share."""
+    distinct = {id(process): process for process in processes}.values()
+    return zlib.crc32(repr(sorted({(str(process.mesh), process.pp) for process in distinct})).encode())
+
+
+def inside(process: Process, doing: str) -> AbstractContextManager[None]:
+    """Around a call that ranks wait for each other in; `doing`: what they say of themselves."""
+    return nullcontext() if process.watch is None else process.watch.inside(doing)
+
+
+def _holds_more(home: Home) -> bool:
+    with_grad = [other for parameter, other in settled_parameters() if parameter.grad is not None]
+    return sum(other.process is home.process for other in with_grad) > 1
+
+
+# --- What torch.nn.utils does with our parameters.
+
+
+def recognise_in_torch() -> None:
+    """From now on `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are right for partitioned models."""
+    redirect_norms(_clip_grad_norm, _get_total_norm)
+
+
+@on_local_values
+def _clip_grad_norm(
+    original: Callable[..., Tensor],
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, where `original` is torch's."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    process = _process_among(listed)
+    if process is None:
+        check_not_originals(listed, "clip_grad_norm_")
+        again = (parameter for parameter in listed) if isinstance(parameters, types.GeneratorType) else listed
+        return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
+    parts, others = [], []
+    for parameter in listed:
+        home = home_of(parameter)
+        if parameter.grad is not None and home is not None and home.process.groups:
+            parts.append(NormPart(parameter.grad, home))
+        elif parameter.grad is not None:
+            others.append(parameter.grad)
+    check_max_norm(max_norm)
+    with inside(process, "clip_grad_norm_"):
+        total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(parameters, Tensor))
+    check_finite(total, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
+    return total
+
+
+@on_local_values
+def _get_total_norm(
+    original: Callable[..., Tensor],
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.get_total_norm`, where `original` is torch's."""
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    homes = _homes_by_memory()
+    with_homes = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in listed]
+    parts = [NormPart(tensor, home) for tensor, home in with_homes if home is not None]
+    process = parts[0].home.process if parts else _process_among(listed)
+    if process is None:
+        return original(listed, norm_type, error_if_nonfinite, foreach)
+    others = [tensor for tensor, home in with_homes if home is None]
+    with inside(process, "get_total_norm"):
+        total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(tensors, Tensor))
+    check_finite(total, error_if_nonfinite)
+    return total
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raises OptionError for what gradients cannot be clipped to: NaN would make all of them NaN, without a word."""
+    number = float(max_norm) if isinstance(max_norm, (int, float, Tensor)) else math.nan
+    if math.isnan(number) or number < 0:
+        raise OptionError(f"max_norm={max_norm!r} is not what gradients can be clipped to",
+                          why="it is a number from 0 on", hint="pm.clip_grad_norm_(1.0)")  # fmt: skip
+
+
+def check_finite(total: Tensor, asked: bool) -> None:
+    """Raises RuntimeError, as torch does, where a norm is not finite and that was `asked` for."""
+    if asked and not math.isfinite(total):
+        raise RuntimeError(
+            f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"
+            "  (error_if_nonfinite=False scales them by it anyway)"
+        )
+
+
+def _process_among(tensors: Sequence[Tensor]) -> Process | None:
+    """The process of the first that belongs to a model over several ranks; None where none does.
+
+    An empty list is that of a rank none of whose parameters has a gradient: the other ranks wait for it, in the model
+    that was made last. (Which older ones are alive can differ between ranks: Python frees them when it likes.)
+    """
+    processes = (process_of(tensor) for tensor in tensors)
+    process = next((process for process in processes if process is not None and process.groups), None)
+    if process is not None or tensors or not dist.is_initialized():
+        return process
+    over_many = [process for process in settled_processes() if process.groups]
+    return max(over_many, key=lambda process: process.serial, default=None)
+
+
+def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], Home]:
+    """{where a parameter or its gradient lies: its home}: a detached gradient is another tensor in the same place."""
+    homes = {}
+    for parameter, home in settled_parameters():
+        if not home.process.groups:
+            continue
+        homes[_memory(parameter)] = home
+        if parameter.grad is not None:
+            homes[_memory(parameter.grad)] = home
+    homes.pop(_NOWHERE, None)
+    return homes
+
+
+_NOWHERE = (0, 0, torch.float32)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return _NOWHERE
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype

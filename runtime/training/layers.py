@@ -1,0 +1,366 @@
+"""Modules that represent a model and its layers: class, modes and attributes of the original, local tensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.errors import MissingAttribute, UsageError
+from autopart.runtime.training.conversions import refuse_conversion, spelled_as
+from autopart.runtime.training.layer_modes import LayerModes
+from autopart.tracing.python.layer_settings import in_modes, is_plain
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_OWN_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
+"""Methods of torch's layers that are right on a branch: they write buffers alone, and every rank has full buffers."""
+
+
+class StandIn(nn.Module):
+    """A module whose layers cannot be changed, only their modes and plain attributes.
+
+    `_path` is the path of the layer in the model, and `_set` has the attributes that were set here.
+    """
+
+    _modes: LayerModes
+    _path: str
+    _set: dict[str, Any]
+
+    def _stand_for(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
+        """Take the mode of the model's own layer, and its parameters, buffers and layers that are None."""
+        for own, others in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
+            own.update({name: None for name, value in others.items() if value is None})
+        self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Set the mode of this module and its layers, as the model's own `train(mode=True)` does."""
+        self._modes.call(self, self._path, "train", args, kwargs)
+        return self
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Set this module and its layers to evaluation mode, as the model's own `eval()` does."""
+        self._modes.call(self, self._path, "eval", args, kwargs)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return what the model's own layer says of itself, with the attributes that were set here."""
+        with in_modes(self._modes.source.model, self._modes.root.training, self._modes.settings):
+            return self._modes.layer(self._path).extra_repr()
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return this rank's part of a parameter. Raises MissingAttribute if other ranks have it."""
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            path, _, name = f"{self._path}.{target}".lstrip(".").rpartition(".")
+            if name in _layer_or_none(self._modes, path)._parameters:
+                _refuse_elsewhere(self._modes, path, name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        modes = self.__dict__.get("_modes")
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        if modes is None or (is_own and name != "training"):
+            super().__setattr__(name, value)
+        elif name == "training":
+            self.__dict__["training"], modes.changed = bool(value), True
+        elif modes.accepts(self._path, name, value):
+            self._set[name], modes.changed = value, True
+        else:
+            if self._is_of_model(name) or isinstance(value, (nn.Module, nn.Parameter, nn.Buffer)):
+                _refuse_change(f"setting '{name}'")
+            super().__setattr__(name, value)
+
+    def _is_of_model(self, name: str) -> bool:
+        of_tree = name in self._modules or name in self._parameters or name in self._buffers
+        return of_tree or name in vars(self._modes.layer(self._path))
+
+    def __delattr__(self, name: str) -> None:
+        if "_modes" in self.__dict__ and name not in self.__dict__ and self._is_of_model(name):
+            _refuse_change(f"deleting '{name}'")
+        super().__delattr__(name)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        _refuse_change(f"setting [{index!r}]")
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        _refuse_change(f"deleting [{index!r}]")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Raises UsageError, unless the module has this name here already."""
+        if module is None or self._modules.get(name) is not module:
+            _refuse_change("add_module()")
+
+    register_module = add_module
+
+    def set_submodule(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_change("set_submodule()")
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_change("register_parameter()")
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_change("register_buffer()")
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError: stages are compiled by an option."""
+        raise UsageError("pm.compile() compiles nothing", why="what runs are the graphs of the stages",
+                         hint="parallelize(..., compile=True)")  # fmt: skip
+
+    def share_memory(self) -> NoReturn:
+        raise UsageError("a partitioned model has no share_memory()", why="every rank has the parameters in use",
+                         hint="share the memory of pm.full_state_dict()")  # fmt: skip
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError("to_empty() of a partitioned model would lose its values", why="its programs hold the tensors",
+                         hint="a model on meta: parallelize(model, mesh, weights=...)")  # fmt: skip
+
+
+class Branch(StandIn):
+    """A layer of a partitioned model: the tensors of this rank, and the class, mode and attributes of the model's own.
+
+    `isinstance(pm.layers[0], nn.Linear)` is True. What a layer computes is a part of the program.
+    """
+
+    def __init__(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
+        super().__init__()
+        self.__dict__.update(_kind=type(layer), _version=layer._version, _is_plain=False)
+        self._stand_for(path, layer, modes)
+
+    def _get_class(self) -> type:
+        return Branch if self.__dict__.get("_is_plain", True) else self.__dict__["_kind"]
+
+    def _set_class(self, kind: type) -> NoReturn:
+        _refuse_change("another class for a layer")
+
+    __class__ = property(_get_class, _set_class)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError("a layer of a partitioned model cannot be called alone",
+                         why="its operators are a part of the program that pm(...) runs",
+                         hint="call the model's own layer, or let the model return what it computes")  # fmt: skip
+
+    def __getitem__(self, index: Any) -> Any:
+        return item_of(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self, (nn.ModuleDict, nn.ParameterDict)):
+            return iter(self.keys())
+        return iter(_items(self).values())
+
+    def __len__(self) -> int:
+        return len(_items(self))
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == key or name is item for key, item in _items(self).items())
+
+    def __bool__(self) -> bool:
+        return True
+
+    @on_local_values
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the part of `pm.state_dict()` below this layer, under the layer's own names."""
+        root = self._modes.root
+        if root is None or args or kwargs.get("destination") is not None:  # for the state dict of a module around it
+            return super().state_dict(*args, **kwargs)
+        prefix, start = kwargs.pop("prefix", ""), f"{self._path}."
+        of_model = root.state_dict(**kwargs)
+        return {prefix + name[len(start) :]: value for name, value in of_model.items() if name.startswith(start)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights under the layer's own names, as `pm.load_state_dict` does."""
+        start = f"{self._path}."
+        given = {start + name: value for name, value in state_dict.items()}
+        result = self._modes.root.load_state_dict(given, strict=False, assign=assign)
+        missing = [name[len(start) :] for name in result.missing_keys if name.startswith(start)]
+        unexpected = [name[len(start) :] for name in result.unexpected_keys]
+        if strict and (missing or unexpected):
+            raise UsageError(
+                f"the state dict does not fit '{self._path}'", hint="load_state_dict(..., strict=False)",
+                why=f"it lacks {missing} and has {unexpected} in addition",
+            )  # fmt: skip
+        return type(result)(missing, unexpected)
+
+    @on_local_values
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_is_plain"] = True  # extra state of the user's classes is the partitioned model's
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            self.__dict__["_is_plain"] = False
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_is_plain"] = True  # as above
+        try:
+            super()._save_to_state_dict(*args, **kwargs)
+        finally:
+            self.__dict__["_is_plain"] = False
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        tensor = next(iter((*self.parameters(), *self.buffers())), None)
+        if tensor is None:
+            return self
+        args_, kwargs_ = spelled_as(tensor.device, args, kwargs)
+        return super().to(*args_, **kwargs_)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for tensor in (*self.parameters(), *self.buffers()):
+            refuse_conversion(fn, tensor.dtype, tensor.device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own, modes = self.__dict__.get("_set", {}), self.__dict__.get("_modes")
+            if name in own:
+                return own[name]
+            if modes is None:
+                raise
+        layer = modes.layer(self._path)
+        if name in _OWN_METHODS and getattr(type(layer), name, None) is _OWN_METHODS[name]:
+            return types.MethodType(_OWN_METHODS[name], self)
+        if name in ("keys", "values", "items") and isinstance(layer, (nn.ModuleDict, nn.ParameterDict)):
+            return getattr(_items(self), name)
+        if name in layer._parameters:
+            _refuse_elsewhere(modes, self._path, name)
+        return attribute_of(layer, name, f"model.{self._path}")
+
+    @on_local_values
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("a layer of a partitioned model cannot be pickled", why="it holds the tensors of this rank",
+                         hint="torch.save(pm.full_state_dict(), path)")  # fmt: skip
+
+    def _is_of_model(self, name: str) -> bool:
+        return not name.startswith("_") or super()._is_of_model(name)
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "a hook on a layer of a partitioned model would never run", why="its operators are a part of the program",
+            hint="register it on the model before: it is traced",
+        )  # fmt: skip
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
+
+def add_layers(root: StandIn, modes: LayerModes) -> None:
+    """Give a partitioned model a branch for each layer of the model that has none; a shared layer has one branch."""
+    branches: dict[int, StandIn] = {id(modes.source.model): root}
+
+    def add(branch: StandIn, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
+        for name, child in layer._modules.items():
+            if child is None or id(child) in branches:
+                branch._modules[name] = None if child is None else branches[id(child)]
+                continue
+            below, known = f"{path}.{name}".lstrip("."), branch._modules.get(name)
+            one = known if isinstance(known, Branch) else Branch(below, child, modes)
+            branch._modules[name] = branches[id(child)] = one
+            add(one, child, below)
+
+    add(root, modes.source.model, "")
+
+
+def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds `name` below `root`, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        # By the dict: a part may have the name of one of ParallelModule's own attributes.
+        child = root._modules[part]
+        assert child is not None
+        root = child
+    return root, last
+
+
+def item_of(module: StandIn, index: Any) -> Any:
+    """Return a layer or parameter of a container by its number, slice or key."""
+    items = _items(module)
+    if isinstance(index, str) and index in items:
+        return items[index]
+    if isinstance(index, slice):
+        layers = list(items.values())[index]
+        kind = nn.Sequential if isinstance(module._modes.layer(module._path), nn.Sequential) else nn.ModuleList
+        return nn.Sequential(*layers) if kind is nn.Sequential else nn.ModuleList(layers)
+    if isinstance(index, int) and -len(items) <= index < len(items):
+        return list(items.values())[index]
+    raise IndexError(f"no layer {index!r}; the model has {', '.join(items) or 'none'} in it")
+
+
+def _items(module: StandIn) -> dict[str, Any]:
+    """Return the layers of a container, or its parameters if it is a container of parameters."""
+    layer = module._modes.layer(module._path)
+    if isinstance(layer, (nn.ParameterList, nn.ParameterDict)):
+        return {name: getattr(module, name) for name in layer._parameters}
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
+    """Return a plain attribute of the user's model or of a layer, such as its `config`.
+
+    Raises MissingAttribute, an AttributeError, for what would run the model's own code or read its own weights.
+    """
+    kind = type(layer).__name__
+    if name == "dtype" and isinstance(getattr(layer, name, None), torch.dtype):
+        return getattr(layer, name)  # a property of transformers: that of the parameters, which the model keeps
+    static = inspect.getattr_static(layer, name, None)
+    own = name in vars(layer)
+    is_value = own or not (callable(static) or hasattr(static, "__get__"))
+    is_value = is_value and (static is not None or own) and not isinstance(static, (Tensor, nn.Module))
+    if is_value and not callable(static) and (not name.startswith("_") or is_plain(static)):
+        return static
+    if name.startswith("_"):
+        raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+    if callable(static) and isinstance(layer, _CONTAINERS):
+        raise MissingAttribute(
+            f"a partitioned {kind} has no {name}()", why="the program was traced with the layers that the model had",
+            hint="change the model before parallelize()",
+        )  # fmt: skip
+    if callable(static) and not isinstance(static, nn.Module):
+        raise MissingAttribute(
+            f"a partitioned model has no {name}()",
+            why=f"{kind}.{name} runs the model's own code, on whole weights",
+            hint=f"model.load_state_dict(pm.full_state_dict()); {spoken}.{name}(...)",
+        )
+    hint = f"ask the model: {spoken}.{name}" if hasattr(type(layer), name) else f"{kind} has none either"
+    hint = "next(pm.parameters()).dtype" if name == "dtype" else hint
+    raise MissingAttribute(f"a partitioned {kind} has no attribute '{name}'", hint=hint)
+
+
+def _layer_or_none(modes: LayerModes, path: str) -> nn.Module:
+    try:
+        return modes.layer(path)
+    except AttributeError:
+        return nn.Module()
+
+
+def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
+    """Raises MissingAttribute for a parameter that this rank does not have."""
+    if modes.root is not None and modes.root._program is None:
+        raise MissingAttribute(
+            f"'{name}' is not known yet", why="the model is traced at the first call, and partitioned then",
+            hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
+        )  # fmt: skip
+    raise MissingAttribute(
+        f"'{path}.{name}' is not on this rank".replace("'.", "'"), why="each rank holds the parameters of its stages",
+        hint="pm.full_state_dict() has those of all stages, on every rank",
+    )  # fmt: skip
+
+
+def _refuse_change(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} of a partitioned model would change nothing",
+        why="the program was traced with what the model had",
+        hint="change the model before; values: pm.load_state_dict(...)",
+    )

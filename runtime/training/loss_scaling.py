@@ -1,0 +1,118 @@
+"""Dynamic loss scaling inside `step`, for gradients in float16, whose smallest number is 6e-8.
+
+The loss is multiplied by a scale before it is differentiated and the gradients are divided by it. Where one of any rank
+is infinite or not a number there is no gradient, and the scale falls; after many steps without, it grows (Micikevicius
+et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.errors import RuntimeSetupError
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+
+STATE = "loss_scaling"
+"""The entry of a state dict that has the scale."""
+
+
+@dataclass
+class LossScaling:
+    """The scale of the next step, the same on every rank; a power of two, so that dividing by it is exact.
+
+    `steps`: since it changed. `skipped_steps`: those that left no gradient. `overflowed`: whether the last one was.
+    """
+
+    scale: float = 2.0**16
+    steps: int = 0
+    skipped_steps: int = 0
+    overflowed: bool = False
+
+    growth_factor = 2.0
+    backoff_factor = 0.5
+    growth_interval = 2000
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor], process: Process) -> None:
+        """Divide the gradients of a step by the scale, or take them away on every rank where one is not finite; then
+        the scale of the next step. A collective call."""
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in held if parameter.grad is not None and parameter.grad.numel()]
+        largest = [torch.linalg.vector_norm(grad, float("inf")).float() for grad in grads]
+        finite = not largest or bool(torch.stack(largest).isfinite().all())
+        infinite = torch.tensor(0.0 if finite else 1.0)
+        reduce_over_all(infinite, dist.ReduceOp.MAX, process)
+        self.overflowed = bool(infinite.item())
+        for parameter in held:
+            if self.overflowed:
+                parameter.grad = None
+        for grad in () if self.overflowed else grads:
+            grad.mul_(1 / self.scale)
+        self._update()
+
+    def _update(self) -> None:
+        self.steps += 1
+        if self.overflowed:
+            self.scale, self.steps = self.scale * self.backoff_factor, 0
+            self.skipped_steps += 1
+        elif self.steps == self.growth_interval:
+            self.scale, self.steps = self.scale * self.growth_factor, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "steps": self.steps, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self.steps = float(state["scale"]), int(state["steps"])
+        self.skipped_steps = int(state["skipped_steps"])
+
+
+class ScalesLoss:
+    """What a module that may scale its loss says of it, and keeps in checkpoints."""
+
+    _loss_scaling: LossScaling | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next `step` multiplies the loss by and divides the gradients by; 1 but with `precision="fp16"`."""
+        return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps have left no gradient, as one was not finite in float16."""
+        return 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
+
+    def _save_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+        if self._loss_scaling is not None:
+            state_dict[prefix + STATE] = self._loss_scaling.state_dict()
+
+    def _load_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+        """Take the scale out of what is loaded; a module without one has no use for it."""
+        state = state_dict.pop(prefix + STATE, None)
+        if state is not None and self._loss_scaling is not None:
+            self._loss_scaling.load_state_dict(state)
+
+
+@contextmanager
+def naming_operators() -> Iterator[None]:
+    """Inside, an operator that a device does not have in 16 bits raises RuntimeSetupError."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        match = re.search(r"\"(\w+)\" not implemented for '(Half|BFloat16)'", str(error))
+        if match is None:
+            raise
+        asked = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
+        raise RuntimeSetupError(
+            f"this device has no operator '{match[1]}' in {asked}",
+            why=f"the model computes it in what precision='{asked}' casts to",
+            hint=f"precision='{'bf16' if asked == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
+        ) from error  # fmt: skip

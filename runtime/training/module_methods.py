@@ -1,0 +1,170 @@
+"""What users do with an `nn.Module` beside calling it: right for a partitioned one, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from autopart.compat.torch_function_internals import on_local_values
+from autopart.compat.training_internals import before_wrappers
+from autopart.errors import UsageError
+from autopart.runtime.training.conversions import refuse_conversion, spelled_as
+from autopart.runtime.training.layer_modes import LayerModes
+from autopart.runtime.training.layers import StandIn, add_layers, attribute_of, holder, item_of
+from autopart.runtime.training.loss_scaling import LossScaling
+from autopart.tracing.meta_copy import Source
+
+_OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies", "_modes")
+
+
+class Idioms(StandIn):
+    """What a partitioned model has of `nn.Module`, where that would otherwise be wrong without a word.
+
+    `copy.deepcopy` gives a module with parameters of its own (for moving averages) that runs on the same processes.
+    """
+
+    _local_parameters: dict[str, nn.Parameter]
+    _local_buffers: dict[str, Tensor]
+
+    def _begin_layers(self, source: Source) -> None:
+        """Have a branch for each layer of the model, with the layer's mode."""
+        modes = LayerModes(source)
+        self._slots: tuple[list[str], list[dict[str, Any]], list[str], list[Any]] = ([], [], [], [])
+        self._stand_for("", source.model, modes)
+        modes.attach(self)
+        add_layers(self, modes)
+
+    def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
+        """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
+        add_layers(self, self._modes)
+        self._slots = ([], [], [], [])
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            parameter = self._local_parameters.get(stored_names.get(name, ""))
+            if parameter is not None:
+                parent, last = holder(self, name)
+                if parent._parameters.get(last) is None:
+                    parent._parameters[last] = parameter
+                self._add_slot(name, parent._parameters, last)
+        for name in self._local_buffers:
+            parent, last = holder(self, name)
+            self._add_slot(name, parent._buffers, last)
+
+    def _register_buffer(self, name: str, buffer: Tensor, persistent: bool) -> None:
+        parent, last = holder(self, name)
+        parent._buffers[last] = self._local_buffers[name] = buffer
+        if not persistent:
+            parent._non_persistent_buffers_set.add(last)
+        self._add_slot(name, parent._buffers, last)
+
+    def _add_slot(self, name: str, registered: dict[str, Any], key: str) -> None:
+        names, of_modules, keys, tensors = self._slots
+        names.append(name)
+        of_modules.append(registered)
+        keys.append(key)
+        tensors.append(registered[key])
+
+    def _check_registered(self) -> None:
+        """Raises UsageError if a parameter or buffer was replaced, as `torch.func.functional_call` does for a call."""
+        names, registered, keys, tensors = self._slots
+        if not all(map(is_, map(dict.get, registered, keys), tensors)):
+            are_same = list(map(is_, map(dict.get, registered, keys), tensors))
+            raise UsageError(
+                f"this call is made with another tensor for '{names[are_same.index(False)]}'",
+                why="functional_call or an assignment replaced it, and the program reads its own",
+                hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing for the dtype and device that the module has, however they are spelled; else raise UsageError."""
+        args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
+        return super().to(*args_, **kwargs_)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `to`, `half`, `cuda` and their like are made of; fine where it would change nothing."""
+        tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
+        if not tensors:
+            tensors = [*self.__dict__["_source"].model.parameters()]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            refuse_conversion(fn, dtype, self.__dict__["_process"].device)
+        return self
+
+    @on_local_values
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.__dict__["_program"] is None:
+            raise UsageError(
+                "copy.deepcopy(pm) comes too early",
+                why="the model is traced, and partitioned, at its first call",
+                hint="parallelize(model, mesh, example_kwargs=batch)",
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            if name in _OWN_TENSORS:
+                value = copy.deepcopy(value, memo)
+            elif isinstance(value, (dict, set, Counter, LossScaling)):
+                value = copy.copy(value)
+            copied.__dict__[name] = value
+        copied._modes.attach(copied)
+        copied._begin_as_copy()
+        return copied
+
+    def _begin_as_copy(self) -> None:
+        """Forget what belongs to the parameters of the module that this is a copy of."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a partitioned model cannot be pickled", why="it holds process groups and compiled programs of this rank",
+            hint="torch.save(pm.full_state_dict(), path)",
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source, own = self.__dict__.get("_source"), self.__dict__.get("_set", {})
+            if name in own:
+                return own[name]
+            if name.startswith("_") or source is None:
+                raise
+        return attribute_of(source.model, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer, as `model[index]` does, if the model has layers by numbers."""
+        model = self.__dict__["_source"].model
+        if not isinstance(model, (nn.Sequential, nn.ModuleList)) or not isinstance(index, (int, slice)):
+            raise UsageError(
+                f"a partitioned {type(model).__name__} has no pm[{index!r}]", why="it has its layers and parameters "
+                "by their names", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
+            )  # fmt: skip
+        return item_of(self, index)
+
+
+def watch_wrappers() -> None:
+    """Refuse, from now on, wrappers that would replace a partitioned model's shards or copy it to other devices."""
+    before_wrappers(refuse_wrapper)
+
+
+def refuse_wrapper(modules: Any, wrapper: str) -> None:
+    """Raises UsageError if one of the modules that `wrapper` is to wrap is, or contains, a partitioned one."""
+    for module in [modules] if isinstance(modules, nn.Module) else list(modules):
+        if partitioned_in(module) is not None or isinstance(module, StandIn):
+            raise UsageError(
+                f"{wrapper} around a partitioned model", why="it would take this rank's shards for full parameters",
+                hint="an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself; zero=3 is FSDP",
+            )  # fmt: skip
+
+
+def partitioned_in(module: nn.Module) -> str | None:
+    """Return the path of the first partitioned model at or below a module; None if there is none."""
+    pending = [("", module)]
+    while pending:
+        path, one = pending.pop()
+        if isinstance(one, Idioms):
+            return path
+        pending += [(f"{path}.{name}".lstrip("."), below) for name, below in one._modules.items() if below is not None]
+    return None

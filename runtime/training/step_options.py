@@ -1,0 +1,140 @@
+"""What a training step may be asked for beside the gradients of its loss."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from autopart.errors import InputError
+from autopart.ir.program import LabelCount, Program
+from autopart.runtime.comm.process_mesh import Process, reduce_over_all
+
+if TYPE_CHECKING:
+    from autopart.runtime.pipeline_stages import StageModule
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of one `step`.
+
+    `loss_scale`: what the loss is multiplied by before it is differentiated; the loss that is returned is not.
+    `num_tokens`: what the sum over labels is divided by, in place of the number of those that count in the batch.
+    `outputs`: whether the model's outputs are returned too.
+    """
+
+    loss_scale: float = 1.0
+    num_tokens: float | None = None
+    outputs: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,
+        kwargs: Mapping[str, Any],
+        *,
+        loss_scale: float | Tensor | None = None,
+        num_tokens: int | Tensor | None = None,
+        outputs: bool = False,
+    ) -> StepOptions:
+        """The options as a user gives them, beside the model's inputs. Raises InputError for what cannot be meant."""
+        options = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
+        _check_names(model, [name for name, value in options.items() if value is not None])
+        if not isinstance(outputs, bool):
+            raise InputError(f"outputs={outputs!r:.40} is neither True nor False", why="it asks step() for the outputs",
+                             hint="step(..., outputs=True), which returns (loss, outputs)")  # fmt: skip
+        if num_tokens is not None and kwargs.get("num_items_in_batch") is not None:
+            raise InputError("num_tokens= and num_items_in_batch= are both given", why="each is what the sum over "
+                             "labels is divided by", hint="one of the two; num_tokens= suits every model")  # fmt: skip
+        scale = 1.0 if loss_scale is None else _number("loss_scale", loss_scale)
+        tokens = None if num_tokens is None else _number("num_tokens", num_tokens)
+        if tokens is not None and tokens <= 0:
+            raise InputError(f"num_tokens={tokens} is not a number of labels", why="it is 1 or more",
+                             hint="how many labels count in all the batches whose gradients are added up")  # fmt: skip
+        return cls(float(scale), tokens, outputs)
+
+    @property
+    def text(self) -> str:
+        """What ranks must agree on, beside the inputs: `, loss_scale=1024.0`."""
+        asked = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "".join(f", {name}={value}" for name, value in asked)
+
+
+def scaled(loss: Tensor, scale: float) -> Tensor:
+    """The loss, with `scale` times its gradient."""
+    return loss if scale == 1.0 else _Scaled.apply(loss, scale)
+
+
+class _Scaled(Function):
+    """Identity forward; backward multiplies by a number. The value stays exact, and finite in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return loss.clone()  # a view could not be detached in place, as zero-bubble schedules do
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def _number(name: str, value: float | Tensor) -> float:
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        number = value.item()
+    if isinstance(number, (bool, Tensor)) or not isinstance(number, (int, float)):
+        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise InputError(f"{name}={shown} is not a number", hint="a number, or a tensor with one entry")
+    if not math.isfinite(number):
+        raise InputError(f"{name}={number} is not finite", why="every gradient would be zero, inf or nan",
+                         hint="a finite number: torch.amp.GradScaler begins with a loss scale of 65536")  # fmt: skip
+    return number
+
+
+def _check_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Raises InputError where an option of `step` may be meant for an input of the model that has its name."""
+    inputs = inspect.signature(model.forward).parameters if names else ()
+    for name in [name for name in names if name in inputs]:
+        raise InputError(
+            f"{name}= is an option of step(), and {type(model).__name__} has an input of that name",
+            why="it is not clear which of the two is meant",
+            hint=f"give the input by its position, or rename it; step() takes {name}= for models without it",
+        )
+
+
+def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
+    """Let the loss be its sum over labels divided by `num_tokens`, in the stages that were loaded with a batch.
+
+    Raises InputError on every rank where the loss has no number of labels, or the batch alone has more. A collective
+    call.
+    """
+    place = program.label_count
+    if not isinstance(place, LabelCount):
+        raise InputError(
+            "num_tokens= does not fit this loss", why=place or "the program does not say what it is divided by",
+            hint="let the loss be a sum, with loss_scale=1/n, and leave num_tokens out",
+        )  # fmt: skip
+    most = 0.0
+    for module in (module for module in modules if module.stage.index == place.stage):
+        for arguments in module.loaded.arguments:
+            count = arguments[place.name]
+            if not count.is_floating_point() and num_tokens != int(num_tokens):
+                raise InputError(f"num_tokens={num_tokens:g} is not a whole number", why="it counts labels")
+            most = max(most, float(count))
+            arguments[place.name] = torch.full_like(count, num_tokens)
+    on_host = torch.tensor(most, dtype=torch.float64)
+    reduce_over_all(on_host, dist.ReduceOp.MAX, process)
+    most = on_host.item()
+    if most > num_tokens:
+        raise InputError(
+            f"num_tokens={num_tokens:g} is fewer than the {most:g} labels of this batch alone",
+            why="it counts the labels of all batches whose gradients are added",
+            hint="count what is not ignored; causal models read labels[:, 1:] alone",
+        )

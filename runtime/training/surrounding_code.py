@@ -1,0 +1,45 @@
+"""What surrounds calls of a partitioned model in a script: `torch.compile`, checkpoints, and a second `backward`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.errors import UsageError
+from autopart.tracing.caller_modes import traced_apart
+
+not_saved: Any = traced_apart
+"""Around what a first call makes, such as parameters: they outlive inference mode."""
+
+
+@functools.cache
+def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
+    """Have `torch.compile` around a partitioned model call these methods as they are: its stages have graphs."""
+    reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
+    for method in methods:
+        setattr(kind, method, torch.compiler.disable(getattr(kind, method), reason=reason))
+
+
+@functools.cache
+def explain_backward() -> None:
+    """Have `backward()` of a tensor without a graph name `step`, whose loss has none."""
+    torch_backward = Tensor.backward
+
+    @functools.wraps(torch_backward)
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.requires_grad or self.grad_fn is not None:
+            return torch_backward(self, *args, **kwargs)
+        try:
+            return torch_backward(self, *args, **kwargs)
+        except RuntimeError as error:
+            raise UsageError(
+                "backward() of a tensor that needs no gradient",
+                why=f"the loss that pm.step(...) returns is detached, for its backward has run ({error})",
+                hint="loss = pm.step(**batch) without backward(); or loss = pm(**batch), and loss.backward()",
+            ) from error
+
+    Tensor.backward = backward  # type: ignore[method-assign]

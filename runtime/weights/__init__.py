@@ -1,0 +1,1 @@
+"""Loading of weights from files, and deferred initialisation."""

@@ -1,0 +1,174 @@
+"""Tensors that lie in files and are not in memory: their shapes are known, and boxes of them can be read.
+
+What a model library does to bring a checkpoint into the form of its model (join experts to a stack, put gate and up
+behind each other, split a fused projection, transpose) is done by calling torch's functions. An `Unread` answers the
+same functions with another `Unread`, so the library's own code says where every element of the model lies in the files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.ir.sharding import Box
+
+
+class CannotFollow(Exception):
+    """A function was called that a tensor which is not in memory has no answer to."""
+
+
+class Unread:
+    """A tensor of a file, or one that is made of several.
+
+    `shape` and `dtype` are those of a tensor. What torch's functions need beyond that raises CannotFollow.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        """Write into `out` the elements of the box that starts at `offsets` and has the shape of `out`."""
+        raise NotImplementedError
+
+    def read(self, boxes: Sequence[Box], out: Tensor) -> None:
+        """Write the boxes of a shard to their places in `out`, in its dtype."""
+        for box in boxes:
+            place = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
+            self.read_box(box.offsets, out[place])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in _ANSWERS:
+            raise CannotFollow(name)
+        return _ANSWERS[name](*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CannotFollow(name)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Unread:
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> Unread:
+        return _Narrowed(self, dim % self.ndim, start, length)
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
+        total = self.shape[dim]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+        if sum(sizes) != total:
+            raise CannotFollow(f"split of {total} into {list(sizes)}")
+        starts = itertools.accumulate(sizes, initial=0)
+        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def transpose(self, dim0: int, dim1: int) -> Unread:
+        return _Transposed(self, dim0 % self.ndim, dim1 % self.ndim)
+
+    def squeeze(self, dim: int) -> Unread:
+        return _Squeezed(self, dim % self.ndim) if self.shape[dim] == 1 else self
+
+
+class _Narrowed(Unread):
+    def __init__(self, of: Unread, dim: int, start: int, length: int):
+        self.of, self.at, self.start, self.dtype = of, dim, start, of.dtype
+        self.shape = (*of.shape[:dim], length, *of.shape[dim + 1 :])
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        offsets = [offset + (self.start if dim == self.at else 0) for dim, offset in enumerate(offsets)]
+        self.of.read_box(offsets, out)
+
+
+class _Transposed(Unread):
+    def __init__(self, of: Unread, dim0: int, dim1: int):
+        self.of, self.dims, self.dtype = of, (dim0, dim1), of.dtype
+        self.shape = tuple(self._swapped(of.shape))
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        self.of.read_box(self._swapped(offsets), out.transpose(*self.dims))
+
+    def _swapped(self, sizes: Sequence[int]) -> list[int]:
+        swapped, (dim0, dim1) = list(sizes), self.dims
+        swapped[dim0], swapped[dim1] = sizes[dim1], sizes[dim0]
+        return swapped
+
+
+class _Squeezed(Unread):
+    def __init__(self, of: Unread, dim: int):
+        self.of, self.at, self.dtype = of, dim, of.dtype
+        self.shape = (*of.shape[:dim], *of.shape[dim + 1 :])
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        self.of.read_box([*offsets[: self.at], 0, *offsets[self.at :]], out.unsqueeze(self.at))
+
+
+class _Joined(Unread):
+    """Several tensors, one behind the other along a dim."""
+
+    def __init__(self, parts: Sequence[Unread], dim: int):
+        self.parts, self.at, self.dtype = parts, dim, _one([part.dtype for part in parts])
+        self.starts = list(itertools.accumulate((part.shape[dim] for part in parts), initial=0))
+        rest = _one([(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts])
+        self.shape = (*rest[:dim], self.starts[-1], *rest[dim:])
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        first, last = offsets[self.at], offsets[self.at] + out.shape[self.at]
+        for part, start in zip(self.parts, self.starts, strict=False):
+            begin, end = max(first, start), min(last, start + part.shape[self.at])
+            if begin < end:
+                inner = [*offsets[: self.at], begin - start, *offsets[self.at + 1 :]]
+                part.read_box(inner, out.narrow(self.at, begin - first, end - begin))
+
+
+class _Stacked(Unread):
+    """Several tensors of one shape, along a new dim."""
+
+    def __init__(self, parts: Sequence[Unread], dim: int):
+        self.parts, self.at, self.dtype = parts, dim, _one([part.dtype for part in parts])
+        shape = _one([part.shape for part in parts])
+        self.shape = (*shape[:dim], len(parts), *shape[dim:])
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        inner = [*offsets[: self.at], *offsets[self.at + 1 :]]
+        for number, place in enumerate(out.unbind(self.at)):
+            self.parts[offsets[self.at] + number].read_box(inner, place)
+
+
+def _one(values: Sequence[Any]) -> Any:
+    """What all of these are. Raises CannotFollow where they differ."""
+    if not values or any(value != values[0] for value in values):
+        raise CannotFollow(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
+    return values[0]
+
+
+def _cat(tensors: Sequence[Unread], dim: int = 0) -> Unread:
+    return tensors[0] if len(tensors) == 1 else _Joined(tensors, dim % tensors[0].ndim)
+
+
+def _stack(tensors: Sequence[Unread], dim: int = 0) -> Unread:
+    return _Stacked(tensors, dim % (tensors[0].ndim + 1))
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "cat": _cat, "stack": _stack, "split": Unread.split, "chunk": Unread.chunk, "narrow": Unread.narrow,
+    "transpose": Unread.transpose, "squeeze": Unread.squeeze,
+}  # fmt: skip
+"""The functions of torch that are followed."""

@@ -1,0 +1,177 @@
+"""The tensors of a checkpoint in safetensors files, of which each rank reads only its own elements.
+
+The format is read by the safetensors library. A file is mapped into memory, and what was read of it counts as memory of
+this process until it is unmapped: so files are closed when about as much as the largest tensor was read of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from autopart.common.files import read_text
+from autopart.errors import CheckpointError
+from autopart.runtime.weights.lazy_tensors import Unread
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAPPED_BYTES = 2**26
+"""So much of the files may be in memory beside shards, or the largest tensor where that is larger."""
+_HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+
+
+class Files:
+    """The tensors of a checkpoint by the names they have there; their values stay in the files.
+
+    `path`: a folder with `model.safetensors`, with `model.safetensors.index.json` and the files that it names, or with
+    other `.safetensors` files; or one such file. `text`: what ranks must have alike of it. Use it as a context manager
+    around reads, which closes what is open at the end.
+    Raises CheckpointError where there is nothing to read, or a file is not whole.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        self.tensors: dict[str, Unread] = {}
+        self._open: dict[Path, Any] = {}
+        self._mapped_bytes = 0
+        self._largest_bytes = MAPPED_BYTES
+        lines = []
+        for file, listed in _files_of(self.path).items():
+            lines += self._add(file, listed)
+        self._close()
+        self.text = "digest " + hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def read(self, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
+        """A window of a tensor, as a view of the file: copy it before the next read. `size_bytes`: of its rows."""
+        if self._mapped_bytes + size_bytes > self._largest_bytes:
+            self._close()
+        self._mapped_bytes += size_bytes
+        return self._file(file).get_slice(name)[window]
+
+    def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
+        """Note the tensors of a file; a line for it and each of them, to be compared."""
+        here = self._file(file)
+        names = sorted(here.keys())
+        absent = sorted(set(listed or ()) - set(names))
+        if absent:
+            raise CheckpointError(
+                f"the index at {self.path} names tensors that are not there: {listing(absent)}",
+                why=f"it says that they are in {file.name}", hint="copy the folder again, all of it",
+            )  # fmt: skip
+        lines = [f"{file.name} {file.stat().st_size}"]
+        for name in names:
+            if name in self.tensors:
+                raise CheckpointError(
+                    f"two files of {self.path} have the tensor '{name}'", why="which one is meant is not said",
+                    hint="the path of one file, or of a folder with one checkpoint",
+                )  # fmt: skip
+            tensor = _Stored(self, file, name, here.get_slice(name))
+            self.tensors[name] = tensor
+            self._largest_bytes = max(self._largest_bytes, tensor.size_bytes)
+            lines.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
+        return lines
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._open:
+            safe_open, wrong = _library()
+            try:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            except wrong as error:
+                raise CheckpointError(
+                    f"{file} is not a whole safetensors file", why=str(error), hint="copy or save it again"
+                ) from None
+            except OSError as error:
+                raise CheckpointError(f"cannot read {file}", why=error.strerror or str(error)) from None
+        return self._open[file]
+
+    def _close(self) -> None:
+        while self._open:
+            _, file = self._open.popitem()
+            file.__exit__(None, None, None)
+        self._mapped_bytes = 0
+
+
+class _Stored(Unread):
+    """A tensor as it lies in a file."""
+
+    def __init__(self, files: Files, file: Path, name: str, file_slice: Any):
+        self.files, self.file, self.name = files, file, name
+        self.shape = tuple(file_slice.get_shape())
+        self.dtype = file_slice[0:0].dtype if self.shape else file_slice[()].dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
+        window = tuple(slice(start, start + size) for start, size in zip(offsets, out.shape, strict=True))
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = out.shape[0] if out.dim() else 1
+        out.copy_(self.files.read(self.file, self.name, window, rows * row_bytes))
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first eight names, and how many more."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(f"'{name}'" for name in names[:8]) + more
+
+
+def _library() -> tuple[Callable[..., Any], type[Exception]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError("weights= needs the package safetensors", hint="pip install safetensors") from None
+    return safe_open, SafetensorError
+
+
+def _files_of(path: Path) -> dict[Path, list[str] | None]:
+    """The files of a checkpoint, and the tensors that an index says are in each; None: nothing says that."""
+    if path.is_file():
+        return _indexed(path) if path.suffix == ".json" else {path: None}
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {path}", why="it is neither a folder nor a file", hint=_HINT)
+    if (path / SINGLE).is_file():
+        return {path / SINGLE: None}
+    if (path / INDEX).is_file():
+        return _indexed(path / INDEX)
+    paths = sorted(path.glob("*.safetensors"))
+    if not paths:
+        there = sorted(entry.name for entry in path.iterdir())
+        shown = f"it has {listing(there)}" if there else "it is empty"
+        raise CheckpointError(f"there are no safetensors files in {path}", why=shown, hint=_HINT)
+    return dict.fromkeys(paths)
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    text = read_text(index, "an index of safetensors files", CheckpointError, _HINT)
+    try:
+        places = dict(json.loads(text)["weight_map"])
+    except (ValueError, TypeError, KeyError):
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files",
+            why="it is not JSON with an entry 'weight_map', from names of tensors to files", hint=_HINT,
+        ) from None  # fmt: skip
+    files: dict[Path, list[str] | None] = {}
+    for name, file in sorted(places.items()):
+        listed = files.setdefault(index.parent / file, [])
+        assert listed is not None
+        listed.append(name)
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names files that are not there: {listing(absent)}",
+            why=f"of its {len(files)} files, {len(files) - len(absent)} are there",
+            hint="copy the folder again, all of it",
+        )
+    return files
