@@ -30,7 +30,7 @@ from autopart.runtime.module import ParallelModule
 from autopart.runtime.training.layers import Branch
 from autopart.runtime.training.module_methods import partitioned_in
 from autopart.runtime.weights.load_weights import Weights
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 from autopart.tuning.advice import advised
 from autopart.tuning.search import search
 

@@ -27,7 +27,7 @@ from autopart.ir.graph import operator_name
 from autopart.options import Options
 from autopart.proof.comparison import Arrangement
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call, check_values, flatten_call
+from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 
 FLOPS_MESH = "tp2"
 MICROBATCHES = {"pp2": 4, "pp2,tp2": 4, "dp2,pp2": 2, "dp2,pp2,tp2": 2}  # of 8 rows; the default would be one row each

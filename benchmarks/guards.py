@@ -25,7 +25,7 @@ import autopart
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.python.guards import Guards
 from autopart.tracing.python.recorded_reads import record_reads
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, TOKENS, VOCABULARY = 4, 32, 256
 

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopart.cost.predict.table import Setting, predict
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import Schedule
 from autopart.tuning.search import LayoutKind, Space, space_of
 
 SEQUENCE, VOCABULARY, MEMORY = 2048, 51200, 80e9

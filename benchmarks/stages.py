@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopart.passes.choose.stages.stage_partition import equal_layer_loads, partition
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 NUM_STAGES = 4
 QUICK = {

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
+from autopart.common.text import quantity
 from autopart.cost.memory_kinds import RankMemory
 from autopart.errors import AutopartError, MemoryLimitError
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, Schedule
 
 SEARCH_S = 10.0
 """Processor time for which other ways are looked for; the one that is being estimated then is the last."""

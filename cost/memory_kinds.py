@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopart.errors import OptionError
-from autopart.plans.plan import MEMORY_KINDS
+from autopart.ir.run.report_terms import MEMORY_KINDS
 
 OPTIMIZER_VALUES = 2
 """Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.common.scoped import no_autocast
+from autopart.ir.collective_nodes import axis_of
 from autopart.ir.layout import P
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
 from autopart.ir.run.schedules import SPLIT_BACKWARD
-from autopart.ops.operators import axis_of
 from autopart.runtime.batch.batch_split import merge_microbatches, merged_shapes
 from autopart.runtime.batch.buffer_updates import write_buffers
 from autopart.runtime.batch.local_batch import LocalBatch
@@ -39,7 +40,6 @@ from autopart.runtime.shards.shard_state import broadcast_from
 from autopart.runtime.training.backward_hooks import HeldHooks, held_back
 from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
-from autopart.tracing.python.eager_semantics import no_autocast
 
 
 class Executable:

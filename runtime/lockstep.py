@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat.torch_internals import LazyGraphModule
+from autopart.ir.collective_nodes import MOVES, autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import ROUTING, Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage
 from autopart.ops.expert_dispatch import Route
 from autopart.ops.mask_key_ranges import Told
-from autopart.ops.operators import MOVES, axis_of, operator_name
 from autopart.ops.stage_masks import differ_by_rank, with_bands
 from autopart.runtime.batch.batch_split import stage_arguments
 from autopart.runtime.batch.buffer_updates import Made, made_by
@@ -208,7 +208,7 @@ class _StageRun:
         return made_by(self.stage, program, self.prologue_updates, graph)
 
     def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
-        name, axis = operator_name(node), axis_of(node)
+        name, axis = autopart_operator(node), axis_of(node)
         if node.op == "get_attr":
             return {rank: self._attribute(rank, str(node.target)) for rank in self.ranks}
         if name is not None and axis is not None:

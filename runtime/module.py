@@ -59,7 +59,7 @@ from autopart.tracing.call_cache import MAX_CALLS, Recent, format_call
 from autopart.tracing.local_batch_call import num_rows
 from autopart.tracing.meta_copy import Source
 from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings
-from autopart.tracing.trace import flatten_call
+from autopart.tracing.trace_model import flatten_call
 
 Purpose = Literal["forward", "step", "step_outputs"]
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopart.common.scoped import no_autocast
 from autopart.errors import AutopartError, UsageError
 from autopart.ir.program import Program
 from autopart.ir.run.delayed_gradients import check_delayed
@@ -34,7 +35,6 @@ from autopart.runtime.pipeline_stages import Pipeline
 from autopart.runtime.training.backward_hooks import held_back
 from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by
-from autopart.tracing.python.eager_semantics import no_autocast
 
 
 class Versions:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat.pipelining_internals import schedule_class, split_backward_counts_twice, stage_class
+from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.ops.operators import axis_of
 from autopart.ops.stage_masks import with_bands
 from autopart.runtime.batch.batch_split import Arguments, stage_arguments
 from autopart.runtime.batch.buffer_updates import Made, made_by

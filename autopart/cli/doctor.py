@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.cli.console import wrapped
+from autopart.common.text import quantity
 from autopart.cost.flops import matrix_work
 from autopart.errors import AutopartError, InputError
 from autopart.ir.graph import active_operators
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace
 from autopart.options import Options
 from autopart.passes.choose.explain.unsharded_operators import divided
 from autopart.passes.choose.plan_codec import decode
-from autopart.plans.headlines import quantity, whole_rows, whole_text
+from autopart.plans.headlines import whole_rows, whole_text
 from autopart.recipe.make_plan import make_plan, prepare
-from autopart.tracing.trace import Trace, WithLoss, bind_call, flatten_call
+from autopart.tracing.trace_model import WithLoss, bind_call, flatten_call
 
 MESHES = ("tp2", "dp2", "pp2")
 """What is tried where no mesh is named."""

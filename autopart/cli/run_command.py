@@ -18,8 +18,8 @@ from autopart.cli.console import rank, tell
 from autopart.cli.model_source import ModelSource
 from autopart.compat.torch_internals import tree_map
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import device_of_weights
 from autopart.plans.plan import Plan
-from autopart.tracing.trace import device_of_weights
 
 
 @contextmanager

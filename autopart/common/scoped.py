@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -49,3 +49,13 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Outside of any `torch.autocast`: what it does is in a trace already."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -13,8 +13,8 @@ from torch import fx
 
 if TYPE_CHECKING:
     from autopart.ir.layout import Layout, Sections
+    from autopart.ir.mask_structure import Band
     from autopart.ir.pattern import Pattern
-    from autopart.ops.masked_attention import Band
 
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"

@@ -13,9 +13,9 @@ import networkx as nx
 import torch
 from torch import fx
 
+from autopart.common.names import parents as parents
+from autopart.common.names import pattern_of as pattern_of
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.names import parents as parents
-from autopart.ir.names import pattern_of as pattern_of
 
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",

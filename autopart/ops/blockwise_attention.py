@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autopart.ir.mask_structure import Run
 from autopart.ir.sharding import Cut
 from autopart.ops.differentiate_once import check_differentiated_once
-from autopart.ops.masked_attention import Run, attention_with_masks, runs_of
+from autopart.ops.masked_attention import attention_with_masks, runs_of
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.mask_structure import Band, Run
 from autopart.ir.sharding import Cut
-from autopart.ops.masked_attention import Band, Run
 
 _LARGEST = 2**24
 """Elements up to which a value is made as it is."""

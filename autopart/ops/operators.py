@@ -41,18 +41,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopart.ir import selection
+from autopart.ir.collective_nodes import MOVES, OPERATORS, ROTATING, WITHOUT_BACKWARD, autopart_operator
 from autopart.ir.layout import CONVERSIONS, ROUTING
 from autopart.ops import attention_dropout, ctc_loss, grouped_matmul
 from autopart.ops.blockwise_attention import attention_runs
 from autopart.ops.masked_attention import window_attention
 from autopart.ops.seeded_random import kept, seeded
 
-OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
-MOVES = OPERATORS | ROUTING
-"""The operators that work on all ranks of an axis and have a backward; those without one follow."""
-WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
-ROTATING = ("ring_attention",)
-"""Operators in which tensors of all ranks of an axis go around."""
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
 
 
@@ -219,20 +214,6 @@ def all_operators() -> list[str]:
     ]
 
 
-def operator_name(node: fx.Node) -> str | None:
-    """`all_reduce` for a node that calls `torch.ops.autopart.all_reduce`; None for any other node."""
-    parts = str(node.target).split(".")
-    return parts[1] if node.op == "call_function" and parts[0] == "autopart" else None
-
-
-def axis_of(node: fx.Node) -> str | None:
-    """The mesh axis that a node's operator works on, if any."""
-    name = operator_name(node)
-    if name == "axis_index":
-        return str(node.args[0])
-    return str(node.args[1]) if name in MOVES or name in (*WITHOUT_BACKWARD, *ROTATING) else None
-
-
 _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")
 
 
@@ -240,11 +221,11 @@ def stored_source(node: fx.Node) -> fx.Node | None:
     """The parameter that a gather or a cast reads as it is stored, through conversions of its gradient alone; None
     where it reads another value."""
     source = node.args[0]
-    while isinstance(source, fx.Node) and operator_name(source) in _OF_GRADIENTS:
+    while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
 
 
 def is_cast(node: fx.Node) -> bool:
     """Whether a node casts a parameter to what is computed in, and does nothing else."""
-    return operator_name(node) == "cast" and stored_source(node) is not None
+    return autopart_operator(node) == "cast" and stored_source(node) is not None

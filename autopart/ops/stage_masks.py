@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.collective_nodes import axis_of
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, shape, value
+from autopart.ir.mask_structure import Band, Run
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 from autopart.ir.sharding import Cut
 from autopart.ir.subgraphs import erase_unread, is_given, made_for, part_of
 from autopart.ops.mask_key_ranges import Told, intervals_of_band, told_of
-from autopart.ops.masked_attention import Band, Run, blocks_fit
-from autopart.ops.operators import autopart_ops, axis_of
+from autopart.ops.masked_attention import blocks_fit
+from autopart.ops.operators import autopart_ops
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """The facts of a call that what is written for it has too."""

@@ -6,32 +6,16 @@ All is read from the Plan's data, so a plan from a file says the same.
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from autopart.plans.plan import Plan
+from autopart.common.text import indented, quantity
 
-TEXT_WIDTH = 80
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
+
 ADVICE = "to fit into memory: "
 """How the note of a plan begins that says what would make it fit."""
-
-
-def quantity(number: float, unit: str) -> str:
-    """Three digits and a decimal prefix.
-
-    >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
-    ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
-    """
-    if number == 0 or not math.isfinite(number):
-        return f"{number:g} {unit}".rstrip()
-    power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
-    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
-        power += 1
-    lowest = -3 if unit == "s" else 0
-    power = min(max(power, lowest), 6)
-    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 3]
-    return f"{float(f'{number / 1000**power:.3g}'):g} {prefix}{unit}".rstrip()
 
 
 def step_size(plan: Plan) -> str:
@@ -118,11 +102,6 @@ def headlines(plan: Plan) -> list[str]:
     lines.append(f"memory: {fit_text(plan)}" if fit_text(plan) else "")
     lines += [note for note in plan.notes if note.startswith(ADVICE)]
     return indented(lines)
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """The lines that say something, indented, in the width of a terminal."""
-    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
 
 
 def precision_text(plan: Plan) -> str:

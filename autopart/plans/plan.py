@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopart.common.files import read_text, write_whole
+from autopart.common.names import pattern_of
+from autopart.common.text import ShownText
 from autopart.errors import PlanError
 from autopart.ir.layout import ROUTES
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.ir.names import pattern_of
 from autopart.ir.run.dp_sync import ALL_REDUCE
 from autopart.ir.run.recompute_spec import Recompute
+from autopart.ir.run.report_terms import Collective
+from autopart.ir.run.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,15 +34,6 @@ if TYPE_CHECKING:
 FORMAT = "autopart-plan/1"
 
 WRITABLE = "a file in a folder that exists, that you may write to, on a disk with room"
-
-MEMORY_KINDS = (
-    "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
-    "gathered",
-)  # fmt: skip
-"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory_kinds.RankMemory` says what each is."""
-
-TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
-"""What the stages of `Plan.timing` count, each in seconds by kind of work."""
 
 
 @lru_cache(maxsize=1)
@@ -58,38 +52,6 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
     return tuple(map("|".join, ([axis.name for axis in axes], [joined, *chosen], chosen)))
-
-
-class ShownText(str):
-    """Text that shows itself as it is, also without `print`."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How microbatches run through the stages. `name` is None where there is one stage."""
-
-    name: str | None = None
-    microbatches: int = 1
-    virtual_stages: int = 1
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind in one module: `count` of them in all repeated blocks, `bytes` sent by one rank in all.
-
-    `microbatch`: once a microbatch, or (gradients of parameters) once a step.
-    """
-
-    where: str
-    axis: str
-    forward: str
-    backward: str
-    count: int
-    bytes: int
-    per: str = "microbatch"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.ir.run.weight_updates import WeightUpdate
 from autopart.ir.sharding import part_of
+from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.runtime.batch.batch_split import merge_microbatches
@@ -28,7 +29,6 @@ from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.shards.shard_state import cuts_at
-from autopart.tracing.trace import Trace
 
 FLOOR = 1e-3
 """Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""

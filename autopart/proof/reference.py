@@ -36,6 +36,7 @@ from autopart.errors import TraceError
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.trace import Trace
 from autopart.passes.pass_pipeline import PassError
 from autopart.proof.comparison import Results, Subject, buffers_restored, held_tensor, one_seed, relative
 from autopart.proof.finite_values import NotFinite, explain, not_finite
@@ -44,7 +45,6 @@ from autopart.tracing.meta_copy import copy_of
 from autopart.tracing.python.python_random import DRAWN_BY_TORCH, drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.user_checkpoints import plain_checkpoints
-from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import WithLoss, call
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2

@@ -57,7 +57,7 @@ from autopart.recipe.make_plan import make_plan, prepare
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.sparse_buffers import check_layouts
-from autopart.tracing.trace import bind_call, check_values, flatten_call
+from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_WHOLE = 3

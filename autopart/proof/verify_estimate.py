@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopart.ir.graph import is_floating, operators, short_name
 from autopart.ir.mesh import Mesh
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 DOUBLE = 8
 """Bytes of a float64."""

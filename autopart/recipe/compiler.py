@@ -20,6 +20,7 @@ from autopart.ir.graph import format_value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.trace import Call, Trace, batch_size, device_of_weights
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import OnAxes, decided_by, decode
 from autopart.passes.choose.solve.batch_axis import without_microbatches
@@ -38,16 +39,7 @@ from autopart.tracing.python.guards import Guards, check_unstable, shown, warn_o
 from autopart.tracing.python.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
 from autopart.tracing.python.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
 from autopart.tracing.python.recorded_reads import record_reads
-from autopart.tracing.trace import (
-    Call,
-    Trace,
-    batch_size,
-    bind_call,
-    bind_next_call,
-    check_values,
-    device_of_weights,
-    flatten_call,
-)
+from autopart.tracing.trace_model import bind_call, bind_next_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss, WithLossAndOutputs
 
 LossFn = Callable[..., Tensor]

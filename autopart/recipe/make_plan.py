@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopart.common.flags import flags
 from autopart.common.progress import phase
+from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_unflatten
 from autopart.cost.count.compiled_saved_tensors import with_compiled
 from autopart.cost.count.program_summary import crossings
@@ -35,8 +36,9 @@ from autopart.ir.program import Rng
 from autopart.ir.run.delayed_gradients import check_delayed
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, check_schedule, schedule_for
+from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
 from autopart.ir.run.unshard_policy import check_sent_whole
+from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
 from autopart.options import Options
 from autopart.passes.choose.decide import around_cuts, cut_again, decide
@@ -55,13 +57,12 @@ from autopart.passes.facts.sequence_dims import check_named, follow_sequences
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pass_pipeline import run_passes
 from autopart.passes.write.lower import lower
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import Plan, Schedule
+from autopart.plans.plan import Plan
 from autopart.recipe.plan_figures import Draft, Written, plan_of
 from autopart.tracing.blocks.deduplicate import copied, folded
 from autopart.tracing.compute_dtype import computing_in, precision_notes
 from autopart.tracing.gradient_check import with_gradients_checked
-from autopart.tracing.trace import Trace, batch_size, trace
+from autopart.tracing.trace_model import trace
 from autopart.tracing.with_loss import users_model
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"

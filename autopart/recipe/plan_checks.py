@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.common.text import quantity
 from autopart.cost.hardware.profile import DEFAULT
 from autopart.errors import MemoryLimitError, OptionError, PlanError
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.options import OPTIONS, Options
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import MEMORY_KINDS, Plan
+from autopart.plans.plan import Plan
 
 
 def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:

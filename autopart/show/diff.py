@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopart.common.names import pattern_of
+from autopart.common.text import ShownText, quantity
 from autopart.ir.mesh import Mesh
-from autopart.ir.names import pattern_of
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.recompute_spec import text_of, word_of
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import Plan, ShownText
+
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
 
 WHOLE = "whole"
 """An operator that is not listed: replicated work."""

@@ -11,14 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopart.common.names import pattern_of
+from autopart.common.text import TEXT_WIDTH, indented, quantity
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.names import pattern_of
 from autopart.ir.run.recompute_spec import text_of
-from autopart.plans.headlines import TEXT_WIDTH, fit_text, indented, precision_text, quantity, step_size, utilisation
-from autopart.plans.plan import MEMORY_KINDS, Collective, Plan
+from autopart.ir.run.report_terms import MEMORY_KINDS, Collective
+from autopart.plans.headlines import fit_text, precision_text, step_size, utilisation
+
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
 
 WIDTH = 120
 HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")

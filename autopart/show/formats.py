@@ -17,14 +17,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from autopart.errors import LayoutError, OptionError, StageError
 from autopart.ir.graph import parents, pattern_of
 from autopart.ir.layout import Placement, R, shard
-from autopart.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"
 GATHERED = "gathered"

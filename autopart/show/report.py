@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
+from autopart.common.text import quantity
 from autopart.cost.predict.simulate import Simulation, simulate
 from autopart.errors import OptionError
-from autopart.plans.headlines import headlines, quantity, utilisation
-from autopart.plans.plan import MEMORY_KINDS, Plan
+from autopart.ir.run.report_terms import MEMORY_KINDS
+from autopart.plans.headlines import headlines, utilisation
+
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
 
 WIDTH, ROW, GAP = 1000, 22, 4
 """Pixels of a drawing, of a line in it, and between two lines."""

@@ -14,10 +14,10 @@ import torch
 from autopart.compat.torch_internals import structure_of
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Call
 from autopart.tracing.python.eager_semantics import ambient_autocast
 from autopart.tracing.python.number_inputs import is_number
 from autopart.tracing.python.recorded_reads import PLAIN, Same
-from autopart.tracing.trace import Call
 from autopart.tracing.with_loss import criterion_key
 
 MAX_CALLS = 32

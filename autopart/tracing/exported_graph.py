@@ -21,7 +21,7 @@ from autopart.tracing.blocks.repeated_blocks import base_name
 from autopart.tracing.call_signature import PREFIX
 
 if TYPE_CHECKING:
-    from autopart.tracing.trace import Call
+    from autopart.ir.trace import Call
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 """Higher-order operators that are inlined, and how many options stand before their body: the grad mode; the device

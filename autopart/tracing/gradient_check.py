@@ -16,16 +16,18 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
+from autopart.common.empty_tensors import without_values
+from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import tree_flatten
 from autopart.errors import Refusal, TraceError
 from autopart.ir.blocks.deduplication import NotFoldable, names_of
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, operator_name, source_text, value
+from autopart.ir.trace import Trace, device_of_weights
 from autopart.tracing.autograd.meta_run import meta_run
 from autopart.tracing.call_signature import PREFIX, Entry
-from autopart.tracing.meta_copy import without_values
-from autopart.tracing.python.eager_semantics import no_autocast, traceable
-from autopart.tracing.trace import Trace, device_of_weights, flatten_call
+from autopart.tracing.python.eager_semantics import traceable
+from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import users_model
 
 _CUTS = "aten::detach", "aten::detach_copy"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autopart.compat.torch_internals import tree_map
-from autopart.tracing.trace import Call
+from autopart.ir.trace import Call
 
 
 def num_rows(call: Call) -> int:

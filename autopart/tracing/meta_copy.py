@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopart.common.empty_tensors import emptied
+
 _LISTS: tuple[Any, ...] = list, tuple, set, frozenset
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 _MODULES_OWN = frozenset(vars(nn.Module()))
@@ -52,27 +54,6 @@ class Source:
 
 class NoSkeleton(Exception):
     """Why a model cannot be copied without its parameters."""
-
-
-def without_values(tensor: Tensor) -> Tensor:
-    """A tensor like this one on the meta device; of a parameter, a parameter with its attributes."""
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return _as(tensor, form)
-
-
-def emptied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor like this one, on `device` or where it is, whose memory has no size: its values must not be read."""
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
-    form.untyped_storage().resize_(0)
-    return _as(tensor, form)
-
-
-def _as(tensor: Tensor, form: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return form.requires_grad_(tensor.requires_grad)
-    twin = nn.Parameter(form, requires_grad=tensor.requires_grad)
-    vars(twin).update(vars(tensor))
-    return twin
 
 
 def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:

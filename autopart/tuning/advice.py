@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopart.common.text import quantity
 from autopart.cost.memory_advice import quick_ways, what_helps
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.passes.choose.explain.reasons import LaterReasons, Reasons
 from autopart.passes.choose.plan_codec import decode
-from autopart.plans.headlines import ADVICE, fits, quantity
+from autopart.plans.headlines import ADVICE, fits
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import estimator, left_open
 from autopart.recipe.plan_figures import Draft

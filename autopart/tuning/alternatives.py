@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from autopart.common.text import quantity
 from autopart.errors import AutopartError
-from autopart.plans.headlines import quantity
 
 if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space

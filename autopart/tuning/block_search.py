@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from torch import nn
 
+from autopart.common.text import quantity
 from autopart.cost.block_search.block_problem import BlockOption, Blocks
 from autopart.cost.block_search.search_methods import Found, Method, solve
 from autopart.cost.hardware.profile import DEFAULT
@@ -20,10 +21,8 @@ from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import Recompute, Word
-from autopart.ir.run.schedules import schedule_for
+from autopart.ir.run.schedules import Schedule, schedule_for
 from autopart.options import Options
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import Schedule
 from autopart.tuning.search import LayoutKind, Space, space_of
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopart.cli.model_source import example_of
 from autopart.common.progress import phase
+from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_map
 from autopart.cost.count.scaling_exponents import tokens
 from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
@@ -31,14 +32,15 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import Word
-from autopart.ir.run.schedules import FLUSHING, can_run, schedule_for
+from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
+from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
 from autopart.options import Options, SearchOptions, read_options, with_options
-from autopart.plans.headlines import quantity, step_size
-from autopart.plans.plan import Plan, Schedule
+from autopart.plans.headlines import step_size
+from autopart.plans.plan import Plan
 from autopart.proof.scale.scaled_model import fewer_blocks
 from autopart.recipe.make_plan import drafted, make_plan, prepare
-from autopart.tracing.trace import Trace, bind_call
+from autopart.tracing.trace_model import bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
 
 TRACED_ROWS = 2

@@ -26,7 +26,7 @@ from autopart.cost.predict.table_memory import beyond_kept
 from autopart.cost.predict.table_rows import Parameter, Row
 from autopart.errors import OptionError
 from autopart.ir.run.recompute_spec import Word
-from autopart.plans.plan import TIMING_PARTS
+from autopart.ir.run.report_terms import TIMING_PARTS
 
 SCHEDULES = (None, "gpipe", "1f1b")
 

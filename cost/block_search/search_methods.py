@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from autopart.common.text import quantity
 from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
 from autopart.cost.block_search.exact_methods import dynamic_programming, integer_programming
 from autopart.cost.block_search.sampling_methods import evolution_strategies, reinforcement_learning
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.plans.headlines import quantity
 
 Method = Literal["dynamic_programming", "integer_programming", "evolution_strategies", "reinforcement_learning"]
 

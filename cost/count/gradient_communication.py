@@ -18,7 +18,7 @@ from autopart.ir.run.buckets import in_order_of_use
 from autopart.ir.run.dp_sync import Method
 from autopart.ir.run.unshard_policy import Way, gathered_together, gathers_stored, source_name, storing_axes, way_of
 from autopart.ir.sharding import Cut
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 
 def traffic_of(

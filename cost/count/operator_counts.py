@@ -24,12 +24,13 @@ from autopart.cost.count.stage_footprint import Memory, Value, Walk, memories, n
 from autopart.cost.flops import FORMULAS, counted_flops
 from autopart.cost.predict.collective_costs import PARTS
 from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, Work
+from autopart.ir.collective_nodes import ROTATING
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS, parts_of
 from autopart.ir.program import Program
-from autopart.ops.operators import ROTATING, is_cast
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
+from autopart.ops.operators import is_cast
 
 _SUMMED = 3
 """Values that adding a gradient to another one reads and writes."""

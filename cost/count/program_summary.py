@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopart.common.names import layer_of
 from autopart.cost.count.gradient_communication import carried_by, summed_dtype
 from autopart.cost.flops import work
 from autopart.cost.predict.collective_costs import wire_bytes
@@ -29,13 +30,12 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import DIRECTIONS
-from autopart.ir.names import layer_of
 from autopart.ir.program import Boundary, Program, Stage
+from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.scatter_gather_sends import in_parts
 from autopart.ir.run.unshard_policy import gathers_stored, held_whole, storing_axes
+from autopart.ir.trace import Trace
 from autopart.ops.operators import stored_source
-from autopart.plans.plan import Collective
-from autopart.tracing.trace import Trace
 
 _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

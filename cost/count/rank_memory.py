@@ -20,9 +20,8 @@ from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.schedule_actions import Action, actions, most_at_once, most_held
-from autopart.ir.run.schedules import versions_of
-from autopart.plans.plan import Schedule
-from autopart.tracing.trace import Trace
+from autopart.ir.run.schedules import Schedule, versions_of
+from autopart.ir.trace import Trace
 
 
 def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Walk]) -> tuple[RankMemory, ...]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import TorchDispatchMode, fake_mode, is_composite, tree_flatten
-from autopart.tracing.python.eager_semantics import no_autocast
 
 MAX_KNOWN = 20_000
 """How many signatures are remembered, over all plans of a process."""

@@ -15,7 +15,7 @@ from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 
 def tokens(trace: Trace) -> int:

@@ -11,7 +11,7 @@ from autopart.ir.atoms import BATCH, DATA_DIM
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, shape, tensor_inputs
 from autopart.ir.program import Program
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 Divided = dict[str, dict[int, str]]
 """`{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`: by axis, how many of what a product reads or

@@ -17,14 +17,15 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.cost.count.saved_tensors import KNOWN, Effect, Form, Kept, MadeTensor
+from autopart.ir.collective_nodes import OPERATORS, ROTATING
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.run.unshard_policy import Way, held_whole
 from autopart.ir.sharding import Cut
-from autopart.ops.operators import OPERATORS, ROTATING, is_cast, stored_source
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
+from autopart.ops.operators import is_cast, stored_source
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import bucketed, in_order_of_use
 from autopart.ir.run.unshard_policy import storing_axes
-from autopart.tracing.trace import Trace, batch_size
+from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
 """{path of a container: for every block of the model, which block of the traced copy it is like}."""

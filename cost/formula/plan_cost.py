@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autopart.errors import LayoutError, OptionError, PlanError, StageError
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.run.dp_sync import DpSync
-from autopart.ir.run.schedules import can_run, check_schedule, schedule_for, versions_of
-from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
+from autopart.ir.run.report_terms import MEMORY_KINDS
+from autopart.ir.run.schedules import Schedule, can_run, check_schedule, schedule_for, versions_of
 
 if TYPE_CHECKING:
     import sympy
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopart.cost.predict.run_setting import Setting
     from autopart.cost.predict.simulate import Simulation
     from autopart.cost.predict.table import Table
+    from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
 """What plans had beside a time that was not the simulated one."""

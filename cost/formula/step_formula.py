@@ -27,7 +27,7 @@ from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import Schedule
 
 
 def ranks_of(axis: str) -> sympy.Expr:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopart.common.text import TEXT_WIDTH, quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.timeline import Durations, Timeline, timeline
 from autopart.errors import PlanError
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.schedules import can_run
-from autopart.plans.headlines import TEXT_WIDTH, fit_text, fits, quantity, step_size, utilisation
-from autopart.plans.plan import TIMING_PARTS, Plan, Schedule
+from autopart.ir.run.report_terms import TIMING_PARTS
+from autopart.ir.run.schedules import Schedule, can_run
+from autopart.plans.headlines import fit_text, fits, step_size, utilisation
+
+if TYPE_CHECKING:
+    from autopart.plans.plan import Plan
 
 _BACKWARDS = ("recompute", "input_backward", "weight_backward")
 

@@ -39,9 +39,9 @@ from autopart.cost.predict.table_rows import Parameter, Row, cast_bytes, mean_sh
 from autopart.errors import StageError
 from autopart.ir.layout import parts_of
 from autopart.ir.run.dp_sync import EXACT
+from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
-from autopart.plans.plan import TIMING_PARTS
 
 LESS_EVEN = 0.1
 """How much heavier than need be the heaviest stage may be where a step takes less time then."""

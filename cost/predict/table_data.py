@@ -14,7 +14,7 @@ from autopart.cost.predict.table_rows import Parameter, Row
 from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable, unrolled
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import Schedule
 
 _Run = list[Any]
 """`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""

@@ -15,6 +15,7 @@ from autopart.ir.decisions import Decisions, over_rows, with_places
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
 from autopart.ir.layout import Layout
+from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.axis_refusals import check_divides
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.problem import Problem
@@ -25,7 +26,6 @@ from autopart.passes.choose.solve.sharding_costs import Step, summed_share
 from autopart.passes.choose.stages.stage_partition import in_whole
 from autopart.passes.choose.stages.stage_pins import pinned_partition
 from autopart.passes.pass_pipeline import driven
-from autopart.tracing.trace import Trace
 
 
 class Decided(NamedTuple):

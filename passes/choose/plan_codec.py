@@ -31,6 +31,7 @@ from autopart.ir.graph import (
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_cuts
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.recompute_regions import check_recompute
@@ -47,7 +48,6 @@ from autopart.passes.facts.strategies import strategies
 from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules.registered_rules import REGISTERED, as_data, call_text, from_data
 from autopart.plans.plan import Plan
-from autopart.tracing.trace import Trace
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from autopart.cost.predict.stage_balance import SLACK
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
+from autopart.ir.run.schedules import Schedule
+from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.expert_axes import check_expert_axes, mixtures
 from autopart.passes.choose.solve.layout_pins import Pinned, pinned_layouts, pinned_parts
 from autopart.passes.choose.solve.shard_axis import SequenceParallel
 from autopart.passes.choose.storage.parameter_storage import Storage
 from autopart.plans.pins import Pins
-from autopart.plans.plan import Schedule
-from autopart.tracing.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import networkx as nx
 from torch import fx
 
+from autopart.common.names import first_of
 from autopart.cost.flops import matrix_work
 from autopart.ir.blocks.block_index import blocks
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
@@ -31,7 +32,6 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import CONVERSIONS
-from autopart.ir.names import first_of
 from autopart.ir.run.recompute_spec import Recompute, check_names, word_of, words_of
 
 Groups = Mapping[str, str]

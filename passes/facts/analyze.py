@@ -41,6 +41,7 @@ from autopart.ir.graph import (
 from autopart.ir.layout import Sections
 from autopart.ir.pattern import SELECTED, Pattern
 from autopart.ir.selection import is_counted, is_selection, positions_of
+from autopart.ir.trace import Trace, batch_size
 from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import pattern_for, sends_rows
@@ -48,7 +49,6 @@ from autopart.passes.rules.call_keys import Kinds
 from autopart.passes.rules.local_forms import takes_shape
 from autopart.passes.rules.operators.autograd_function_rules import backward_is_linear
 from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
-from autopart.tracing.trace import Trace, batch_size
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:

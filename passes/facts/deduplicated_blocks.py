@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, value
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 _CHOOSE_ALONE = 2
 """Blocks at either end that may choose for themselves (`ShardingProblem.sharing_costs`)."""

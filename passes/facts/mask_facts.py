@@ -15,12 +15,13 @@ from autopart.compat.torch_internals import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.mask_structure import Band
 from autopart.ir.subgraphs import made_for
+from autopart.ir.trace import Trace, batch_size
 from autopart.ops.mask_key_ranges import Seen
-from autopart.ops.masked_attention import Band, band_of
+from autopart.ops.masked_attention import band_of
 from autopart.ops.stage_masks import is_attention, mask_of, scores_of
 from autopart.passes.pass_pipeline import driven
-from autopart.tracing.trace import Trace, batch_size
 
 _LARGEST = 2**28
 """Elements beyond which a value is not made for a plan: what masks let be seen is then found without them, or the plan

@@ -19,10 +19,10 @@ from autopart.ir.facts import DATA, INPUT, facts, times
 from autopart.ir.graph import is_tensor, operator_name, shape
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
+from autopart.ir.trace import Trace
 from autopart.passes.facts.mask_facts import values_in_call
 from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
-from autopart.tracing.trace import Trace
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:

@@ -19,8 +19,8 @@ from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, cut_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, on_parameters, shape, source_of, tensor_inputs, tuple_values
 from autopart.ir.pattern import Pattern
+from autopart.ir.trace import Trace
 from autopart.passes.facts.strategies import all_factor_atoms, ways
-from autopart.tracing.trace import Trace
 
 SEQUENCE = "sequence"
 """The kind of an atom that counts positions of a sequence that is named; of others `DATA_DIM`."""

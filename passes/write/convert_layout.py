@@ -28,9 +28,9 @@ from autopart.ir.layout import (
 )
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ir.trace import Trace
 from autopart.ops.operators import autopart_ops
 from autopart.passes.write.stage_draft import Key, StageDraft
-from autopart.tracing.trace import Trace
 
 
 class Converter:

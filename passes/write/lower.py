@@ -45,6 +45,7 @@ from autopart.ir.program import (
     Rng,
     StageInput,
 )
+from autopart.ir.trace import Trace
 from autopart.passes.choose.recompute_regions import region_marker
 from autopart.passes.choose.storage.parameter_storage import stored_tensors
 from autopart.passes.dump import program_files
@@ -56,7 +57,6 @@ from autopart.passes.rules.operators.dropout_rules import can_draw
 from autopart.passes.rules.tables import COSTS
 from autopart.passes.write.convert_layout import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
-from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from autopart.ir.graph import parameters_of, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
 from autopart.ir.sharding import Cut
+from autopart.ir.trace import Trace
 from autopart.passes.normalize.attention_forms import fuse_attention_dropout
 from autopart.passes.normalize.common_subexpressions import alike_once
 from autopart.passes.normalize.matmul_forms import fuse_bias
 from autopart.passes.pass_pipeline import Pass, eliminate_dead_code, run_passes
-from autopart.tracing.trace import Trace
 
 Key = tuple[tuple[str, Placement], ...]
 """A layout as a dictionary key."""

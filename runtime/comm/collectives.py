@@ -18,11 +18,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autopart.compat.torch_internals import is_gloo, resolve_group
+from autopart.ir.collective_nodes import MOVES, autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import CONVERSIONS, ROUTING, Conversion
 from autopart.ir.sharding import Cut
 from autopart.ops.expert_dispatch import Route, count_rows
-from autopart.ops.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
+from autopart.ops.operators import CUTTING, LIBRARY, autopart_ops
 from autopart.runtime.comm.ring_attention import ring_attention
 from autopart.runtime.comm.stack_traces import line_of_graph
 from autopart.runtime.comm.watchdog import watching
@@ -226,7 +227,7 @@ def bind(
     values: dict[fx.Node, Any] = {}
     attributes: dict[str, Any] = {}
     for node in graph_module.graph.nodes:
-        name, axis = operator_name(node), axis_of(node)
+        name, axis = autopart_operator(node), axis_of(node)
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], values.__getitem__))
         elif name == "axis_index" and axis is not None:

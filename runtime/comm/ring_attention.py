@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat.torch_internals import is_gloo, resolve_group
+from autopart.ir.mask_structure import Run
 from autopart.ir.sharding import Cut
 from autopart.ops.blockwise_attention import Visit, visit_backward, visited
 from autopart.ops.differentiate_once import check_differentiated_once
-from autopart.ops.masked_attention import Run, runs_of
+from autopart.ops.masked_attention import runs_of
 from autopart.runtime.comm.watchdog import watching
 
 _NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'context="ulysses" or context="gather"')

@@ -26,10 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.training_internals import in_backward
 from autopart.errors import StageError
+from autopart.ir.collective_nodes import axis_of
 from autopart.ir.facts import facts
 from autopart.ir.program import Program
 from autopart.ir.run.unshard_policy import gathered_together, gathers_stored, source_name, storing_axes, way_of
-from autopart.ops.operators import autopart_ops, axis_of, is_cast, stored_source
+from autopart.ops.operators import autopart_ops, is_cast, stored_source
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.double_backward import Scattered
 from autopart.runtime.gradients.reducer import Crossing, Pending, Reducer, Waits, added, arrive

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat.torch_internals import compiled_apart, resolve_group
+from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts, is_joined
 from autopart.ir.graph import short_name
-from autopart.ops.operators import axis_of, operator_name, with_salt
+from autopart.ops.operators import with_salt
 from autopart.runtime.comm.collectives import with_flat_names
 from autopart.runtime.graphs.recompute_calls import Region, has_regions, with_regions
 
@@ -80,7 +81,7 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
     """Every dropout reads its salt with the seed: the salt is a constant that is another in every block."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in [node for node in graph.nodes if operator_name(node) in ("dropout", "attention_dropout")]:
+    for node in [node for node in graph.nodes if autopart_operator(node) in ("dropout", "attention_dropout")]:
         *others, seed, salt, shard = node.args
         with graph.inserting_before(first):
             both = graph.call_function(with_salt, (seed, salt))

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
+from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.layout import cut_together, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.sharding import Cut, part_of
-from autopart.ops.operators import axis_of, operator_name
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
@@ -43,7 +43,7 @@ def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) ->
 def joined_axes(program: Program) -> list[str]:
     """Axes joined in one, along which stages move values or weights are cut, in the order of their names."""
     nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
-    axes = {axis for node in nodes if operator_name(node) != "axis_index" and (axis := axis_of(node)) is not None}
+    axes = {axis for node in nodes if autopart_operator(node) != "axis_index" and (axis := axis_of(node)) is not None}
     axes |= {axis for stored in program.parameters.values() for axis, _ in stored_cuts(stored, program.mesh)}
     return sorted(axis for axis in axes if len(parts_of(axis)) > 1)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autopart.common.empty_tensors import emptied
 from autopart.errors import AutopartError, CheckpointError
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.sharding import boxes, spans_of
@@ -24,7 +25,7 @@ from autopart.runtime.weights import transformers_names
 from autopart.runtime.weights.deferred_init import Constructor, Cuts, constructor_of, held_tensors
 from autopart.runtime.weights.lazy_tensors import Unread
 from autopart.runtime.weights.safetensors_files import Files, listing
-from autopart.tracing.meta_copy import NoSkeleton, emptied, has_memory, skeleton_of
+from autopart.tracing.meta_copy import NoSkeleton, has_memory, skeleton_of
 
 INIT = "init"
 SUBJECT = "weights="

@@ -16,7 +16,7 @@ from autopart.cost.hardware.profile import Hardware, names
 from autopart.cost.predict.collective_costs import PARTS, TIME, S, g, k, levels, time_s, wire_bytes
 from autopart.passes.choose.solve.shard_axis import ShardingProblem
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 # The links alone: what collectives of one kind were measured to reach need not keep these laws.
 PROFILES = {name: replace(Hardware.load(name), collectives={}) for name in names()}

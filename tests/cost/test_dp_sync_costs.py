@@ -18,7 +18,7 @@ from autopart.ir.run.dp_sync import METHODS, DpSync, Method, sent_bytes
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 SIZE = 4e9
 EACH = [

@@ -20,7 +20,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import drafted, prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 b, s, tp, ep, cp, dp, dpr, pp, m, v = SIZES
 

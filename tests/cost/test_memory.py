@@ -14,6 +14,7 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
+from autopart.common.text import quantity
 from autopart.cost.count.saved_tensors import KNOWN, Form, Kept
 from autopart.cost.memory_kinds import parse_size
 from autopart.cost.predict.comm_buffers import Event, Sent, Traffic, backward_peaks
@@ -21,12 +22,12 @@ from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, value
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.ir.run.schedule_actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.run.schedules import FLUSHING, SCHEDULES, SINGLE_STAGE
-from autopart.plans.headlines import quantity
-from autopart.plans.plan import MEMORY_KINDS, Plan
+from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ALL = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")
 RUNS = {

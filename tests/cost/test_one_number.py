@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
 from autopart.cli.main import main
+from autopart.common.text import quantity
 from autopart.cost.hardware.profile import _PROFILES, Hardware
 from autopart.errors import MemoryLimitError
-from autopart.plans.headlines import ADVICE, fit_text, fits, quantity, step_size
+from autopart.plans.headlines import ADVICE, fit_text, fits, step_size
 from autopart.plans.plan import Plan
 from autopart.recipe.plan_checks import warn_of_memory
 from autopart.tuning import advice

@@ -11,15 +11,15 @@ import zoo
 from test_formula import gpt
 
 import autopart
+from autopart.common.text import quantity
 from autopart.cost.predict.table import Setting, predict
 from autopart.errors import LayoutError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.plans.headlines import quantity
 from autopart.plans.plan import Plan
 from autopart.recipe.compiler import make_plan, prepare
 from autopart.show.report import page
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 EXACT, NEAR = 1e-9, 0.05
 

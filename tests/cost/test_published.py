@@ -14,7 +14,7 @@ from published import STATES, Run, setting, space
 
 from autopart.cost.predict.table import Setting, predict
 from autopart.ir.mesh import Mesh
-from autopart.plans.plan import Schedule
+from autopart.ir.run.schedules import Schedule
 from autopart.tuning.search import LayoutKind
 
 model = cache(lambda hidden, layers, heads: space(hidden, layers, heads, 1))

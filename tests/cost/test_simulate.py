@@ -11,11 +11,11 @@ import zoo
 from torch import nn
 
 import autopart
+from autopart.common.text import quantity
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.simulate import training_time_s
 from autopart.errors import PlanError
 from autopart.ir.run.schedule_actions import actions
-from autopart.plans.headlines import quantity
 from autopart.plans.plan import Plan
 
 SECOND = {"value": 1e12, "unit": "1/s", "source": "a device to count on"}

@@ -20,7 +20,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3NextConfig, SwinConfig  #
 
 from autopart.cost.flops import flop_counter  # noqa: E402
 from autopart.proof.verify import VerificationRun  # noqa: E402
-from autopart.tracing.trace import bind_call  # noqa: E402
+from autopart.tracing.trace_model import bind_call  # noqa: E402
 
 ALL, TENSOR = ("tp2", "dp2,pp2,tp2"), ("tp4", "dp2")
 MIXED, CUT = ALL[1:], TENSOR[:1]  # of those that take long

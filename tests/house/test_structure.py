@@ -329,7 +329,7 @@ BAD = [
     (import_edges, Module("autopart.passes.solve", "import importlib\nimportlib.import_module('autopart.runtime')")),
     (import_edges, Module("autopart.passes.rules.view", "from ...runtime import stage")),
     (import_edges, Module("autopart.cost.count.saved_tensors", "from autopart.passes.facts.analyze import annotate")),
-    (import_edges, Module("autopart.tracing.trace", "from autopart.cost import flops")),
+    (import_edges, Module("autopart.tracing.trace_model", "from autopart.cost import flops")),
     (import_edges, Module("autopart.runtime.stage", "from autopart import cost")),
     (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
@@ -338,7 +338,7 @@ BAD = [
     (import_edges, Module("autopart.plans.plan", "from autopart.cost.formula.plan_cost import Cost")),
     (import_edges, Module("autopart.plans.pins", "def f():\n    from autopart.cost.formula.plan_cost import Cost")),
     (import_edges, Module("autopart.ir.graph", "from autopart.plans import plan")),
-    (import_edges, Module("autopart.tracing.trace", "from autopart.plans import plan")),
+    (import_edges, Module("autopart.tracing.trace_model", "from autopart.plans import plan")),
     (import_edges, Module("autopart.passes.solve", "from autopart.show import explain")),
     (import_edges, Module("autopart.recipe.compiler", "from autopart.proof.verify import verify")),
     (import_edges, Module("autopart.proof.verify", "from autopart.api import plan")),
@@ -385,7 +385,7 @@ GOOD = [
     Module("autopart.cost", "from .time import f\nfrom ..ir.graph import Graph", is_package=True),
     Module(
         "autopart.cost.count.saved_tensors",
-        "from autopart.cost.predict.table import Row\nfrom autopart.tracing.trace import Trace",
+        "from autopart.cost.predict.table import Row\nfrom autopart.tracing.trace_model import Trace",
     ),
     Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
     Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
@@ -443,18 +443,19 @@ def test_imported_without_torch(name: str, modules: list[Module]) -> None:
         "try:\n    import torch.fx\nexcept ImportError:\n    pass",
         "class A:\n    from torch import nn",
         "from autopart.tracing import trace",
-        "from autopart.tracing.trace import f",
+        "from autopart.tracing.trace_model import f",
         "if TYPE_CHECKING:\n    import sympy\nelse:\n    import torch",
     ],
 )
 def test_a_planted_import_of_torch_is_found(source: str) -> None:
-    by_name = {"autopart.tracing.trace": Module("autopart.tracing.trace", "import torch")}
+    by_name = {"autopart.tracing.trace_model": Module("autopart.tracing.trace_model", "import torch")}
     assert list(torch_at_import(Module("autopart.plans.plan", source), by_name))
 
 
 def test_a_late_import_of_torch_is_none() -> None:
-    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n    from autopart.tracing.trace import f"
-    by_name = {"autopart.tracing.trace": Module("autopart.tracing.trace", "import torch")}
+    late = "def f():\n    import torch\n    from autopart.tracing.trace_model import f"
+    source = f"if TYPE_CHECKING:\n    import torch\n{late}"
+    by_name = {"autopart.tracing.trace_model": Module("autopart.tracing.trace_model", "import torch")}
     assert list(torch_at_import(Module("autopart.plans.plan", source), by_name)) == []
 
 

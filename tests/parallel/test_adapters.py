@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopart
 from autopart.ir.facts import facts
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 SIZES = {
     "toy": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -28,7 +28,7 @@ from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.comm import collectives
 from autopart.runtime.graphs import mask_kernels
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 class Mixed(nn.Module):

@@ -19,7 +19,7 @@ import autopart
 from autopart.errors import LayoutError, OptionError, StageError
 from autopart.ir.mesh import Mesh
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 EXPERTS, WIDTH, TIMES = 4, 8, 2
 

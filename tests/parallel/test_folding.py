@@ -26,7 +26,7 @@ from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import find_loss, prepare
 from autopart.runtime.comm import collectives
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 STACKS = ("up", "up_bias", "down")
 

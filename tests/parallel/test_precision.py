@@ -16,7 +16,7 @@ from precision_models import EPS, apart, build, loss_of, on_one_device
 from torch import nn
 
 import autopart
-from autopart.ops.operators import operator_name
+from autopart.ir.collective_nodes import autopart_operator
 from autopart.plans.plan import Plan
 
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "regions", "tied", "in_bfloat16", "in_float64")
@@ -171,7 +171,9 @@ def gathered_dtypes(mesh, **options):
     """What each gather of a parameter in the first stage's graph casts to, and sums in."""
     model, batch = build("gpt2")
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, precision="bf16", **options)
-    nodes = [n for n in pm.graph().graph.nodes if operator_name(n) == "all_gather_sum" and n.args[0].op == "get_attr"]
+    nodes = [
+        n for n in pm.graph().graph.nodes if autopart_operator(n) == "all_gather_sum" and n.args[0].op == "get_attr"
+    ]
     return [(str(n.kwargs["dtype"]), str(n.kwargs["grad_dtype"])) for n in nodes]
 
 
@@ -274,7 +276,7 @@ def test_verify_finds_a_wrong_cast():
         """Where what is computed in is cast, three bits more are lost."""
         for stage in program.stages:
             for node in list(stage.graph.graph.nodes):
-                if operator_name(node) == "cast":
+                if autopart_operator(node) == "cast":
                     with stage.graph.graph.inserting_after(node):
                         coarse = stage.graph.graph.call_function(_coarse, (node,))
                     node.replace_all_uses_with(coarse, delete_user_cb=lambda user, own=coarse: user is not own)

@@ -15,7 +15,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.comm import call_random
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 MESHES = ("tp2", "dp2,pp2,tp2")
 TIMEOUT_S = 240.0

@@ -28,7 +28,7 @@ from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime import lockstep
 from autopart.runtime.graphs import recompute_calls as regions
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 @functools.cache

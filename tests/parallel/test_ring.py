@@ -20,10 +20,10 @@ from torch import nn
 import autopart
 from autopart.errors import LayoutError
 from autopart.ir.graph import argument, operator_name
+from autopart.ir.mask_structure import Run
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import Cut
 from autopart.ops.blockwise_attention import Visit, visit_backward, visited
-from autopart.ops.masked_attention import Run
 from autopart.ops.operators import autopart_ops
 from autopart.runtime.comm import ring_attention
 from autopart.runtime.graphs import mask_kernels
@@ -195,7 +195,7 @@ def test_causal_keys_are_read_in_few_parts_by_a_kernel_and_in_small_ones_without
     own, visiting = ([*Visit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0))
     assert [part.is_causal for part in own] == [True] and not visiting[0].is_causal
     assert all(part.mask is None for part in (*own, *visiting)) and len(visiting) == 1
-    with mock.patch("autopart.ops.masked_attention.ROWS", 5):
+    with mock.patch("autopart.ir.mask_structure.ROWS", 5):
         without = [*Visit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
     assert max(part.queries[1] for part in without) == 5 and not any(part.is_causal for part in without)
 

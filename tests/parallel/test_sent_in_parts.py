@@ -23,10 +23,10 @@ from autopart.cost.predict.collective_costs import time_s
 from autopart.cost.predict.send_costs import StageCrossing, scattering_pays
 from autopart.cost.predict.table import Setting, predict
 from autopart.errors import PlanError
+from autopart.ir.collective_nodes import autopart_operator
 from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.scatter_gather_sends import in_parts
-from autopart.ops.operators import operator_name
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
@@ -128,7 +128,7 @@ def test_a_value_that_travels_on_stays_in_parts(reads, slow):
     run, plan = planned(name, mesh, slow)
     assert_exact(run, mesh, plan)
     kinds = [
-        {operator_name(user) or user.op for user in node.users}
+        {autopart_operator(user) or user.op for user in node.users}
         for stage in program(run, mesh, plan).stages[1:-1]
         for node in stage.graph.graph.find_nodes(op="placeholder")
         if "layout" in node.meta and node.meta["layout"].get("tp", R).is_shard
@@ -143,7 +143,7 @@ def test_a_value_is_put_together_once(recompute, slow):
     received = {node for stage in program(run, "pp2,tp2", plan).stages for node in stage.graph.graph.nodes
                 if node.meta.get("received")}  # fmt: skip
     assert received and not any("region" in node.meta for node in received)
-    assert {operator_name(node) for node in received} == {"all_gather"}
+    assert {autopart_operator(node) for node in received} == {"all_gather"}
     assert len({node.args[0] for node in received}) == len(received)
 
 

@@ -16,7 +16,7 @@ from autopart.options import Options
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 class Grid(nn.Module):

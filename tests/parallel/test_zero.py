@@ -30,7 +30,7 @@ from autopart.recipe.make_plan import prepare
 from autopart.runtime import lockstep
 from autopart.runtime.gradients import shard_buckets, unshard_blocks
 from autopart.runtime.shards.shard_state import join, shard_parameters
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 EVERYTHING = {"*": {"dp": "S(0)"}}

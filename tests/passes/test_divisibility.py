@@ -17,7 +17,7 @@ from autopart.errors import LayoutError, StageError
 from autopart.ir.layout import shard_sizes
 from autopart.ir.mesh import Mesh
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 TENSOR = ("tp2", "tp3", "tp4", "tp8")
 

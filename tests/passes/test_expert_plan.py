@@ -26,7 +26,7 @@ from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import find_loss, make_plan, prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 BOTH_WAYS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}
 MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -28,7 +28,7 @@ from autopart.passes.facts.deduplicated_blocks import beside, check_blocks, chec
 from autopart.plans.pins import Pins
 from autopart.recipe import make_plan
 from autopart.tracing.blocks.deduplicate import folded
-from autopart.tracing.trace import bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 
 def tokens(rows=16):

@@ -15,7 +15,7 @@ from autopart.passes.dump import program_files
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 def tiny() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

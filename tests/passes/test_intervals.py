@@ -16,7 +16,7 @@ from autopart.ops.mask_key_ranges import Intervals, Seen, intervals_of
 from autopart.ops.masked_attention import band_of
 from autopart.ops.stage_masks import is_attention, mask_of
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 QUERIES = KEYS = 12
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopart.ir.collective_nodes import OPERATORS
 from autopart.ir.layout import (
     CONVERSIONS,
     R_GRAD_P,
@@ -22,7 +23,7 @@ from autopart.ir.layout import (
     shard,
     shard_sizes,
 )
-from autopart.ops.operators import OPERATORS, all_operators
+from autopart.ops.operators import all_operators
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 

@@ -15,15 +15,16 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.ir.facts import facts
+from autopart.ir.mask_structure import Band
 from autopart.ir.mesh import Mesh
-from autopart.ops.masked_attention import Band, band_of, blocks_fit, window_attention
+from autopart.ops.masked_attention import band_of, blocks_fit, window_attention
 from autopart.ops.stage_masks import is_attention, mask_of, masks_of, with_bands
 from autopart.options import Options
 from autopart.passes.facts import mask_facts
 from autopart.passes.write.lower import lower
 from autopart.recipe.make_plan import drafted, plan_outputs, prepare
 from autopart.runtime.graphs import mask_kernels
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, SEQ, HIDDEN, HEADS, GROUPS = 4, 24, 16, 4, 2
 POSITION = torch.arange(SEQ)

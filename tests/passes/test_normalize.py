@@ -16,7 +16,7 @@ from autopart.ir.graph import operator_name
 from autopart.proof.reference import NOT_DOUBLE
 from autopart.proof.verify import VerificationRun
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, WIDTH, EXPERTS = 8, 6, 4
 

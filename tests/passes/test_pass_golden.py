@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from autopart.passes.dump import graph_text
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE, PASSES
 from autopart.passes.pass_pipeline import run_passes
-from autopart.tracing.trace import bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from autopart.passes.normalize import AS_TRACED, NORMALIZE, PASSES
 from autopart.passes.pass_pipeline import UNTOUCHED, Pass, PassError, on_calls, run_passes
 from autopart.recipe import compiler, make_plan
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 
 class Inner(nn.Module):

@@ -14,7 +14,7 @@ import autopart
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.recipe.make_plan import make_plan, prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 MESHES = ("tp2", "tp4", "pp2,tp2", "dp2,pp2,tp2")
 TOKENS = ("gpt2", "llama", "bert", "t5", "phi3", "transformer_encoder")

@@ -26,7 +26,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
 from autopart.passes.choose.stages.stage_partition import crossing_bytes, equal_layer_loads, partition
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 WITHIN = 0.02  # of the lower bound
 NUM_RANDOM_CUTS = 10

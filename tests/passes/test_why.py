@@ -8,7 +8,7 @@ import zoo
 from test_sequence_parallel import large_llama
 
 import autopart
-from autopart.plans.headlines import quantity
+from autopart.common.text import quantity
 
 DOWN = "model.layers.*.mlp.down_proj.weight"
 

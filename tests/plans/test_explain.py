@@ -7,8 +7,8 @@ import pytest
 import zoo
 
 import autopart
+from autopart.common.text import quantity
 from autopart.cost.count.program_summary import block_of
-from autopart.plans.headlines import quantity
 from autopart.plans.plan import Plan
 
 

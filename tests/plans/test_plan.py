@@ -25,7 +25,7 @@ from autopart.passes.pass_pipeline import PassError
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan, schema
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 EDITED = ("gpt2", "llama", "bert", "phi3", "t5")
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli.main import main
-from autopart.plans.headlines import quantity
+from autopart.common.text import quantity
 from autopart.show.report import MOST
 
 

@@ -135,7 +135,7 @@ def test_blocks_that_the_model_counts_on_stay():
 def test_memory_decides(monkeypatch):
     model, batch = zoo.llama(num_layers=8)
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)
-    needed = VerifyLoad().estimate(model, autopart.tracing.trace.bind_call(model, (), batch)).total
+    needed = VerifyLoad().estimate(model, autopart.tracing.trace_model.bind_call(model, (), batch)).total
     monkeypatch.setattr(scaled_model, "MOST_FOR_COPY", needed)
     monkeypatch.setattr(scaled_model, "SHARE_COPY", scaled_model.SHARE_WHOLE)
     monkeypatch.setattr(scaled_model, "available_bytes", lambda device: needed)

@@ -9,9 +9,9 @@ import zoo
 from torch import nn
 
 import autopart
+from autopart.ir.collective_nodes import MOVES
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
-from autopart.ops.operators import MOVES
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.operators import reduction_rules
 from autopart.passes.rules.operators.pointwise_rules import LINEAR

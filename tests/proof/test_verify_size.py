@@ -21,7 +21,7 @@ from autopart.proof.scale import scaled_model
 from autopart.proof.scale.scaled_model import VerifyLoad, scaled_copy
 from autopart.proof.scale.smaller_config import LADDER, Divisors, alike, smaller, smaller_call
 from autopart.proof.verify_estimate import Estimate, cgroup_room, weights_bytes
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

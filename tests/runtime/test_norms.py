@@ -24,7 +24,7 @@ from autopart.recipe.make_plan import prepare
 from autopart.runtime.comm.stage_ranks import stages_at
 from autopart.runtime.shards.shard_state import shard_parameters
 from autopart.runtime.training import gradient_norms
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 TIMEOUT_S = 180.0
 NORM_TYPES = (2.0, 1.0, math.inf, 3.0, -math.inf, -1.0)

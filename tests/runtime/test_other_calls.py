@@ -18,18 +18,17 @@ import autopart
 from autopart.errors import StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.ir.run.schedules import SCHEDULES, SINGLE_STAGE, can_run, schedule_for
+from autopart.ir.run.schedules import SCHEDULES, SINGLE_STAGE, Schedule, can_run, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import decode
 from autopart.passes.choose.solve.batch_axis import fit_rows
 from autopart.passes.write.lower import lower
-from autopart.plans.plan import Schedule
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import prepare
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.shards.shard_state import settled, shard_parameters
 from autopart.tracing.call_cache import MANY_CALLS, Recent, call_key
-from autopart.tracing.trace import bind_call, flatten_call
+from autopart.tracing.trace_model import bind_call, flatten_call
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5}
 BUILDERS |= {"transformer_encoder": zoo.transformer_encoder}

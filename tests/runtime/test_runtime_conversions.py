@@ -9,9 +9,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart.runtime.comm.collectives  # noqa: F401  which does them on process groups
+from autopart.ir.collective_nodes import OPERATORS
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.sharding import Cut
-from autopart.ops.operators import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
+from autopart.ops.operators import CUTTING, all_operators, embedding_shard, pick_class
 from autopart.runtime.lockstep import convert_list
 
 NUM_RANKS = 3

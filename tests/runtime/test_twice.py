@@ -13,10 +13,10 @@ from torch import nn
 
 import autopart
 from autopart.errors import UsageError
+from autopart.ir.collective_nodes import OPERATORS
 from autopart.ir.layout import CONVERSIONS, Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ops.grouped_matmul import expert_linear
-from autopart.ops.operators import OPERATORS
 from autopart.runtime.comm import collectives
 from autopart.runtime.lockstep import convert_list
 

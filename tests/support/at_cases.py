@@ -28,7 +28,7 @@ from transformers import (
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.recipe.compiler import make_plan, prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 def gpt2(rows=16, tokens=1024):

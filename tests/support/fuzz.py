@@ -35,6 +35,7 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
+from autopart.ir.trace import Call, Trace
 from autopart.passes.choose.solve.layout_pins import FREE, Pinned
 from autopart.passes.choose.stages.stage_partition import crossing_bytes
 from autopart.passes.facts.analyze import annotate
@@ -43,7 +44,6 @@ from autopart.passes.normalize import NORMALIZE
 from autopart.passes.pass_pipeline import run_passes
 from autopart.proof.comparison import Arrangement, Subject
 from autopart.proof.localize.subgraph import Subgraph
-from autopart.tracing.trace import Call, Trace
 
 aten = torch.ops.aten
 

@@ -3,9 +3,9 @@ one small model, and that takes longer than what they look at.
 
 In tests of traces and passes the zoo's models and those of transformers are remembered, in others all; on ranks, which
 trace and plan alike, plans too. Only `autopart.recipe.make_plan` and its compiler remember, through which plans and
-programs go; `autopart.tracing.trace.trace` always traces. A model is the same if it pickles to the same bytes: its
-tensors by shapes and dtypes, buffers and inputs by values, code by its name and the numbers beside it, so one with a
-function or class that was made in another is traced. So is one whose trace has no bytes.
+programs go; `autopart.tracing.trace_model.trace` always traces. A model is the same if it pickles to the same bytes:
+its tensors by shapes and dtypes, buffers and inputs by values, code by its name and the numbers beside it, so one
+with a function or class that was made in another is traced. So is one whose trace has no bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace
 from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.recipe import compiler, make_plan
 from autopart.tracing.meta_copy import has_memory
 from autopart.tracing.python.eager_semantics import ambient_autocast
-from autopart.tracing.trace import Trace, flatten_call
+from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import users_model, users_name
 
 FOLDER = "AUTOPART_REMEMBERED_TRACES"

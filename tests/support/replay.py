@@ -114,7 +114,7 @@ def write_model(name: str, folder: str) -> int:
     from autopart.options import Options
     from autopart.plans.pins import Pins
     from autopart.recipe.make_plan import make_plan, prepare
-    from autopart.tracing.trace import bind_call
+    from autopart.tracing.trace_model import bind_call
 
     torch.set_num_threads(1)
     model, batch = models()[name]()

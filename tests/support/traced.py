@@ -11,7 +11,7 @@ from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.proof.verify import Verification, VerificationRun
 from autopart.recipe.make_plan import make_plan
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 @cache

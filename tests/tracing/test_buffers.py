@@ -23,7 +23,7 @@ import autopart
 from autopart.ir.mesh import Mesh
 from autopart.passes.normalize import batch_statistics
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, SIZE = 8, 8
 
@@ -326,7 +326,7 @@ def test_a_wrong_new_value_is_found(monkeypatch):
 
 
 def test_a_buffer_that_the_trace_misses_is_found(monkeypatch):
-    monkeypatch.setattr(autopart.tracing.trace, "traceable", lambda *given: nullcontext())
+    monkeypatch.setattr(autopart.tracing.trace_model, "traceable", lambda *given: nullcontext())
     monkeypatch.setattr(autopart.tracing.exported_graph, "_writes", lambda node: False)
     found = autopart.verify(build("instance norm").eval().requires_grad_(), "dp2", example_kwargs=batch("batch norm"))
     assert found.ok, str(found)

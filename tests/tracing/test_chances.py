@@ -17,7 +17,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 import autopart
 from autopart.errors import OptionError, Refusal, TraceError
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 MESHES = ["tp2", "dp2", "pp2"]
 ROWS, SIZE = 8, 8

@@ -17,7 +17,7 @@ from autopart.errors import OptionError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.selection import is_selection
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, TOKENS, SIZE, EXPERTS = 4, 6, 16, 4
 

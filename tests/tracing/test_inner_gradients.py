@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ACTIVATIONS = {
     "tanh": torch.tanh, "silu": F.silu, "gelu": F.gelu, "softplus": F.softplus, "sigmoid": torch.sigmoid,

@@ -11,7 +11,7 @@ import autopart
 from autopart.errors import TraceError
 from autopart.ir.graph import operator_name
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 
 class Deciding(nn.Module):

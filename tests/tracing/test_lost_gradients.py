@@ -23,7 +23,7 @@ from autopart.tracing.call_signature import Entry
 from autopart.tracing.gradient_check import with_gradients_checked
 from autopart.tracing.python import eager_semantics
 from autopart.tracing.python.eager_semantics import EagerSemantics
-from autopart.tracing.trace import bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 SIZE = 8
 

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import autopart
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 ROWS, SEQ, SIZE = 4, 3, 8
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import operators
+from autopart.ir.trace import Trace
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
 from autopart.passes.pass_pipeline import run_passes
-from autopart.tracing import trace as tracing
+from autopart.tracing import trace_model as tracing
 from autopart.tracing.blocks import repeated_blocks
-from autopart.tracing.trace import Trace, bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 LAYERS = 4
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,

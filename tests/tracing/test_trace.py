@@ -19,9 +19,10 @@ import autopart
 from autopart.compat import export_internals
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, module_path, operator_name, source_line
+from autopart.ir.trace import Trace
 from autopart.recipe.make_plan import prepare
 from autopart.tracing import call_signature
-from autopart.tracing.trace import Trace, bind_call, trace
+from autopart.tracing.trace_model import bind_call, trace
 
 ROWS, SIZE = 4, 8
 

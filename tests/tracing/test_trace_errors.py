@@ -20,7 +20,7 @@ from torch._higher_order_ops import while_loop
 import autopart
 from autopart.errors import TraceError
 from autopart.recipe.make_plan import prepare
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 from autopart.tracing.with_loss import WithLoss
 
 ROWS, SIZE = 8, 4

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
+from autopart.common.names import first_of
 from autopart.errors import OptionError
-from autopart.ir.names import first_of
 
 if TYPE_CHECKING:
     from autopart.ir.mesh import Mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopart.errors import OptionError, StageError
 
 SINGLE_STAGE = ("gpipe", "1f1b", "1f1b_2bw")
@@ -92,3 +94,12 @@ def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> 
     ('1f1b', 'gpipe')
     """
     return schedule if can_run(schedule, num_stages, pp, microbatches) else SIMPLER.get(schedule, schedule)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How microbatches run through the stages. `name` is None where there is one stage."""
+
+    name: str | None = None
+    microbatches: int = 1
+    virtual_stages: int = 1

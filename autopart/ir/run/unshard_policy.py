@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from autopart.errors import OptionError
+from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
 from autopart.ir.program import Program, Stage
 from autopart.ir.run.buckets import block_runs
-from autopart.ops.operators import axis_of, operator_name
 
 GATHERS = {"all_gather": False, "all_gather_sum": True}
 """{operator that gathers: whether its backward sums}."""
@@ -22,7 +22,7 @@ GATHERS = {"all_gather": False, "all_gather_sum": True}
 
 def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
     """Whether a node gathers a parameter over one of these axes (in a bound graph: groups of processes)."""
-    gathers = operator_name(node) in GATHERS and axis_of(node) in axes
+    gathers = autopart_operator(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None
     return isinstance(source, fx.Node) and source.op == "get_attr"
 
@@ -51,7 +51,7 @@ def way_of(node: fx.Node) -> Way:
     """How a node gathers a parameter."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
-    return Way(str(operator_name(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
+    return Way(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
 
 
 def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
@@ -103,7 +103,7 @@ def gathered_together(
     kinds: dict[Any, dict[str, fx.Node]] = {}
     for node, number in zip(nodes, block_runs(map(source_name, nodes)), strict=True):
         name = source_name(node)
-        place = number, facts(node).get("region"), operator_name(node), axis_of(node)
+        place = number, facts(node).get("region"), autopart_operator(node), axis_of(node)
         named = kinds.setdefault((place, kind(node)), {})
         if name in named:  # read in another layout too
             rows.append([node])

@@ -9,12 +9,12 @@ from itertools import groupby
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
 from autopart.ir.layout import P, Placement, R, cut_together, format_layout, parts_of
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.ir.sharding import Cut
-from autopart.ops.operators import axis_of, operator_name
 from autopart.proof.comparison import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import PerRank
@@ -315,7 +315,7 @@ def _maker(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"none: received, or made from the inputs: {key}"
     axis = axis_of(node)
-    return f"{operator_name(node)} over {axis}, of {key}" if axis else f"{key} ({node.target})"
+    return f"{autopart_operator(node)} over {axis}, of {key}" if axis else f"{key} ({node.target})"
 
 
 def _readers(node: fx.Node) -> tuple[str, ...]:

@@ -34,10 +34,10 @@ from autopart.ir.facts import ACTIVE, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
 from autopart.ir.mesh import AXES, Axis, Mesh
+from autopart.ir.trace import Call, Trace
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.proof.comparison import Arrangement, Subject
-from autopart.tracing.trace import Call, Trace
 
 aten = torch.ops.aten
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

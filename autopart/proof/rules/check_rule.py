@@ -15,6 +15,7 @@ from autopart.ir.decisions import Decisions, Strategy
 from autopart.ir.facts import DATA, facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Call, Trace
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
@@ -24,7 +25,6 @@ from autopart.proof.comparison import relative, weights_like
 from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
-from autopart.tracing.trace import Call, Trace
 
 TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 

@@ -26,6 +26,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, operators
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.recompute_spec import Recompute, word_of
+from autopart.ir.trace import Trace, device_of_weights
 from autopart.passes.choose.stages.stage_partition import partition
 from autopart.plans.plan import Plan
 from autopart.proof.scale.smaller_config import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
@@ -41,7 +42,6 @@ from autopart.proof.verify_estimate import (
 )
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.meta_copy import copy_of
-from autopart.tracing.trace import Trace, device_of_weights
 
 _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(num|count)|num_layers")
 

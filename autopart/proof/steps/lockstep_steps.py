@@ -41,7 +41,7 @@ from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.shards.shard_state import settled
 from autopart.runtime.training.gradient_norms import grad_norm_lockstep
 from autopart.tracing.call_cache import call_key
-from autopart.tracing.trace import flatten_call
+from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import call
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopart.errors import InputError, OptionError
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace_model import bind_call
 
 Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]

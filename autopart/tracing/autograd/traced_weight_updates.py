@@ -23,7 +23,7 @@ from autopart.ir.run.weight_updates import ByElement, RowNorms, WeightUpdate
 from autopart.ir.subgraphs import made_for
 
 if TYPE_CHECKING:
-    from autopart.tracing.trace import Trace
+    from autopart.ir.trace import Trace
 
 _ELEMENTWISE = frozenset(f"aten::{name}" for name in ("alias", "clone", "copy", "detach", "to", "_to_copy", "fill"))
 """Beside what torch tags as pointwise."""

@@ -19,7 +19,7 @@ from torch import fx
 from autopart.ir.blocks.deduplication import Fold
 from autopart.ir.facts import facts
 from autopart.ir.graph import tuple_values
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 _ENDS = 3
 """How many blocks are kept at either end: those in which something may differ, as they have another neighbour or choose

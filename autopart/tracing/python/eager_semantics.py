@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -291,16 +291,6 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
     to = nn.Module.to
     exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
     with attributes(exchanged), redirected_functions(apply), other_lists(as_places):
-        yield
-
-
-@contextmanager
-def no_autocast() -> Iterator[None]:
-    """Outside of any `torch.autocast`: what it does is in a trace already."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.errors import Refusal, TraceError, UsageError
+from autopart.ir.trace import Trace
 from autopart.tracing.python.number_inputs import NumberSlot, attribute_slot, cell_slot, entry_slot, is_number
 from autopart.tracing.python.recorded_reads import (
     ALL_NAMES,
@@ -34,7 +35,6 @@ from autopart.tracing.python.recorded_reads import (
     version,
     where,
 )
-from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import users_model, users_modules
 
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}

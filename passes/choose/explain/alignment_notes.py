@@ -14,7 +14,7 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.facts import times
 from autopart.ir.graph import active_operators, pattern_of, tensor_inputs, value
 from autopart.ir.layout import shard_sizes
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
 """Of the matrix work: products that are less are not spoken of."""

@@ -13,10 +13,10 @@ from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, reads_weights, shape, spoken_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
+from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
 from autopart.passes.choose.explain.sequence_notes import check_positions, products_of
 from autopart.passes.facts.strategies import divides_positions, output_atoms
-from autopart.tracing.trace import Trace
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:

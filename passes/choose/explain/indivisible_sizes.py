@@ -14,7 +14,7 @@ from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
 from autopart.ir.pattern import Pattern
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autopart.common.text import quantity
 from autopart.cost.count.gradient_communication import carried_by
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.cost.predict.collective_costs import levels
@@ -27,7 +28,6 @@ from autopart.passes.choose.solve.pairwise_solver import NoSolution
 from autopart.passes.choose.solve.shard_axis import Choice, Converted, Sharding, ShardingProblem
 from autopart.passes.choose.solve.sharding_costs import Price, Step, stored_parts, summed_share
 from autopart.passes.choose.storage.parameter_storage import Storage
-from autopart.plans.headlines import quantity
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why
 

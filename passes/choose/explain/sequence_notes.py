@@ -14,9 +14,9 @@ from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, describe, operator_name, reads_weights, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import Cut
+from autopart.ir.trace import Trace
 from autopart.passes.facts.sequence_dims import check_can_be_cut, inputs_text, lengths_of
 from autopart.passes.facts.strategies import divides_positions, output_atoms, ways
-from autopart.tracing.trace import Trace
 
 _UNEVEN = 0.05
 """What the fullest rank may have more than the mean and a plan says nothing of it."""

@@ -26,12 +26,12 @@ from autopart.ir.graph import (
 from autopart.ir.layout import Placement, conversion
 from autopart.ir.pattern import Pattern
 from autopart.ir.program import MICROBATCH_AXIS
+from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.sequence_notes import takes_all
 from autopart.passes.choose.solve.batch_axis import placement
 from autopart.passes.rules import has_rule
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered_rules import call_text
-from autopart.tracing.trace import Trace
 
 NO_RULE = "it has no sharding rule"
 PINNED = "it is pinned so"

@@ -31,12 +31,11 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.schedules import can_run, schedule_for
+from autopart.ir.run.schedules import Schedule, can_run, schedule_for
 from autopart.ir.selection import is_selection
+from autopart.ir.trace import Trace, batch_size
 from autopart.passes.choose.stages.stage_partition import check_batch
 from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
-from autopart.plans.plan import Schedule
-from autopart.tracing.trace import Trace, batch_size
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
 """Conversions that need nothing of the other microbatches."""

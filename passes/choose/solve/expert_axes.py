@@ -23,9 +23,9 @@ from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import argument, describe, tensor_inputs
 from autopart.ir.layout import Placement, num_sections, shard
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.nested_shards import Taken
 from autopart.passes.facts.strategies import divides_positions
-from autopart.tracing.trace import Trace
 
 Stacks = Mapping[fx.Node | str, int]
 """{operator of a mixture, or name of one of its weights: how many experts it has}."""

@@ -34,6 +34,7 @@ from autopart.ir.graph import (
 from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
+from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.expert_axes import (
     Mixture,
     Stacks,
@@ -54,7 +55,6 @@ from autopart.passes.facts.strategies import (
     ways_without_cuts_of_values,
 )
 from autopart.plans.pins import LayoutPin, Pin, Pins
-from autopart.tracing.trace import Trace
 
 T = TypeVar("T")
 

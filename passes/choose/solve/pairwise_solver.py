@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopart.cost.block_search.exact_methods import ProgramRow, integer_program
+from autopart.common.integer_program import ProgramRow, integer_program
 
 _LARGEST = 1_000_000
 """Entries of a table that deciding a variable may make; above that it is left to HiGHS."""

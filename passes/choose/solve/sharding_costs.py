@@ -26,9 +26,9 @@ from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import operators, shape, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, inside, is_direct, parts_of
 from autopart.ir.run.buckets import BUCKET_BYTES
+from autopart.ir.trace import Trace
 from autopart.ops.stage_masks import is_attention
 from autopart.passes.choose.storage.parameter_storage import Storage
-from autopart.tracing.trace import Trace
 
 _DIVIDE_FIRST = 1e2
 """How much heavier dividing all matrix work weighs than all communication together."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 from torch import fx
 
+from autopart.common.names import layer_of
 from autopart.cost.flops import work
 from autopart.cost.predict.stage_balance import SLACK, Partition, balance
 from autopart.errors import StageError
@@ -16,7 +17,6 @@ from autopart.ir.blocks.deduplication import Folds, unrolled
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.ir.names import layer_of
 from autopart.passes.normalize.batch_statistics import INNER
 
 

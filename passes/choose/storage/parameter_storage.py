@@ -21,9 +21,9 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, parts_of, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
+from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.sync_methods import method_for
 from autopart.plans.pins import LayoutPin
-from autopart.tracing.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.graph import pattern_of
 from autopart.ir.layout import Layout, Placement, R, shard
 from autopart.ir.mesh import Mesh
+from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.node_notes import layout_notes
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.layout_pins import cannot_hold, smallest_conflict
 from autopart.passes.choose.storage.parameter_storage import MIN_DIMS, Storage, fitting_cut, fitting_parts
 from autopart.passes.pass_pipeline import driven
 from autopart.plans.pins import LayoutPin
-from autopart.tracing.trace import Trace
 
 
 @driven(notes=layout_notes)

@@ -8,7 +8,7 @@ from autopart.errors import OptionError
 from autopart.ir.decisions import Decisions
 from autopart.ir.layout import Layout, parts_of
 from autopart.ir.run.dp_sync import EXACT, Method
-from autopart.tracing.trace import Trace
+from autopart.ir.trace import Trace
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> Method | None:

@@ -1,0 +1,25 @@
+"""Integer programs by rows, solved with HiGHS (scipy)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+ProgramRow = tuple[list[tuple[Any, Any]], float, float]
+"""A constraint of a program: (column, factor) of its sum, and between which that is."""
+
+
+def integer_program(
+    cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
+) -> Any:
+    """The least cost of numbers from 0 to `upper`, some of which are `whole`, as HiGHS finds it."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    entries = [(i, column, factor) for i, (row, _, _) in enumerate(rows) for column, factor in row]
+    at, columns, factors = zip(*entries, strict=True)
+    matrix = csr_array((factors, (at, columns)), shape=(len(rows), len(cost)))
+    between = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
+    return milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=between, options=dict(options))

@@ -1,0 +1,38 @@
+"""Text helpers: quantities with a prefix, indented lines, text that prints as it is."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable
+
+TEXT_WIDTH = 80
+
+
+def quantity(number: float, unit: str) -> str:
+    """Three digits and a decimal prefix.
+
+    >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
+    ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
+    """
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g} {unit}".rstrip()
+    power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
+    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
+        power += 1
+    lowest = -3 if unit == "s" else 0
+    power = min(max(power, lowest), 6)
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 3]
+    return f"{float(f'{number / 1000**power:.3g}'):g} {prefix}{unit}".rstrip()
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """The lines that say something, indented, in the width of a terminal."""
+    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
+
+
+class ShownText(str):
+    """Text that shows itself as it is, also without `print`."""
+
+    def __repr__(self) -> str:
+        return str(self)

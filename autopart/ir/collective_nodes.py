@@ -1,0 +1,34 @@
+"""Collectives in a partitioned graph: their operators and the mesh axis of a node."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopart.ir.layout import CONVERSIONS, ROUTING
+
+OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
+
+
+MOVES = OPERATORS | ROUTING
+"""The operators that work on all ranks of an axis and have a backward; those without one follow."""
+
+
+WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
+
+
+ROTATING = ("ring_attention",)
+"""Operators in which tensors of all ranks of an axis go around."""
+
+
+def axis_of(node: fx.Node) -> str | None:
+    """The mesh axis that a node's operator works on, if any."""
+    name = autopart_operator(node)
+    if name == "axis_index":
+        return str(node.args[0])
+    return str(node.args[1]) if name in MOVES or name in (*WITHOUT_BACKWARD, *ROTATING) else None
+
+
+def autopart_operator(node: fx.Node) -> str | None:
+    """`all_reduce` for a node that calls `torch.ops.autopart.all_reduce`; None for any other node."""
+    parts = str(node.target).split(".")
+    return parts[1] if node.op == "call_function" and parts[0] == "autopart" else None
