@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from autopart.api import parallelize
 from autopart.cli.console import rank, tell
-from autopart.cli.model_source import ModelSource
 from autopart.compat.torch_internals import tree_map
 from autopart.ir.mesh import Mesh
 from autopart.ir.trace import device_of_weights
 from autopart.plans.plan import Plan
+from autopart.recipe.model_source import ModelSource
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from autopart.plans.headlines import fits, step_size
 from autopart.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from autopart.cli.model_source import ModelSource
+    from autopart.recipe.model_source import ModelSource
 
 Command = Callable[..., Any]
 
@@ -115,7 +115,7 @@ class Asked:
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
         """The model and its example. `meta`: weights without memory, where that is not said. `short`: rows of a config
         are short where that is not said, since they are computed. `again`: what is to be said was said before."""
-        from autopart.cli.model_source import SourceOptions, from_callable, from_hf_config
+        from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
         v = self.values
         if (v["model"] is None) == (v["hf_config"] is None):

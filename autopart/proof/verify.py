@@ -21,7 +21,6 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from autopart.cli.model_source import ModelSource
 from autopart.common.progress import phase
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.mesh import Mesh
@@ -54,6 +53,7 @@ from autopart.proof.steps.step_comparison import StepMismatch, StepReport
 from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
 from autopart.proof.verify_precision import OneDevice, Rounded
 from autopart.recipe.make_plan import make_plan, prepare
+from autopart.recipe.model_source import ModelSource
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.sparse_buffers import check_layouts

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Unpack, get_args
 import numpy as np
 from torch import Tensor, nn
 
-from autopart.cli.model_source import example_of
 from autopart.common.progress import phase
 from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_map
@@ -40,6 +39,7 @@ from autopart.plans.headlines import step_size
 from autopart.plans.plan import Plan
 from autopart.proof.scale.scaled_model import fewer_blocks
 from autopart.recipe.make_plan import drafted, make_plan, prepare
+from autopart.recipe.model_source import example_of
 from autopart.tracing.trace_model import bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
 

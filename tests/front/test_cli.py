@@ -14,9 +14,9 @@ from click.testing import CliRunner
 import autopart
 from autopart import simulate
 from autopart.cli.main import main
-from autopart.cli.model_source import SourceOptions, from_hf_config
 from autopart.options import Options
 from autopart.plans.plan import Plan, schema
+from autopart.recipe.model_source import SourceOptions, from_hf_config
 
 TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32, **TOKENS}

@@ -9,11 +9,12 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
-from autopart.cli import model_source, shared_options
+from autopart.cli import shared_options
 from autopart.cli.console import WIDTH, wrapped
 from autopart.cli.main import main
 from autopart.ir.program import Rng
 from autopart.options import OPTIONS
+from autopart.recipe import model_source
 
 
 def model():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autopart.cli.model_source import config_names
+from autopart.recipe.model_source import config_names
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE_LIMIT_S = 400

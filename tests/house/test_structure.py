@@ -6,11 +6,13 @@ Every check has planted sources in which it must fail: a check that can find not
 import ast
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import networkx
 import pytest
 
 pytestmark = pytest.mark.whole  # quick, and every row of it counts
@@ -18,32 +20,48 @@ pytestmark = pytest.mark.whole  # quick, and every row of it counts
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "autopart"
 
-# A folder is a layer. Files directly in autopart/ are the base, except these.
-RECIPE = ("compiler", "recipe", "options", "plan_checks", "plan_figures")
-FRONT = ("__init__", "__main__", "api", "cli", "cli_options", "cli_run", "diagnosis", "machine")
+# A folder is a layer. `errors.py` and the first two folders are the base; two layers have files directly in autopart/.
+BASE = ("errors", "common", "compat")
+RECIPE = ("recipe", "options")
+FRONT = ("__init__", "__main__", "api", "cli")
 BELOW = {
     "base": (),
     "ir": ("base",),
-    "tracing": ("base", "ir"),
+    "ops": ("base", "ir"),
+    "tracing": ("base", "ir", "ops"),
     "plans": ("base", "ir"),
-    "cost": ("base", "ir", "tracing", "plans"),
+    "cost": ("base", "ir", "ops", "plans"),
     "show": ("base", "ir", "plans", "cost"),
-    "passes": ("base", "ir", "tracing", "plans", "cost"),
-    "runtime": ("base", "ir", "tracing", "plans"),
-    "recipe": ("base", "ir", "tracing", "plans", "cost", "passes"),
-    "proof": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe"),
-    "tuning": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
-    "front": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof", "tuning", "show"),
+    "passes": ("base", "ir", "ops", "tracing", "plans", "cost"),
+    "runtime": ("base", "ir", "ops", "tracing", "plans"),
+    "recipe": ("base", "ir", "ops", "tracing", "plans", "cost", "passes"),
+    "proof": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe"),
+    "tuning": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
+    "front": (
+        "base",
+        "ir",
+        "ops",
+        "tracing",
+        "plans",
+        "cost",
+        "passes",
+        "runtime",
+        "recipe",
+        "proof",
+        "tuning",
+        "show",
+    ),
 }
-# What runs passes: files directly in passes/ that are rooms of their own.
-DRIVER = ("dump", "pipeline")
-# All other files that are directly in such a folder.
+# Files directly in passes/ that passes are written with.
+DRIVER = ("dump", "pass_pipeline", "rewriting")
+# Files directly in a layer's folder, and folders that have no row of their own.
 FILES = "files"
-# The same for the folders inside three of them; what is directly in the runtime puts its folders together.
+# Imports between the folders of a layer. Files directly in runtime/ may import all of its folders.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "passes": {
         "dump": (),
-        "pipeline": ("dump",),
+        "pass_pipeline": ("dump",),
+        "rewriting": ("dump", "pass_pipeline"),
         "rules": (),
         "normalize": (*DRIVER, "rules"),
         "facts": (*DRIVER, "rules"),
@@ -56,12 +74,17 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "runtime": {
         "comm": (),
-        "state": ("comm",),
-        "shards": ("comm", "state"),
-        "agree": ("comm", "state"),
-        "saving": ("comm", "state", "agree"),
-        "loop": ("comm", "state", "shards"),
-        "sync": ("comm", "state", "agree", "saving"),
+        "weights": ("comm",),
+        "shards": ("comm", "weights"),
+        "gradients": ("comm", "shards"),
+        "batch": ("comm", "shards", "gradients"),
+        "graphs": ("comm", "shards", "batch"),
+        "sharded_tensor": ("comm", "shards"),
+        "consistency": ("comm", "shards"),
+        "checkpoint": ("comm", "shards", "consistency"),
+        "training": ("comm", "shards", "gradients", "sharded_tensor"),
+        "dp_sync": ("comm", "shards", "gradients", "checkpoint"),
+        "measure": ("comm",),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
@@ -77,12 +100,12 @@ WITHOUT_TORCH = (
 )
 LAYER_FOLDERS = ("cost", "passes", "runtime")  # on the top level, and symlinked into autopart/
 FOLDERS = tuple(layer for layer in BELOW if layer not in ("base", "recipe", "front"))
+MAX_FOLDER_FILES = 14
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli.main",)
-TRANSFORMERS_MODULES = ("autopart.cli.model_source", "autopart.runtime.weights.transformers_names")
-COMPAT_PARTS = ("pipelines", "shards", "sizes", "tracing", "training")
-COMPAT_MODULES = ("autopart.compat.torch_internals", *(f"autopart.compat_{of}" for of in COMPAT_PARTS))
+TRANSFORMERS_MODULES = ("autopart.recipe.model_source", "autopart.runtime.weights.transformers_names")
+COMPAT = "autopart.compat"
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
 NAMING_ROOMS = ("rules", "normalize")
 NAMING_MODULES = ("autopart.passes.facts.label_count",)
@@ -263,7 +286,7 @@ def no_transformers(module: Module, known: set[str]) -> Iterator[str]:
 
 def private_torch(module: Module, known: set[str]) -> Iterator[str]:
     """Private names of torch, imported or reached as attributes, stand where an upgrade is looked for."""
-    if module.name in COMPAT_MODULES:
+    if module.name.startswith(f"{COMPAT}."):
         return
     aliases = torch_aliases(module.tree)
     used = [(line, f"{target}.{name}".rstrip(".")) for line, target, name in module.imports]
@@ -272,7 +295,7 @@ def private_torch(module: Module, known: set[str]) -> Iterator[str]:
     ]
     for line, dotted in sorted(set(used)):
         if is_private_torch(dotted):
-            yield f"{module.name}:{line} touches {dotted}; only {' and '.join(COMPAT_MODULES)} may"
+            yield f"{module.name}:{line} touches {dotted}; only {COMPAT} may"
 
 
 def torch_aliases(tree: ast.Module) -> dict[str, str]:
@@ -347,9 +370,9 @@ BAD = [
     (room_edges, Module("autopart.passes.facts.roles", "from ..write.lower import lower")),
     (room_edges, Module("autopart.cost.predict.table", "from autopart.cost.count import kept")),
     (room_edges, Module("autopart.cost.predict.table", "from autopart.cost.count.saved_tensors import KNOWN")),
-    (room_edges, Module("autopart.runtime.comm.list_collectives", "from autopart.runtime.state import shards")),
-    (room_edges, Module("autopart.runtime.state.shards", "from autopart.runtime.lockstep import run")),
-    (room_edges, Module("autopart.runtime.agree.calls", "from autopart.runtime.loop import norms")),
+    (room_edges, Module("autopart.runtime.comm.list_collectives", "from autopart.runtime.gradients import reducer")),
+    (room_edges, Module("autopart.runtime.shards.cut", "from autopart.runtime.lockstep import run")),
+    (room_edges, Module("autopart.runtime.consistency.calls", "from autopart.runtime.training import norms")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch import distributed")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch.distributed.tensor import Shard")),
@@ -385,7 +408,7 @@ GOOD = [
     Module("autopart.cost", "from .time import f\nfrom ..ir.graph import Graph", is_package=True),
     Module(
         "autopart.cost.count.saved_tensors",
-        "from autopart.cost.predict.table import Row\nfrom autopart.tracing.trace_model import Trace",
+        "from autopart.cost.predict.table import Row\nfrom autopart.ir.trace import Trace",
     ),
     Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
     Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
@@ -397,7 +420,7 @@ GOOD = [
     Module("autopart.ir.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
     Module("autopart.ir.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
     Module("autopart.ir.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
-    Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
+    Module(f"{COMPAT}.torch_internals", "import torch.distributed._functional_collectives"),
 ]
 PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory_kinds", "autopart.passes.rules.view"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
@@ -429,6 +452,65 @@ def test_package(check: Check, modules: list[Module]) -> None:
     assert not violations, "\n  ".join([check.__doc__ or "", *violations])
 
 
+def circles(modules: list[Module]) -> list[list[str]]:
+    """Return the groups of files that import each other, with imports inside functions, without those for type checkers."""
+    graph = networkx.DiGraph()
+    names = {module.name for module in modules}
+    for module in modules:
+        for node in _run(module.tree):
+            for _, target, name in module._imports_of(node):
+                imported = f"{target}.{name}" if f"{target}.{name}" in names else target
+                if imported in names - {module.name}:
+                    graph.add_edge(module.name, imported)
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+def _run(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below `tree`, but those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from _run(node)
+
+
+def repeated_names(modules: list[Module]) -> list[str]:
+    """Return the names of files, and of classes, that stand in the package twice."""
+    files = Counter(module.name.rpartition(".")[2] for module in modules if not module.is_package)
+    classes = Counter(
+        node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    )
+    return [name for names in (files, classes) for name, count in names.items() if count > 1]
+
+
+def full_folders(modules: list[Module]) -> list[str]:
+    """Return the folders that have too many files."""
+    sizes = Counter(module.name.rpartition(".")[0] for module in modules if not module.is_package)
+    return [f"{folder} has {size} files" for folder, size in sizes.items() if size > MAX_FOLDER_FILES]
+
+
+def test_files_make_no_circle(modules: list[Module]) -> None:
+    assert circles(modules) == []
+
+
+def test_no_folder_is_full(modules: list[Module]) -> None:
+    assert full_folders(modules) == []
+
+
+def test_names_are_unique(modules: list[Module]) -> None:
+    assert repeated_names(modules) == []
+
+
+def test_planted_circles_folders_and_names_are_found() -> None:
+    late = Module("autopart.a", "def f():\n    from autopart.b import g")
+    typed = Module("autopart.a", "if TYPE_CHECKING:\n    from autopart.b import g")
+    other = Module("autopart.b", "import autopart.a")
+    assert circles([late, other]) == [["autopart.a", "autopart.b"]]
+    assert circles([typed, other]) == []
+    assert full_folders([Module(f"autopart.a.m{i}", "") for i in range(MAX_FOLDER_FILES + 1)])
+    twice = [Module("autopart.a.m", "class A: ..."), Module("autopart.b.m", "class A: ...")]
+    assert repeated_names(twice) == ["m", "A"]
+
+
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_imported_without_torch(name: str, modules: list[Module]) -> None:
     by_name = {module.name: module for module in modules}
@@ -442,7 +524,7 @@ def test_imported_without_torch(name: str, modules: list[Module]) -> None:
         "from torch import nn",
         "try:\n    import torch.fx\nexcept ImportError:\n    pass",
         "class A:\n    from torch import nn",
-        "from autopart.tracing import trace",
+        "from autopart.tracing import trace_model",
         "from autopart.tracing.trace_model import f",
         "if TYPE_CHECKING:\n    import sympy\nelse:\n    import torch",
     ],

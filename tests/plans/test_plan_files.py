@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli.main import main
-from autopart.cli.model_source import SourceOptions, from_hf_config
 from autopart.errors import PlanError
 from autopart.plans.plan import Plan
+from autopart.recipe.model_source import SourceOptions, from_hf_config
 
 BATCH = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
 

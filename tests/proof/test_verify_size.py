@@ -12,7 +12,6 @@ from torch import nn
 
 import autopart
 from autopart.cli.main import main
-from autopart.cli.model_source import SourceOptions, from_hf_config
 from autopart.common import progress
 from autopart.errors import InputError
 from autopart.ir.mesh import Mesh
@@ -21,6 +20,7 @@ from autopart.proof.scale import scaled_model
 from autopart.proof.scale.scaled_model import VerifyLoad, scaled_copy
 from autopart.proof.scale.smaller_config import LADDER, Divisors, alike, smaller, smaller_call
 from autopart.proof.verify_estimate import Estimate, cgroup_room, weights_bytes
+from autopart.recipe.model_source import SourceOptions, from_hf_config
 from autopart.tracing.trace_model import bind_call
 
 LLAMA_8B = {
