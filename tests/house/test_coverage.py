@@ -182,7 +182,7 @@ def test_errors_name_no_folder_of_the_machine():
     assert told == (
         "in torch/nn/functional.py:12, 'verify.py' "
         "(data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable "
-        "(autopart/proof/finite_values.py:72)"
+        "(autopart/proof/finite.py:72)"
     )
 
 
