@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import expert_models
 import pytest
-import test_experts
 import zoo
-from test_dispatch import BACK, WAYS
-from test_experts import mixture
+from expert_models import BACK, WAYS, mixture
 
 import autopart
 from autopart.errors import AutopartError
@@ -18,7 +17,7 @@ from autopart.plans.plan import Plan
 @pytest.fixture
 def planned(monkeypatch):
     """A plan of a mixture whose experts are nearly all of its work."""
-    model, batch = test_experts.wide_mixture(monkeypatch)
+    model, batch = expert_models.wide_mixture(monkeypatch)
     return lambda mesh, way="sent", **options: autopart.plan(
         model, mesh, example_kwargs=batch, pins=WAYS.get(way, {}), **options
     )

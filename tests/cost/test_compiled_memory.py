@@ -8,10 +8,10 @@ import shutil
 
 import pytest
 import torch
+from cost_models import llama
 from dist import run_ranks
 from functorch.compile import nop
 from held import compiled_peak_on_a_rank, partitioned_on_this_process
-from test_one_number import llama
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -1,13 +1,10 @@
 """The cost as formulas: what they say at other sizes is what is counted there, and what papers derive by hand."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import sympy
-import torch
 import zoo
-from transformers import GPT2Config, GPT2LMHeadModel
+from cost_models import gpt
 
 import autopart
 from autopart.cost.count.operator_counts import counted
@@ -23,19 +20,6 @@ from autopart.recipe.make_plan import drafted, prepare
 from autopart.tracing.trace_model import bind_call
 
 b, s, tp, ep, cp, dp, dpr, pp, m, v = SIZES
-
-
-@cache
-def gpt(hidden=64, layers=3, heads=4, vocabulary=120, tokens=32, rows=8, attention="eager"):
-    with torch.device("meta"):
-        config = GPT2Config(
-            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=64, bos_token_id=0,
-            eos_token_id=0, attn_implementation=attention, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"
-        ids = torch.zeros(rows, tokens, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def plan(mesh="dp1", model=None, **options):

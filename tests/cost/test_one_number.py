@@ -11,8 +11,7 @@ import sympy
 import torch
 import zoo
 from click.testing import CliRunner
-from test_formula import gpt
-from transformers import LlamaConfig, LlamaForCausalLM
+from cost_models import gpt, llama
 
 import autopart
 from autopart.cli.main import main
@@ -25,16 +24,6 @@ from autopart.recipe.plan_checks import warn_of_memory
 from autopart.tuning import advice
 
 EXACT = 1e-9
-
-
-def llama(dtype, layers=4, hidden=256, rows=16, tokens=64, vocab=512, widening=2):
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=widening * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        ids = torch.zeros(rows, tokens, dtype=torch.long)
-        return LlamaForCausalLM(config).to(dtype), {"input_ids": ids, "labels": ids.clone()}
 
 
 def gpt2(dtype):

@@ -3,12 +3,12 @@
 from functools import cache
 
 import at_cases
+import cost_models
+import expert_models
 import pytest
-import test_experts
-import test_one_number
 import torch
 import zoo
-from test_formula import gpt
+from cost_models import gpt
 
 import autopart
 from autopart.common.text import quantity
@@ -25,12 +25,12 @@ EXACT, NEAR = 1e-9, 0.05
 
 
 def llama(rows=16, tokens=256, layers=4, hidden=512):
-    return test_one_number.llama(torch.bfloat16, layers, hidden, rows, tokens, vocab=4000, widening=3)
+    return cost_models.llama(torch.bfloat16, layers, hidden, rows, tokens, vocab=4000, widening=3)
 
 
 MODELS = {
     "llama": llama, "gpt2": lambda rows=16, tokens=32: gpt(layers=4, heads=8, rows=rows, tokens=tokens),
-    "t5": zoo.t5, "conv_net": zoo.conv_net, "mixture": test_experts.mixture,
+    "t5": zoo.t5, "conv_net": zoo.conv_net, "mixture": expert_models.mixture,
 }  # fmt: skip
 INTERLEAVED = {"schedule": "interleaved_1f1b", "microbatches": 4}
 CASES = [

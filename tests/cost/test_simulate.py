@@ -1,6 +1,5 @@
 """A simulated step: its work is the plan's, its actions the runtime's, and nothing faster makes it slower."""
 
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -8,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
+from cost_models import SECOND, profile
 from torch import nn
 
 import autopart
@@ -17,25 +17,6 @@ from autopart.cost.predict.simulate import training_time_s
 from autopart.errors import PlanError
 from autopart.ir.run.schedule_actions import actions
 from autopart.plans.plan import Plan
-
-SECOND = {"value": 1e12, "unit": "1/s", "source": "a device to count on"}
-NOTHING, ENDLESS = {**SECOND, "value": 1e-30}, {**SECOND, "value": 1e30}
-
-
-def profile(folder, **numbers):
-    """A device that does 1e12 FLOP/s whatever the product, and on which nothing else takes time, but for `numbers`."""
-    data = {
-        "name": "counting", "flops_per_s": {d: SECOND for d in ("float32", "float64", "bfloat16")},
-        "matmul_efficiency": {"value": [[1.0, 1.0], [1e15, 1.0]], "unit": "share of peak by FLOPs", "source": "exact"},
-        "launch_s": NOTHING, "memory_bytes": ENDLESS, "memory_bytes_per_s": ENDLESS,
-        "devices_per_node": {"value": 8, "unit": "devices", "source": "a node"},
-        "link_bytes_per_s": ENDLESS, "link_latency_s": NOTHING,
-        "node_link_bytes_per_s": ENDLESS, "node_link_latency_s": NOTHING,
-    }  # fmt: skip
-    data |= {name: {**SECOND, "value": number} for name, number in numbers.items()}
-    path = folder / f"counting{len(list(folder.iterdir()))}.json"
-    path.write_text(json.dumps(data))
-    return str(path)
 
 
 def simulated(path, mesh, name="gpt2", **options):

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from test_exact_processes import same_everything
-from test_experts import mixture
-from test_masks import stage_modules
+from context_models import SENT, SEQUENCES, UNEVEN, given, plain, stage_modules
+from expert_models import mixture
+from process_checks import same_everything
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,18 +42,11 @@ class Mixed(nn.Module):
         return self.mix(x).mean()
 
 
-SEQUENCES = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5, "phi3": zoo.phi3}
-UNEVEN = 25
 MESHES = [
     ("cp2", {}), ("cp4", {}), ("cp2,tp2", {}), ("cp2,tp2", {"sequence_parallel": True}), ("pp2,cp2", {}),
     ("dp2,cp2", {"zero": 3, "recompute": "full"}), ("dp2,cp2", {"zero": 1}), ("cp2", {"precision": "bf16"}),
     ("pp2,cp2", {"schedule": "zbv", "microbatches": 4}), ("dp2,pp2,cp2,tp2", {"zero": 2}),
 ]  # fmt: skip
-
-
-def given(name, seq=12):
-    """A model and a batch of sequences that are so long; of 25 positions neither 3 nor 4 ranks have as many each."""
-    return SEQUENCES[name](**({"seq": seq} if seq != 12 else {}))
 
 
 @pytest.mark.few
@@ -272,25 +265,6 @@ def long_causal(seq, mesh, made, largest):
     return names.count("autopart::attention_runs"), names.count("aten::scaled_dot_product_attention")
 
 
-class Plain(nn.Module):
-    """Attention that is causal by its own argument, as people write it."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.qkv, self.head = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 32)
-
-    def forward(self, ids):
-        q, k, v = (x.unflatten(-1, (4, 4)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        logits = self.head(self.embed(ids) + y)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def plain(seq):
-    torch.manual_seed(0)
-    return Plain().double(), {"ids": torch.randint(0, 32, (2, seq))}
-
-
 CAUSAL = {"llama": lambda seq: zoo.llama(seq=seq, rows=2), "plain": plain}
 
 
@@ -376,14 +350,6 @@ def test_what_is_not_a_way_is_told():
     with pytest.raises(OptionError) as error:
         autopart.plan(model, "cp2", example_kwargs=batch, context="rings")
     assert str(error.value) == "unknown context='rings'\n  try    'auto', 'gather', 'ulysses' or 'ring'"
-
-
-SENT = {  # of what a collective is given on each of n ranks, how much it sends
-    "all_gather_into_tensor": ("all_gather", lambda n: n - 1),
-    "reduce_scatter_tensor": ("reduce_scatter", lambda n: (n - 1) / n),
-    "all_to_all_single": ("all_to_all", lambda n: (n - 1) / n),
-    "all_reduce": ("all_reduce", lambda n: 2 * (n - 1) / n),
-}
 
 
 def sent_in_a_step(made, mesh, options):

@@ -6,13 +6,13 @@ import copy
 import itertools
 
 import dist
+import expert_models
 import pytest
-import test_experts
 import torch
 import torch.distributed as td
 import torch.nn.functional as F
 import zoo
-from test_experts import EXPERTS, TIMES, WIDTH, Mixture, mixture, small
+from expert_models import BACK, EXPERTS, TIMES, TO, WAYS, WIDTH, Mixture, mixture, small
 
 import autopart
 import autopart.runtime.comm.collectives  # which does them on process groups
@@ -21,11 +21,6 @@ from autopart.ir.layout import SENT, Placement
 from autopart.ir.mesh import Mesh
 from autopart.runtime.lockstep import convert_list
 
-TO, BACK = "S(0), S(0) -> E(0; sent)", "E(0; sent), S(0) -> S(0)"
-WAYS = {
-    "gathered": {"*/to_experts*": {"ep": "E(0)"}},
-    "sent": {"*/to_experts*": {"ep": TO}, "*/from_experts*": {"ep": BACK}},
-}
 SPREADS = {"spread": (0.0,) * EXPERTS, "one rank": (99.0, 99.0, 0.0, 0.0), "one of each": (0.0, 99.0, 0.0, 98.0)}
 
 
@@ -137,8 +132,8 @@ def test_views_of_rows_leave_open_how_many_there_are(way):
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_rows_are_sent_where_a_token_has_fewer_than_there_are_ranks(times, ranks, monkeypatch):
     """Of T tokens with k rows a rank of e sends T k / e by all-to-all, and T where tokens are gathered."""
-    monkeypatch.setattr(test_experts, "WIDTH", 512)
-    monkeypatch.setattr(test_experts, "TIMES", times)
+    monkeypatch.setattr(expert_models, "WIDTH", 512)
+    monkeypatch.setattr(expert_models, "TIMES", times)
     with torch.device("meta"):
         model, ids = Mixture(towards=(0.0,) * 8, experts=8), torch.zeros(32, 64, dtype=torch.long)
     plan = autopart.plan(model, f"ep{ranks}", example_kwargs={"ids": ids, "labels": ids})

@@ -9,12 +9,12 @@ from collections import Counter
 from unittest import mock
 
 import dist
+import expert_models
 import pytest
-import test_experts
 import torch
 import zoo
-from test_context import SENT as SHARES
-from test_experts import Mixture, mixture, small
+from context_models import SENT as SHARES
+from expert_models import Mixture, mixture, small
 
 import autopart
 from autopart.compat.torch_internals import resolve_group
@@ -154,7 +154,7 @@ def test_gradients_are_summed_over_what_does_not_cut_experts(mesh, axes, zero, l
 @pytest.fixture
 def wide(monkeypatch):
     """Plans of a mixture of eight experts of 512 x 1536 and back, for 64 rows of 64 tokens with two experts each."""
-    model, batch = test_experts.wide_mixture(monkeypatch)
+    model, batch = expert_models.wide_mixture(monkeypatch)
     return lambda mesh, axes, sent=(), **options: autopart.plan(
         model, mesh, example_kwargs=batch, pins=folded(axes, sent, rows=64), **options
     )

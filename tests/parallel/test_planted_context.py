@@ -6,32 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from test_experts import mixture
-from torch import fx
+from context_models import calls, instead
+from expert_models import mixture
 
 import autopart
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.ops.operators import autopart_ops
-
-
-def calls(program, name, where=""):
-    """The calls of an operator in all stages that belong to an operator of the model with `where` in its name."""
-    for stage in program.stages:
-        for node in list(stage.graph.graph.nodes):
-            if node.op == "call_function" and operator_name(node) == name and where in facts(node).get("key", ""):
-                yield stage.graph.graph, node
-        stage.graph.recompile()
-
-
-def instead(node: fx.Node, target, *args) -> None:
-    """Another call in the place of one; planted again it changes nothing."""
-    with node.graph.inserting_after(node):
-        other = node.graph.call_function(target, args)
-    other.meta = dict(node.meta)
-    node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
-    if node not in args:
-        node.graph.erase_node(node)
 
 
 def gradient_of_keys_stays(program, parameters):

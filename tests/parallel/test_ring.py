@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from test_context import UNEVEN, given, plain
-from test_exact_processes import same_own_loop, same_step, same_training
-from test_masks import stage_modules
-from test_planted_context import calls, instead
+from context_models import UNEVEN, calls, given, instead, plain, stage_modules
+from process_checks import same_own_loop, same_step, same_training
 from torch import nn
 
 import autopart

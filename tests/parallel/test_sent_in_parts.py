@@ -10,9 +10,9 @@ import dist
 import pytest
 import torch
 import zoo
+from cost_models import profile
 from held import saved_on_a_rank
-from test_exact_processes import same_grads, same_training
-from test_simulate import profile
+from process_checks import same_grads, same_training
 from torch import nn
 from traced import plan_of, run_of, verified
 

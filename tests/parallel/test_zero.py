@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import buffer_models
 import dist
 import pytest
-import test_buffers
 import torch
 import zoo
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def bert_with_dropout() -> Built:
 
 
 def batch_norms() -> Built:
-    return test_buffers.build("batch norm"), test_buffers.batch("batch norm")
+    return buffer_models.build("batch norm"), buffer_models.batch("batch norm")
 
 
 def adapters() -> Built:

@@ -17,8 +17,7 @@ import dist
 import pytest
 import torch
 import zoo
-from test_exact_processes import same_grads, same_own_loop
-from torch import nn
+from zero_checks import trains
 
 import autopart
 from autopart.ir.mesh import Mesh
@@ -60,39 +59,6 @@ def _can_be(
     if compiled and (shutil.which("g++") is None or model == "t5" or recompute == "selective"):
         return False
     return 8 % (axes.row_ranks * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
-
-
-def trains(build: str, mesh: str, options: dict[str, Any]) -> None:
-    model, batch = zoo.ZOO[build](**({"num_layers": 1} if build == "t5" else {}))
-    _, loss, grads = zoo.reference(model, batch)
-    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
-    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
-    same_grads(pm, grads)
-    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")  # what was gathered before is not read again
-    same_grads(pm, grads, 2)
-    if Mesh.parse(mesh).size("pp") == 1 and not options["compile"]:
-        same_own_loop(pm, batch, grads)
-    pm.zero_grad()
-    _same_weights(pm, model, batch)
-
-
-def _same_weights(pm: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """After three AdamW steps with clipping."""
-    options = {"lr": 1e-2, "weight_decay": 0.1}
-    ours, theirs = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
-    for _ in range(3):
-        ours.zero_grad()
-        theirs.zero_grad()
-        pm.step(**batch)
-        out = model(**batch, **zoo.no_cache(model))
-        (out if isinstance(out, torch.Tensor) else out.loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        zoo.assert_close_outputs(pm.clip_grad_norm_(0.1), norm, where="norm")
-        ours.step()
-        theirs.step()
-    found = pm.full_state_dict()
-    for name, value in model.state_dict().items():
-        zoo.assert_close_outputs(found[name], value, where=name)
 
 
 @pytest.mark.few

@@ -11,9 +11,9 @@ import dist
 import pytest
 import torch
 import zoo
-from test_exact_processes import same_grads
-from test_experts import mixture, small
-from test_zero_levels import trains
+from expert_models import mixture, small
+from process_checks import same_grads
+from zero_checks import trains
 
 import autopart
 from autopart.errors import LayoutError

@@ -6,7 +6,7 @@ import dist
 import pytest
 import zoo
 from fuzz import WIDER
-from test_exact_processes import same_everything
+from process_checks import same_everything
 
 import autopart
 from autopart.errors import MeshError

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from context_models import stage_modules
 from dist import run_ranks
-from test_exact_processes import same_step
+from process_checks import same_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traced import plan_of, run_of, verified
@@ -220,11 +221,6 @@ def test_a_window_is_run_by_blocks():
         torch.ops.autopart.window_attention.default
     ] * 2
     assert [stage_input.name for stage_input in stage.inputs] == ["x_0"]  # the mask is not even held
-
-
-def stage_modules(pm):
-    """The stages of all programs that a module runs on this rank."""
-    return [module for executable in pm._executables.values() for module in executable.modules]
 
 
 def of_positions(made, repeated=True, dropout=0.0):

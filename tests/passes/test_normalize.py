@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from sorted_experts import ROWS, WIDTH, SortedExperts
 from torch import Tensor, nn
 from traced import plan_of, verified
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -17,36 +18,6 @@ from autopart.proof.reference import NOT_DOUBLE
 from autopart.proof.verify import VerificationRun
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace_model import bind_call
-
-ROWS, WIDTH, EXPERTS = 8, 6, 4
-
-
-class SortedExperts(nn.Module):
-    """Rows sorted by expert, one product a group, and back. `fault`: what makes the order of the rows matter."""
-
-    def __init__(self, fault: str = ""):
-        super().__init__()
-        self.fault = fault
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        best, experts = self.router(x).softmax(-1).topk(2)
-        experts = experts.reshape(-1)
-        sorted_experts, order = torch.sort(experts)
-        counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
-        if self.fault == "counts of something else":
-            counts = counts.flip(0)
-        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
-        y = torch.ops.transformers.grouped_mm_fallback(x[order // 2], self.weight, offsets)
-        y = torch.tanh(y + self.bias[sorted_experts])
-        if self.fault == "a sum over the sorted rows":
-            y = y.cumsum(0)
-        y = y * (best.reshape(-1) if self.fault == "unsorted weights" else best.reshape(-1)[order]).unsqueeze(-1)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(2 * x.size(0))
-        return y[back].view(x.size(0), 2, WIDTH).sum(1)
 
 
 def names(model: nn.Module, x: Tensor) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_golden import without_paths
-from test_normalize import SortedExperts
+from golden_text import without_paths
+from sorted_experts import SortedExperts
 from torch import Tensor, fx, nn
 
 from autopart.passes.dump import graph_text

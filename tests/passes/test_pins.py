@@ -12,8 +12,7 @@ import zoo
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sharding import flat_cost, least_cost, pairs_of, problems
-from test_stages import every_partition, random_problem
+from solver_problems import every_partition, flat_cost, least_cost, pairs_of, problems, random_problem
 from traced import plan_of, run_of, verified
 
 import autopart

@@ -6,8 +6,8 @@ from collections import Counter
 import dist
 import pytest
 import random_models
-import torch
 import zoo
+from cost_models import large_llama
 from traced import run_of, verified
 
 import autopart
@@ -93,18 +93,6 @@ def test_a_plan_from_a_file_is_followed(tmp_path):
     plan.save(tmp_path / "plan.json")
     found = autopart.verify(model, "tp2", example_kwargs=batch, plan=tmp_path / "plan.json")
     assert found.ok, str(found)
-
-
-def large_llama(layers):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    ids = torch.zeros(2, 2048, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def test_as_many_bytes_at_real_sizes():

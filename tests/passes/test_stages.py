@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from solver_problems import every_partition, random_problem
 from traced import plan_of, run_of, verified
 
 import autopart
@@ -33,28 +33,6 @@ NUM_RANDOM_CUTS = 10
 
 
 # --- The programme against brute force -----------------------------------------------------------------------------
-
-
-def every_partition(weights, crossing, num_stages):
-    """cuts, (heaviest stage, what it costs to be uneven and to send), of all partitions."""
-    places = [i for i in range(1, len(weights)) if math.isfinite(crossing[i])]
-    often = statistics.median(crossing[i] for i in places) if places else 1.0
-    mean = sum(weights) / num_stages or 1.0
-    for cuts in itertools.combinations(places, num_stages - 1):
-        loads = [sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights)))]
-        yield (
-            cuts,
-            (max(loads), sum((load / mean) ** 2 for load in loads) / 2 + sum(crossing[c] for c in cuts) / (often or 1)),
-        )
-
-
-def random_problem(seed):
-    rng = random.Random(seed)
-    count = rng.randint(1, 11)
-    scale = rng.choice([1, 10, 1e12])
-    weights = [rng.choice([0.0, 1.0, rng.random(), 50 * rng.random()]) * scale for _ in range(count)]
-    crossing = [0.0, *(math.inf if rng.random() < 0.2 else float(rng.randint(0, 9)) for _ in range(count - 1))]
-    return weights, crossing, rng.randint(1, 5)
 
 
 @pytest.mark.parametrize("seed", range(300))

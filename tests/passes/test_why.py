@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import zoo
-from test_sequence_parallel import large_llama
+from cost_models import large_llama
 
 import autopart
 from autopart.common.text import quantity

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from test_step_options import Small
+from step_models import Small
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import zoo
-from test_step_options import batch, grads_of, run, same_grads, small
+from step_models import batch, grads_of, run, same_grads, small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

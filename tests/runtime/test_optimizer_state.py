@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import checkpoint_models
 import dist
 import pytest
-import test_checkpoint
 import torch
 import torch.distributed.checkpoint as dcp
-from test_checkpoint import BUILD, TIMEOUT_S, other_weights, same
+from checkpoint_models import BUILD, TIMEOUT_S, other_weights, same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -58,7 +58,7 @@ def one_process(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def made(name: str, mesh: str, options: dict[str, Any], changed: bool = False) -> tuple[Any, Any, dict[str, Tensor]]:
-    pm, batch = test_checkpoint.make(name, mesh, changed=changed, **options)
+    pm, batch = checkpoint_models.make(name, mesh, changed=changed, **options)
     return pm, adamw(pm), batch
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as td
 import torch.nn.functional as F
-from test_runtime_conversions import CASES, NUM_RANKS, by_indexing, make_grad, sample
+from conversion_cases import CASES, NUM_RANKS, by_indexing, make_grad, sample
 from torch import nn
 
 import autopart

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from test_formula import gpt
+from cost_models import gpt
 
 import autopart
 from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem, Blocks

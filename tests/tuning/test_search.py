@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import cost_models
+import expert_models
 import pytest
-import test_experts
-import test_one_number
 import torch
 import zoo
 from click.testing import CliRunner
-from test_formula import gpt
+from cost_models import gpt
 
 import autopart
 from autopart.cli.main import main
@@ -161,7 +161,7 @@ def test_command_line(tmp_path):
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(1024, {1}), (4096, {1, 2, 4}), (8192, {1, 2, 4, 8})])
 def test_sequences_are_cut_where_ranks_keep_long_ones(tokens, sizes):
-    model, batch = test_one_number.llama(torch.bfloat16, layers=2, rows=8, tokens=tokens)
+    model, batch = cost_models.llama(torch.bfloat16, layers=2, rows=8, tokens=tokens)
     meshes = list(space_of(model, "h100-80gb-sxm", 8, batch, None).meshes(8))
     assert {mesh.size("cp") for mesh in meshes} == sizes
     assert {mesh.num_ranks for mesh in meshes} == {8} and {mesh.size("ep") for mesh in meshes} == {1}
@@ -169,7 +169,7 @@ def test_sequences_are_cut_where_ranks_keep_long_ones(tokens, sizes):
 
 @pytest.mark.large
 def test_experts_are_cut_where_there_are_some():
-    model, batch = test_experts.mixture()
+    model, batch = expert_models.mixture()
     space = space_of(model, "h100-80gb-sxm", 8, batch, None)
     assert {mesh.size("ep") for mesh in space.meshes(8)} == {1, 2, 4}
     best = space.best(8, 80e9)

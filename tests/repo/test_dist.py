@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as td
 from dist import GRACE_S, RankError, run_ranks, shutdown
+from process_calls import process_id, sleep_on
 
 
 def add_ranks(scale):
@@ -47,11 +48,6 @@ def fail_while_others_sleep():
     if td.get_rank() == 0:
         raise ValueError("planted")
     time.sleep(1000)
-
-
-def sleep_on(ranks):
-    if td.get_rank() in ranks:
-        time.sleep(1000)
 
 
 def wait_for_each_other():
@@ -104,10 +100,6 @@ def print_much():
     print("x" * 2_000_000)
     os.system("echo from a child process")
     print("last words", file=sys.stderr)
-
-
-def process_id():
-    return os.getpid()
 
 
 def unpicklable():
@@ -274,7 +266,7 @@ def test_shutdown_then_run():
 PARENT = """
 import os, sys
 from dist import run_ranks
-from test_dist import process_id, sleep_on
+from process_calls import process_id, sleep_on
 if __name__ == "__main__":
     print(*run_ranks(process_id, 2), flush=True)
     if sys.argv[1] == "killed":

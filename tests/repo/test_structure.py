@@ -453,7 +453,7 @@ def test_package(check: Check, modules: list[Module]) -> None:
 
 
 def circles(modules: list[Module]) -> list[list[str]]:
-    """Return the groups of files that import each other, with imports inside functions, without those for type checkers."""
+    """Return the groups of files that import each other, inside functions too, but not for type checkers alone."""
     graph = networkx.DiGraph()
     names = {module.name for module in modules}
     for module in modules:
