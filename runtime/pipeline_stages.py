@@ -127,17 +127,13 @@ class StageModule(nn.Module):
             blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            return _Written(self._runnable(graph, blocks is None), blocks, names)
+            return _Written(self._runnable(graph), blocks, names)
 
         return self.written.get(bands, write)
 
-    def _runnable(self, graph: fx.GraphModule, has_all_weights: bool) -> fx.GraphModule:
-        """A bound graph as it runs. `has_all_weights`: none are gathered block by block."""
-        if not self.compiled:
-            return with_flat_names(with_regions(graph))
-        # The gradients of a block are summed over ranks, or added to those of other microbatches, beside the backward.
-        takes_gradients = bool(self.reducer.buckets or self.shared_buckets) or self.program.microbatches > 1
-        return compiled(graph, has_seams=has_all_weights, joins=has_all_weights and not takes_gradients)
+    def _runnable(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Return a bound graph as it runs: compiled, or with its recomputed regions as checkpoints."""
+        return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""

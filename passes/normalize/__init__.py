@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from autopart.passes.normalize.attention_forms import explicit_attention_dropout, explicit_causal_masks
 from autopart.passes.normalize.batch_statistics import batch_statistics
-from autopart.passes.normalize.common_subexpressions import narrow_choices
 from autopart.passes.normalize.creation import plain_creation, plain_numbers
 from autopart.passes.normalize.decompose import take_apart
 from autopart.passes.normalize.double_precision import in_double
@@ -52,7 +51,6 @@ _FORMS = (
     plain_creation,
     plain_numbers,
     plain_norms,
-    narrow_choices,
     unsorted_experts,
     explicit_causal_masks,
     plain_products,

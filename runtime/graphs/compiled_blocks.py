@@ -1,13 +1,10 @@
-"""A compiled stage graph, of which each kind of repeated block is compiled once.
+"""Compile a stage graph block by block: each kind of repeated block is compiled once.
 
-A block is a run of calls in one numbered module, found by the modules that nodes carry. Blocks are of one kind where
-their operators, constants and forms of all that they read are the same; they are calls of one compiled function,
-which is given the parameters and values that it reads. What lies between blocks, and blocks that are like no other,
-are compiled in pieces of their own. So compiling takes as long as the kinds of blocks do, however many there are, and
-the graph that calls the pieces is not compiled: parameters stay in it.
-
-Every call of a piece costs time, so a piece is of several blocks that follow each other, where that holds nothing
-longer: all gradients of a piece are there at once, when its backward ends.
+A block is a run of calls in one numbered module (`layers.3`), found by the module paths that nodes carry. Two blocks
+are of one kind if their operators, constants and the metadata of all that they read are equal. Blocks of one kind are
+calls of one compiled function, which takes parameters and values as inputs. Calls between blocks, and blocks unlike all
+others, are compiled as subgraphs of their own. The time to compile grows with the number of kinds, not of blocks. The
+graph that calls the subgraphs is not compiled and holds the parameters.
 """
 
 from __future__ import annotations
@@ -19,48 +16,29 @@ from itertools import groupby, pairwise
 from operator import attrgetter, getitem, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from autopart.compat.torch_internals import compiled_apart, resolve_group
 from autopart.ir.collective_nodes import autopart_operator, axis_of
-from autopart.ir.facts import facts, is_joined
-from autopart.ir.graph import short_name
+from autopart.ir.facts import facts
 from autopart.ops.operators import with_salt
 from autopart.runtime.comm.collectives import with_flat_names
-from autopart.runtime.graphs.recompute_calls import Region, has_regions, with_regions
+from autopart.runtime.graphs.recompute_calls import Region, with_regions
 
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "window_attention", "attention_runs",
-            "ring_attention", "attention_dropout")  # fmt: skip
-"""What a compiler takes as it is, and makes nothing of together with what is around."""
-
-LEAST_CHAIN = 3
-"""So many blocks of one kind at least follow each other where they are cut inside: two would be of two kinds."""
-
-MOST_BLOCKS = 2
-"""Of so many blocks a piece is made, where it may be of several."""
-
-Piece = list[fx.Node]
-"""Calls that follow each other."""
-Run = tuple[int, int]
-"""Where a piece begins and stops among the calls of a graph."""
+Calls = list[fx.Node]
+"""Consecutive calls of a graph."""
+Span = tuple[int, int]
+"""First index of some calls, and the index after the last."""
 
 
-def compiled(module: fx.GraphModule, has_seams: bool, joins: bool) -> fx.GraphModule:
-    """A bound stage graph that runs compiled, its regions as in `with_regions`.
-
-    Args:
-        has_seams: blocks may be cut inside; where weights are gathered block by block that would hold those of two.
-        joins: a piece may be of several blocks; not where anything is done with the gradients of one before the
-            backward of another, or blocks are computed again: the compiler could do so with several at once.
-    """
-    joins = joins and not has_regions(module.graph)
-    module = _laid_in_order(with_regions(_with_salts(module)))
-    pieces = _Pieces(module, has_seams, MOST_BLOCKS if joins else 1).of_graph()
-    if len(pieces) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
-                                if _is_given(node, module)):  # fmt: skip
+def compiled(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a bound stage graph that runs compiled, with its recomputed regions as in `with_regions`."""
+    module = with_regions(_with_salts(module))
+    subgraphs = _Partition(module).subgraphs()
+    if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
+                                   if _is_given(node, module)):  # fmt: skip
         return _compile(module)
-    return _calling(module, pieces)
+    return _calling(module, subgraphs)
 
 
 def _compile(module: fx.GraphModule) -> fx.GraphModule:
@@ -70,15 +48,17 @@ def _compile(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ranks(module: fx.GraphModule) -> str:
-    """What is compiled of a graph beside what is written in it: in every process group, this process's rank among how
-    many. Without that a rank would find in torch's caches on disk what another one has compiled."""
+    """Return this process's rank in every process group of a graph, for the key of torch's compile cache.
+
+    Without it a rank would load from the cache on disk what another rank has compiled.
+    """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
     return ", ".join(f"{name}: {resolve_group(name).rank()} of {resolve_group(name).size()}" for name in groups)
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Every dropout reads its salt with the seed: the salt is a constant that is another in every block."""
+    """Pass the salt of each dropout as an input: as a constant it would differ in every block."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if autopart_operator(node) in ("dropout", "attention_dropout")]:
@@ -90,135 +70,58 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-@torch.library.custom_op("autopart::in_order", mutates_args=())
-def in_order(value: Tensor) -> Tensor:
-    """A copy whose elements lie in the order of its dims. A compiler would join the plain operator with what reads it,
-    and read every element where it lay."""
-    return value.clone(memory_format=torch.contiguous_format)
+class _Partition:
+    """Partition of the calls of a stage graph into subgraphs: one for each repeated block, and what lies between."""
 
-
-@in_order.register_fake
-def _(value: Tensor) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-in_order.register_autograd(lambda _context, grad: grad)
-
-
-def _laid_in_order(module: fx.GraphModule) -> fx.GraphModule:
-    """What several blocks read transposed, such as a bias of attention, is laid in order once: each kernel that reads
-    it as it is takes several times as long."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        blocks = {path for user in node.users for path in _numbered(user, module)[:1]}
-        if len(blocks) > 1 and _is_reordered(node):
-            with graph.inserting_after(node):
-                laid = graph.call_function(torch.ops.autopart.in_order.default, (node,))
-            laid.meta = dict(node.meta)
-            node.replace_all_uses_with(laid, delete_user_cb=lambda user, laid=laid: user is not laid)
-    module.recompile()
-    return module
-
-
-def _is_reordered(node: fx.Node) -> bool:
-    """Whether a value's elements, each there once, are read where they lie in another order than that of its dims: it
-    is transposed, or is made of such values one element by one."""
-    if _is_view(node):
-        source, *_ = node.all_input_nodes
-        if _num_elements(source) != _num_elements(node) or _num_elements(node) is None:
-            return False
-        read: Any = facts(source).get("val")
-        laid = torch.empty(read.shape, dtype=read.dtype, device="meta")
-        view: Any = node.target
-        return not view(laid, *node.args[1:], **node.kwargs).is_contiguous() or _is_reordered(source)
-    if not is_joined(node):
-        return False
-    as_large = [read for read in node.all_input_nodes if _num_elements(read) == _num_elements(node)]
-    return bool(as_large) and all(map(_is_reordered, as_large))
-
-
-def _num_elements(node: fx.Node) -> int | None:
-    value = facts(node).get("val")
-    return value.numel() if isinstance(value, Tensor) else None
-
-
-class _Pieces:
-    """How the calls of a stage graph are cut."""
-
-    def __init__(self, module: fx.GraphModule, has_seams: bool, most_blocks: int):
-        self.module, self.has_seams, self.most_blocks = module, has_seams, most_blocks
+    def __init__(self, module: fx.GraphModule):
+        self.module = module
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
-    def of_graph(self) -> list[tuple[str, Piece]]:
-        """All pieces in order, each with its kind."""
-        pieces, begin = list[Piece](), 0
+    def subgraphs(self) -> list[tuple[str, Calls]]:
+        """Return all subgraphs in order, each with its kind."""
+        subgraphs, begin = list[Calls](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
-            if start < begin:  # it stands between others, and belongs to the one before it
+            if start < begin:  # a call between other blocks: it belongs to the block before it
                 continue
-            pieces += [self.calls[begin:start], self.calls[start:stop]]
+            subgraphs += [self.calls[begin:start], self.calls[start:stop]]
             begin = stop
-        pieces.append(self.calls[begin:])
-        return [(self._kind(piece), piece) for piece in pieces if piece]
+        subgraphs.append(self.calls[begin:])
+        return [(self._kind(calls), calls) for calls in subgraphs if calls]
 
-    def _blocks(self, begin: int, end: int, depth: int) -> Iterator[Run]:
-        """Blocks among the calls from `begin` to `end` that are like another; `depth`: in how many numbered modules."""
+    def _blocks(self, begin: int, end: int, depth: int) -> Iterator[Span]:
+        """Yield the blocks among the calls from `begin` to `end` that repeat.
+
+        Args:
+            depth: number of numbered modules around the calls.
+        """
         for siblings in self._siblings(begin, end, depth):
             gap = min((after - stop for (_, stop), (after, _) in pairwise(siblings)), default=0)
             limits = [*(start for start, _ in siblings[1:]), end]
-            # What stands between blocks, such as a sum, belongs to the block before it, where all stay alike.
+            # A call between two blocks, such as a residual sum, joins the block before it if all blocks stay equal.
             longer = [(start, min(stop + gap, limit)) for (start, stop), limit in zip(siblings, limits, strict=True)]
-            runs = min((longer, siblings), key=lambda runs: len(set(self._kinds(runs))))
-            kinds = self._kinds(runs)
-            for kind, alike in groupby(zip(kinds, runs, siblings, strict=True), key=itemgetter(0)):
-                _, chain, shorter = zip(*alike, strict=True)
+            spans = min((longer, siblings), key=lambda spans: len(set(self._kinds(spans))))
+            kinds = self._kinds(spans)
+            for kind, span, sibling in zip(kinds, spans, siblings, strict=True):
                 if kinds.count(kind) > 1:
-                    blocks = self._at_seams(chain)
-                    # Of kinds that take turns, in chains of one or a few, each is a piece wherever it stands.
-                    yield from self._joined(blocks) if kinds.count(kind) == len(chain) else blocks
+                    yield span
                 else:
-                    ((start, stop),) = shorter
-                    yield from self._blocks(start, stop, depth + 1)
+                    yield from self._blocks(*sibling, depth + 1)
 
-    def _at_seams(self, chain: Sequence[Run]) -> Sequence[Run]:
-        """Blocks of one kind from seam to seam, where they follow each other and are many: what is before the first
-        seam and behind the last one belongs to what stands there."""
-        seam = self._seam(*chain[0]) if self.has_seams and len(chain) >= LEAST_CHAIN else 0
-        if not seam or not _follow(chain):
-            return chain
-        return [(start + seam, stop + seam) for start, stop in chain[:-1]]
-
-    def _joined(self, chain: Sequence[Run]) -> Sequence[Run]:
-        """Blocks as pieces of several. Those at the front that are too few for one belong to what stands there, and so
-        do all where there would be one such piece only."""
-        if self.most_blocks == 1 or not _follow(chain):
-            return chain
-        firsts = range(len(chain) % self.most_blocks, len(chain), self.most_blocks)
-        return [(chain[i][0], chain[i + self.most_blocks - 1][1]) for i in firsts] if len(firsts) > 1 else []
-
-    def _seam(self, start: int, stop: int) -> int:
-        """How many calls after the start of a block a product reads what attention or another one gives, and nothing
-        else reads: both are kernels that a compiler takes as they are, forward and backward. Elsewhere a cut parts
-        what it would make one kernel, such as a norm and the sum before it. Of several the one over which the fewest
-        values go; 0: there is none."""
-        block = self.calls[start:stop]
-        seams = [index for index, call in enumerate(block) if _product_read(call) in block]
-        return min(seams, key=lambda index: len(_results(block[:index])), default=0)
-
-    def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Run]]:
-        """For every module that holds numbered ones: where the calls of each of those are."""
+    def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
+        """Return, for each module with numbered children, the spans of the calls of its children."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
-        runs: defaultdict[str, list[Run]] = defaultdict(list)
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
         for path, calls in groupby(placed, key=itemgetter(0)):
             positions = [position for _, position in calls]
-            runs[path.rpartition(".")[0]].append((positions[0], positions[-1] + 1))
-        return runs.values()
+            spans[path.rpartition(".")[0]].append((positions[0], positions[-1] + 1))
+        return spans.values()
 
-    def _kinds(self, runs: Sequence[Run]) -> list[str]:
-        return [self._kind(self.calls[start:stop]) for start, stop in runs]
+    def _kinds(self, spans: Sequence[Span]) -> list[str]:
+        return [self._kind(self.calls[start:stop]) for start, stop in spans]
 
-    def _kind(self, piece: Iterable[fx.Node]) -> str:
-        """A text that is the same for pieces that one compiled function can run."""
+    def _kind(self, calls: Iterable[fx.Node]) -> str:
+        """Return a key of some calls: calls with the same key can share one compiled function."""
         numbers: dict[fx.Node, int] = {}
         lines = list[Any]()
 
@@ -228,7 +131,7 @@ class _Pieces:
                 lines.append(self._form(node))
             return _Value(numbers[node])
 
-        for node in piece:
+        for node in calls:
             if node.op == "placeholder":
                 number(node)
                 continue
@@ -239,7 +142,7 @@ class _Pieces:
         return repr(lines)
 
     def _form(self, node: fx.Node) -> Any:
-        """What a compiled function is told of a value that it reads."""
+        """Return the metadata of an input that a compiled function is specialized to."""
         value, needs_grad = facts(node).get("val"), facts(node).get("needs_grad")
         if node.op == "get_attr":
             value = attrgetter(str(node.target))(self.module)
@@ -249,22 +152,8 @@ class _Pieces:
         return value.shape, value.stride(), value.dtype, value.device, needs_grad
 
 
-def _follow(chain: Sequence[Run]) -> bool:
-    return all(stop == start for (_, stop), (start, _) in pairwise(chain))
-
-
-def _product_read(node: fx.Node) -> fx.Node | None:
-    """The product of which a product reads the result first, through views, if nothing else reads that."""
-    read: Any = node.args[0] if short_name(node) in PRODUCTS else None
-    while isinstance(read, fx.Node) and len(read.users) == 1:
-        if short_name(read) in PRODUCTS:
-            return read
-        read = read.args[0] if _is_view(read) else None
-    return None
-
-
 def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
-    """The modules with a number for a name that a call is in, outermost first."""
+    """Return the paths of the modules around a call whose name is a number, outermost first."""
     operators = _operators(node, module)
     stacks = (facts(inner).get("nn_module_stack") for inner in operators if inner.op != "placeholder")
     paths = [path for path, _ in next(filter(None, stacks), {}).values()]
@@ -272,24 +161,20 @@ def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
 
 
 def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
-    """Those that a call runs: one, or a region's."""
+    """Return the operators of a call: itself, or those of its recomputed region."""
     called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
     return called.operators.graph.nodes if isinstance(called, Region) else [node]
 
 
-def _is_view(node: fx.Node) -> bool:
-    return getattr(node.target, "is_view", False)
-
-
 @dataclass(frozen=True)
 class _Value:
-    """A value in the text of a kind."""
+    """A value in the key of a kind."""
 
     number: int
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a value is there before any piece runs: an input, a parameter, a gathered one, a seed with its salt."""
+    """Return True for an input of the subgraphs: a graph input, a parameter, a gathered one, a seed with its salt."""
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
     if node.target is getitem and isinstance(node.args[0], fx.Node):
@@ -298,12 +183,12 @@ def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """Those of some nodes that others read."""
+    """Return the nodes with users outside of `nodes`."""
     return [node for node in nodes if any(user not in nodes for user in node.users)]
 
 
-def _calling(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.GraphModule:
-    """The graph with one call for each piece, and one compiled module for each kind of piece."""
+def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> fx.GraphModule:
+    """Return a graph that calls each subgraph; each kind of subgraph is one compiled submodule."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     kinds: dict[str, str] = {}
@@ -316,25 +201,25 @@ def _calling(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.
     for node in module.graph.nodes:
         if node.op == "placeholder":
             value(node)
-    for kind, piece in pieces:
-        part, read = _part(piece)
+    for kind, calls in subgraphs:
+        subgraph, inputs = _subgraph(calls)
         if kind not in kinds:
-            kinds[kind] = f"piece_{len(kinds)}"
-            module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, part, class_name=kinds[kind])))
-        call = graph.call_module(kinds[kind], tuple(map(value, read)))
-        for index, node in enumerate(_results(dict.fromkeys(piece))):
+            kinds[kind] = f"block_{len(kinds)}"
+            module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, subgraph, class_name=kinds[kind])))
+        call = graph.call_module(kinds[kind], tuple(map(value, inputs)))
+        for index, node in enumerate(_results(dict.fromkeys(calls))):
             values[node] = graph.call_function(getitem, (call, index))
     graph.output(fx.map_arg(module.graph.output_node().args[0], value))
     return with_flat_names(fx.GraphModule(module, graph, class_name=module.__class__.__name__))
 
 
-def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
-    """A piece as a graph of its own, and what it reads, in the order of its placeholders."""
+def _subgraph(calls: Calls) -> tuple[fx.Graph, list[fx.Node]]:
+    """Return the calls as a graph, and the values that it reads, in the order of its placeholders."""
     graph = fx.Graph()
-    members = set(piece)
-    read = list(dict.fromkeys(node for call in piece for node in call.all_input_nodes if node not in members))
-    copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(read)}
-    for node in piece:
+    members = set(calls)
+    inputs = list(dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in members))
+    copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(inputs)}
+    for node in calls:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in _results(dict.fromkeys(piece))))
-    return graph, read
+    graph.output(tuple(copies[node] for node in _results(dict.fromkeys(calls))))
+    return graph, inputs

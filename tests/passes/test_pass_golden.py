@@ -69,12 +69,6 @@ def by_looked_up_matrix(x: Tensor, w: Tensor) -> Tensor:
     return made.relu().view(-1, 2, 3).sum(1)
 
 
-def hidden_for_all(x: Tensor, w: Tensor) -> Tensor:
-    """A bias of which the same is hidden for every row."""
-    bias = (w @ w)[None].expand(4, -1, -1)
-    return torch.where(torch.ones(6, 6, dtype=torch.bool).tril()[None].expand(4, -1, -1), bias, -1e9) + x[:, None]
-
-
 def labels(x: Tensor) -> Tensor:
     return (x[:, 0] > 0).long()
 
@@ -100,7 +94,6 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "plain_creation": lambda: Sample(lambda x, w: (x @ w).new_zeros(4, 6) + w.new_ones(6)),
     "plain_numbers": lambda: Sample(lambda x, w: torch.where(x > 0, x @ w, torch.scalar_tensor(0.0, dtype=x.dtype))),
     "plain_norms": lambda: Sample(lambda x, w: torch.native_layer_norm(x @ w, [6], w[0], None, 1e-5)[0]),
-    "narrow_choices": lambda: Sample(hidden_for_all),
     "unsorted_experts": lambda: SortedExperts().double(),
     "looked_up_products": lambda: Sample(by_looked_up_matrix),
     "rows_to_experts": lambda: Sample(by_looked_up_matrix),
