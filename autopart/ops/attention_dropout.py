@@ -2,16 +2,16 @@
 
 On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
 and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
-the mask again: the same mask as `dropout` draws of the weights. Both work on a piece of them at a time.
+the mask again: the same mask as `dropout` draws of the weights. Both work on one sample of the batch at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopart.compat.torch_internals import recording_gradients, softmax_backward_
 from autopart.ops.differentiate_once import check_differentiated_once
-from autopart.ops.seeded_random import PART, Masks, seeded
+from autopart.ops.seeded_random import Masks, seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
 
@@ -73,7 +73,7 @@ def attention_dropout_forward(
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _in_order(output), _numbers(query, dropout_p)
+        return _contiguous_heads(output), _numbers(query, dropout_p)
     call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
     return call.forward(query.dtype)
 
@@ -116,49 +116,12 @@ def _backward_of_kernel(
     return of_query, of_key, of_value, of_the_mask[0] if of_the_mask else grad.new_empty(0)
 
 
-_FEWEST = 16
-"""Queries of a piece at least, where a head has them: products of fewer are slow."""
-_BLOCK = 128
-"""Queries of a piece of causal attention, which leaves out the keys behind the last of them. Of fewer, or where there
-are few pieces, the calls cost more than the keys."""
-
-
-class _Piece(NamedTuple):
-    """A piece of the weights that stays in a cache: all of some rows, of some heads of one, or of some queries of one
-    head."""
-
-    rows: slice
-    heads: slice
-    queries: slice
-    keys: slice
-
-    @property
-    def of_queries(self) -> tuple[slice, slice, slice]:
-        return self.rows, self.heads, self.queries
-
-    @property
-    def of_keys(self) -> tuple[slice, slice, slice]:
-        return self.rows, self.heads, self.keys
-
-
-def _pieces(num_rows: int, num_heads: int, num_queries: int, num_keys: int, is_causal: bool) -> Iterator[_Piece]:
-    """In the order in which the weights lie in memory."""
-    queries = min(num_queries, max(_FEWEST, PART // max(1, num_keys)))
-    if is_causal and num_queries >= 4 * _BLOCK:
-        queries = min(queries, _BLOCK)
-    heads = max(1, min(num_heads, PART // max(1, num_queries * num_keys))) if queries >= num_queries else 1
-    rows = max(1, PART // max(1, num_heads * num_queries * num_keys)) if heads >= num_heads else 1
-    for row in range(0, num_rows, rows):
-        for head in range(0, num_heads, heads):
-            for query in range(0, num_queries, queries):
-                stop = min(query + queries, num_queries)
-                keys = min(stop, num_keys) if is_causal else num_keys
-                yield _Piece(slice(row, row + rows), slice(head, head + heads), slice(query, stop), slice(keys))
-
-
 @dataclass
 class _OnHost:
-    """A call on a CPU, in the precision in which it is computed, a key for each head of queries."""
+    """A call on a CPU, one sample of the batch at a time.
+
+    Operands are in the precision of the computation. Keys and values are repeated for each head of queries.
+    """
 
     query: Tensor
     key: Tensor
@@ -170,10 +133,9 @@ class _OnHost:
     masks: Masks
 
     @functools.cached_property
-    def hidden(self) -> Tensor:
-        """What causal attention adds to the scores of a piece's queries with the keys from the first of them on."""
-        queries = next(self.pieces()).queries
-        return self.query.new_full((queries.stop, queries.stop), -math.inf).triu_(1)
+    def causal_mask(self) -> Tensor:
+        """The additive mask of causal attention [q, k]."""
+        return self.query.new_full((self.query.size(-2), self.key.size(-2)), -math.inf).triu_(1)
 
     @classmethod
     def of(
@@ -189,76 +151,55 @@ class _OnHost:
         masks = Masks(dropout_p, seed, salt, shard)
         return cls(query, key, value, mask, is_causal, scale or query.size(-1) ** -0.5, factor, masks)
 
-    def pieces(self) -> Iterator[_Piece]:
-        rows, heads, queries, _ = self.query.shape
-        return _pieces(rows, heads, queries, self.key.size(-2), self.is_causal)
-
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The output, and the largest score of every query; zeros without a mask, as every query sees a key then."""
-        output = _in_order(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
+        """Return the output, and the largest score of each query (zeros without a mask: each query attends then)."""
+        output = _contiguous_heads(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
         largest = self.query.new_zeros(self.query.shape[:-1])
-        rooms = [self.query.new_empty(0) for _ in range(3)]
-        for piece in self.pieces():
-            value, to = self.value[piece.of_keys].flatten(0, 1), output[piece.of_queries]
-            scores = self._scores(piece, rooms[0])
+        for sample, value in enumerate(self.value):
+            scores = self._scores(sample)
             if self.mask is not None:
-                torch.amax(scores.view(*to.shape[:-1], -1), -1, out=largest[piece.of_queries])
-            weights = self._weights(scores, largest[piece.of_queries])
-            weights.mul_(self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2)))
-            products = torch.bmm(weights, value, out=_room(rooms[2], (*weights.shape[:-1], value.size(-1))))
-            torch.mul(products.view(to.shape), self.factor, out=to)
+                torch.amax(scores, -1, out=largest[sample])
+            weights = self._weights(scores, largest[sample])
+            weights.mul_(self.masks.draw(torch.empty_like(weights)))
+            output[sample] = torch.bmm(weights, value).mul_(self.factor)
         return output, largest
 
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of query, key (of every head of queries), value (the same) and, where that of the mask is asked
-        for, all scores (else an empty tensor)."""
-        operands = self.query, self.key, self.value
-        of_query, of_key, of_value = (x.new_zeros(x.shape) for x in operands)
+        """Return the gradients of query, key and value, with one key and value for each head of queries.
+
+        The fourth is the gradient of all scores if that of the mask is needed, else an empty tensor.
+        """
+        of_query, of_key, of_value = (torch.empty_like(x) for x in (self.query, self.key, self.value))
         of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)
-        rooms = [self.query.new_empty(0) for _ in range(3)]
         grad = grad.to(self.query.dtype) * self.factor
-        for piece in self.pieces():
-            query, of_output, to_query = (x[piece.of_queries].flatten(0, 1) for x in (self.query, grad, of_query))
-            keyed = self.key, self.value, of_key, of_value
-            key, value, to_key, to_value = (x[piece.of_keys].flatten(0, 1) for x in keyed)
-            weights = self._weights(self._scores(piece, rooms[0]), largest[piece.of_queries])
-            mask = self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2))
-            of_weights = torch.bmm(of_output, value.mT, out=_room(rooms[2], weights.shape)).mul_(mask)
-            to_value.baddbmm_(mask.mul_(weights).mT, of_output)
-            of_piece = softmax_backward_(of_weights, weights)
-            to_key.baddbmm_(of_piece.mT, query, alpha=self.scale)
-            to_query.baddbmm_(of_piece, key, alpha=self.scale)
+        for sample, (query, key, value, of_output) in enumerate(
+            zip(self.query, self.key, self.value, grad, strict=True)
+        ):
+            weights = self._weights(self._scores(sample), largest[sample])
+            mask = self.masks.draw(torch.empty_like(weights))
+            of_weights = torch.bmm(of_output, value.mT).mul_(mask)
+            of_value[sample] = torch.bmm(mask.mul_(weights).mT, of_output)
+            of_sample = softmax_backward_(of_weights, weights)
+            of_key[sample] = torch.bmm(of_sample.mT, query).mul_(self.scale)
+            of_query[sample] = torch.bmm(of_sample, key).mul_(self.scale)
             if of_mask:
-                to_scores = of_scores[piece.of_queries][..., piece.keys]
-                to_scores.copy_(of_piece.view(to_scores.shape))
+                of_scores[sample] = of_sample
         return of_query, of_key, of_value, of_scores
 
-    def _scores(self, piece: _Piece, room: Tensor) -> Tensor:
-        query, key = self.query[piece.of_queries].flatten(0, 1), self.key[piece.of_keys].flatten(0, 1)
-        scores = _room(room, (*query.shape[:-1], key.size(-2)))
-        if self.mask is None:
-            torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
-        else:
-            mask = self.mask[piece.of_queries][..., piece.keys].to(scores.dtype).flatten(0, 1)
-            torch.baddbmm(mask, query, key.mT, alpha=self.scale, out=scores)
+    def _scores(self, sample: int) -> Tensor:
+        scores = torch.bmm(self.query[sample], self.key[sample].mT).mul_(self.scale)
+        if self.mask is not None:
+            scores += self.mask[sample]
         if self.is_causal:
-            last = scores[..., piece.queries.start :]  # of keys that some of these queries do not see
-            last += self.hidden[: last.size(-2), : last.size(-1)]
+            scores += self.causal_mask
         return scores
 
     def _weights(self, scores: Tensor, largest: Tensor) -> Tensor:
-        """The softmax of scores, in their place; zeros for queries that see no key."""
+        """Return the softmax of scores, in place; zeros for queries whose keys are all masked."""
         weights = torch.softmax(scores, -1, out=scores)
-        if self.mask is not None and (sees_none := largest == -math.inf).any():
-            weights.masked_fill_(sees_none.view(*weights.shape[:-1], 1), 0.0)
+        if self.mask is not None and (attends_none := largest == -math.inf).any():
+            weights.masked_fill_(attends_none.unsqueeze(-1), 0.0)
         return weights
-
-
-def _room(room: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of such a shape where another one was."""
-    if room.numel() < (number := math.prod(shape)):
-        room.resize_(number)
-    return room[:number].view(shape)
 
 
 def _of_groups(grad: Tensor, heads: Tensor) -> Tensor:
@@ -270,8 +211,8 @@ def _like(grad: Tensor, operand: Tensor) -> Tensor:
     return grad.to(operand.dtype).contiguous()
 
 
-def _in_order(output: Tensor) -> Tensor:
-    """An output in the order in memory that the kernels give it: heads beside each other."""
+def _contiguous_heads(output: Tensor) -> Tensor:
+    """Return an output with the memory layout of torch's kernels: [b, q, h, e], transposed."""
     return output.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
@@ -285,7 +226,7 @@ def _numbers(query: Tensor, dropout_p: float) -> Tensor:
 def _like_output(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return _in_order(query.new_empty(*query.shape[:-1], value.size(-1))), _numbers(query, dropout_p)
+    return _contiguous_heads(query.new_empty(*query.shape[:-1], value.size(-1))), _numbers(query, dropout_p)
 
 
 @attention_dropout_backward.register_fake

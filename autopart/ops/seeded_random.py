@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-PART = 2**17
-"""Elements of a part of a value that stays in a core's cache while it is worked on."""
+_CHUNK = 2**17
+"""Elements of a mask that are drawn at a time, few enough for a core's cache."""
 
 
 @contextmanager
@@ -41,12 +40,11 @@ class Masks:
         self.spare: int | None = None
         """The second of a pair whose first was the last one read."""
 
-    def draw(self, out: Tensor, row: int) -> Tensor:
-        """Write the next part: of rows of `row` elements those that are first, as many as `out` has in its last dim."""
+    def draw(self, out: Tensor) -> Tensor:
+        """Write the next elements of the mask into `out`."""
         if not 0 < self.p < 1:
             return out.fill_(self.p < 1)
-        shape = (*out.shape[:-1], row)
-        number, has_spare = math.prod(shape), self.spare is not None
+        number, has_spare = out.numel(), self.spare is not None
         num_pairs = (number + 1 - has_spare) // 2
         if self.pairs.numel() <= num_pairs:
             self.pairs = torch.empty(num_pairs + 1, dtype=torch.int64)
@@ -57,15 +55,15 @@ class Masks:
         start = 2 - has_spare
         stop = start + number
         self.spare = int(numbers[stop]) if stop < 2 * num_pairs + 2 else None
-        return torch.lt(numbers[start:stop].view(shape)[..., : out.size(-1)], self.below, out=out)
+        return torch.lt(numbers[start:stop].view(out.shape), self.below, out=out)
 
 
 def kept(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
     """The mask of dropout for a value on the host, true for what is kept."""
     masks = Masks(p, seed, salt, shard)
     mask = torch.empty(like.shape, dtype=torch.bool)
-    for part in mask.view(-1).split(PART):
-        masks.draw(part, part.numel())
+    for part in mask.view(-1).split(_CHUNK):
+        masks.draw(part)
     return mask if like.is_contiguous() else torch.empty_like(like, dtype=torch.bool).copy_(mask)
 
 
