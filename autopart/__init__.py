@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from autopart.cost.formula.plan_cost import crossover
     from autopart.cost.predict.simulate import Simulation, simulate
     from autopart.errors import AutopartError
+    from autopart.extras.block_search import BlockSearch, search_blocks
+    from autopart.extras.calibrate import Calibration, calibrate
+    from autopart.extras.interop import pins_from
     from autopart.ir.mesh import Mesh
     from autopart.plans.plan import Plan
     from autopart.proof.rules.user_rules import RuleCheck, check_rule, rule
@@ -26,9 +29,6 @@ if TYPE_CHECKING:
     from autopart.proof.verify import Verification, verify
     from autopart.runtime.module import ParallelModule
     from autopart.runtime.training.grad_scaler import GradScaler
-    from autopart.show.formats import pins_from
-    from autopart.tuning.block_search import BlockSearch, search_blocks
-    from autopart.tuning.calibrate import Calibration, calibrate
     from autopart.tuning.search import search
 
 __all__ = [
@@ -40,16 +40,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
+    "AutopartError": "errors", "BlockSearch": "extras.block_search", "Calibration": "extras.calibrate",
     "Diagnosis": "cli.doctor", "GradScaler": "runtime.training.grad_scaler", "Mesh": "ir.mesh",
     "LoopVerification": "proof.training_loop.verify_loop",
     "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules.user_rules",
     "Simulation": "cost.predict.simulate", "Verification": "proof.verify",
-    "calibrate": "tuning.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
+    "calibrate": "extras.calibrate", "check_rule": "proof.rules.user_rules", "crossover": "cost.formula.plan_cost",
         "doctor": "cli.doctor",
     "parallelize": "api",
-    "pins_from": "show.formats", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
-    "search_blocks": "tuning.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
+    "pins_from": "extras.interop", "plan": "api", "rule": "proof.rules.user_rules", "search": "tuning.search",
+    "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",
 }  # fmt: skip
 """The module, below autopart, that each public name is defined in."""

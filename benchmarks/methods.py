@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopart.cost.block_search.block_problem import Blocks
-from autopart.cost.block_search.search_methods import Method, solve
 from autopart.cost.predict.table import Setting, predict
 from autopart.errors import MemoryLimitError
+from autopart.extras.block_search.block_problem import Blocks
+from autopart.extras.block_search.choose_blocks import blocks_of, completed
+from autopart.extras.block_search.search_methods import Method, solve
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.recompute_spec import Word
-from autopart.tuning.block_search import blocks_of, completed
 from autopart.tuning.search import LayoutKind, Space, space_of
 
 

@@ -17,6 +17,7 @@ import click
 from autopart import __version__
 from autopart.cli.console import JSON, WIDTH, rank, tell, told
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, Asked, facts, shared, training_of
+from autopart.common.extras import load_extra
 from autopart.common.files import check_place
 from autopart.common.progress import phase
 from autopart.errors import OptionError, PlanError
@@ -307,10 +308,9 @@ def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
       autopart plan --hardware here.json ...
     """
     from autopart.cli.run_command import ending_processes
-    from autopart.tuning.calibrate import calibrate as calibrate_machine
 
     with ending_processes():
-        calibration = calibrate_machine(out, progress=True, **options)
+        calibration = load_extra("calibrate").calibrate(out, progress=True, **options)
     if rank() != 0:
         return
     lines = [str(calibration)]

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from autopart.common.extras import load_extra
 from autopart.common.files import read_text, write_whole
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText
@@ -221,11 +222,9 @@ class Plan:
     def export(self, to: str, model: nn.Module | None = None) -> Any:
         """The plan in the format of another tool: "transformers", "parallelize_module", "pipelining" or "megatron".
 
-        The first two take the model (maybe on `meta`). What a format cannot say is an error: `autopart.show.formats`.
+        The first two take the model (maybe on `meta`). A layout that a format cannot express is an error.
         """
-        from autopart.show.formats import export
-
-        return export(self, to, model)
+        return load_extra("interop").export(self, to, model)
 
     def diff(self, other: Plan) -> Difference:
         """What this plan and another say differently; false where they mean the same. Print it for a table."""

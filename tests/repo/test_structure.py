@@ -37,6 +37,20 @@ BELOW = {
     "recipe": ("base", "ir", "ops", "tracing", "plans", "cost", "passes"),
     "proof": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe"),
     "tuning": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
+    "extras": (
+        "base",
+        "ir",
+        "ops",
+        "tracing",
+        "plans",
+        "cost",
+        "passes",
+        "runtime",
+        "recipe",
+        "proof",
+        "tuning",
+        "show",
+    ),
     "front": (
         "base",
         "ir",
@@ -50,6 +64,7 @@ BELOW = {
         "proof",
         "tuning",
         "show",
+        "extras",
     ),
 }
 # Files directly in passes/ that passes are written with.
@@ -84,12 +99,11 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "checkpoint": ("comm", "shards", "consistency"),
         "training": ("comm", "shards", "gradients", "sharded_tensor"),
         "dp_sync": ("comm", "shards", "gradients", "checkpoint"),
-        "measure": ("comm",),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
 LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.formula.plan_cost")}
-LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "formats", "report")}
+LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "report")}
 # Imported before a command is known, or to show a plan: torch takes seconds.
 WITHOUT_TORCH = (
     "autopart",

@@ -14,6 +14,7 @@ from torch import nn
 from traced import plan_of, run_of
 
 from autopart.errors import OptionError
+from autopart.extras.calibrate import machine_speed
 from autopart.ir.graph import draws_random_numbers, short_name, value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
@@ -31,7 +32,6 @@ from autopart.runtime.comm import call_random, process_mesh
 from autopart.runtime.comm.collectives import on_device
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.measure import machine_speed
 
 
 class Layers(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopart.common.measurement import Measured
 from autopart.compat.torch_internals import product_of_float8
+from autopart.extras.calibrate.measurement import Measured
 
 Shape = tuple[int, int, int]
 Call = Callable[[], object]

@@ -18,11 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopart
 from autopart.cli.main import main
 from autopart.common.matrix_alignment import unaligned
-from autopart.common.measurement import Device, Measured
-from autopart.cost.hardware.calibration import predicted_s, profile
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
-from autopart.runtime.measure.gpu_calls import calls
+from autopart.extras.calibrate.calibration import predicted_s, profile
+from autopart.extras.calibrate.gpu_calls import calls
+from autopart.extras.calibrate.measurement import Device, Measured
 
 BASE = replace(Hardware.load("cpu-gloo"), collectives={})  # all kinds see the same links
 DEVICE = Device("a device", "cpu", "torch 2", memory_bytes=1e9, local_ranks=2, num_ranks=2)
@@ -221,7 +221,7 @@ def test_over_300_shapes_of_products():
 
 def test_every_call_of_a_gpu_computes_what_it_says():
     """On a CPU, at small sizes: products have the shape, and work, that their description has."""
-    from autopart.runtime.measure import gpu_calls
+    from autopart.extras.calibrate import gpu_calls
 
     here = torch.device("cpu")
     for form in ("", gpu_calls.INPUT_GRADIENT, gpu_calls.WEIGHT_GRADIENT):

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autopart.common.text import quantity
-from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
-from autopart.cost.block_search.exact_methods import dynamic_programming, integer_programming
-from autopart.cost.block_search.sampling_methods import evolution_strategies, reinforcement_learning
 from autopart.errors import MemoryLimitError, OptionError
+from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
+from autopart.extras.block_search.exact_methods import dynamic_programming, integer_programming
+from autopart.extras.block_search.sampling_methods import evolution_strategies, reinforcement_learning
 
 Method = Literal["dynamic_programming", "integer_programming", "evolution_strategies", "reinforcement_learning"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
+from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 EXCESS = 4.0
 """What a choice costs that needs twice the memory: so many times its step."""

@@ -1,4 +1,4 @@
-"""The numbers of a GPU's profile that calls recorded as CUDA graphs tell (`runtime/measure/gpu_calls.py`).
+"""The numbers of a GPU's profile that calls recorded as CUDA graphs tell (`extras/calibrate/gpu_calls.py`).
 
 What the least kernel takes comes off every time, as a profile adds it to every operator. Rates in 16 bits hardly rise
 beyond 10 GFLOP, as the device's power limits them; below, short sums and narrow heads cost most.
@@ -16,8 +16,8 @@ from statistics import geometric_mean
 import numpy as np
 
 from autopart.common.matrix_alignment import MOST_UNALIGNED, unaligned
-from autopart.common.measurement import Measured
 from autopart.cost.predict.operator_work import OPTIMIZER_TRAFFIC
+from autopart.extras.calibrate.measurement import Measured
 
 POINTS_PER_DECADE = 2
 """Of the curve of rates by FLOPs."""

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
-from autopart.common.measurement import ISSUE, Device, Measured
 from autopart.compat.torch_internals import is_gloo
+from autopart.extras.calibrate.gpu_calls import Maker, between, calls, in_turn
+from autopart.extras.calibrate.measurement import ISSUE, Device, Measured
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, connect, reduce_over_all
-from autopart.runtime.measure.gpu_calls import Maker, between, calls, in_turn
 
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers

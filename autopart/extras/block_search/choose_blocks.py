@@ -11,13 +11,13 @@ from typing import Any, get_args
 from torch import nn
 
 from autopart.common.text import quantity
-from autopart.cost.block_search.block_problem import BlockOption, Blocks
-from autopart.cost.block_search.search_methods import Found, Method, solve
 from autopart.cost.hardware.profile import DEFAULT
 from autopart.cost.memory_kinds import parse_size
 from autopart.cost.predict.simulate import Simulation
 from autopart.cost.predict.table import Setting
 from autopart.errors import OptionError
+from autopart.extras.block_search.block_problem import BlockOption, Blocks
+from autopart.extras.block_search.search_methods import Found, Method, solve
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import Recompute, Word
@@ -130,7 +130,7 @@ def search_blocks(
         sequence_parallel: for a mesh with `tp`.
         zero: 3: what is in no block (embeddings, the head) is stored in parts too.
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
-        method, seed, budget: one of `autopart.cost.block_search.search_methods`, which says what the budget is.
+        method, seed, budget: one of `autopart.extras.block_search.search_methods`, which says what the budget is.
     Returns:
         The choice: `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autopart.common.integer_program import ProgramRow, integer_program
-from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem
+from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 # Dynamic programming
 

@@ -12,11 +12,11 @@ import zoo
 from cost_models import gpt
 
 import autopart
-from autopart.cost.block_search.block_problem import BlockChoice, BlockProblem, Blocks
-from autopart.cost.block_search.search_methods import Found, Method, solve
 from autopart.errors import MemoryLimitError, OptionError
+from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem, Blocks
+from autopart.extras.block_search.choose_blocks import blocks_of, completed
+from autopart.extras.block_search.search_methods import Found, Method, solve
 from autopart.ir.mesh import Mesh
-from autopart.tuning.block_search import blocks_of, completed
 from autopart.tuning.search import space_of
 
 EXACT: tuple[Method, ...] = ("dynamic_programming", "integer_programming")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopart.common.measurement import LINKS, Device, Measured
-from autopart.cost.hardware import gpu_fit
 from autopart.cost.hardware.profile import USUAL_DTYPES, Hardware
 from autopart.cost.predict.collective_costs import PARTS, S, g, k, n, time_s
 from autopart.cost.predict.operator_work import optimizer_s
+from autopart.extras.calibrate import gpu_fit
+from autopart.extras.calibrate.measurement import LINKS, Device, Measured
 
 _SHORTEST_S = 1e-9
 """Where a fit finds no latency."""

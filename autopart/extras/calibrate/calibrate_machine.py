@@ -14,11 +14,11 @@ from typing import Any
 from tqdm import tqdm
 
 from autopart.common.files import read_text
-from autopart.common.measurement import ISSUE, Device, Measured
-from autopart.cost.hardware.calibration import mean_error, predicted_s, profile
 from autopart.cost.hardware.profile import DEFAULT, Hardware
 from autopart.errors import OptionError
-from autopart.runtime.measure.machine_speed import measure
+from autopart.extras.calibrate.calibration import mean_error, predicted_s, profile
+from autopart.extras.calibrate.machine_speed import measure
+from autopart.extras.calibrate.measurement import ISSUE, Device, Measured
 
 _FORM = "a file that autopart calibrate --raw has written"
 _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in place", "launch": "launch"}

@@ -1,0 +1,29 @@
+"""Loading of optional parts of autopart."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from autopart.errors import OptionError
+
+EXTRAS = ("block_search", "calibrate", "interop")
+"""Packages below `autopart.extras`, each with a README."""
+
+
+def load_extra(name: str) -> Any:
+    """Import a package of `autopart.extras` and return it.
+
+    Raises OptionError if an installation leaves it out.
+    """
+    assert name in EXTRAS, name
+    package = f"autopart.extras.{name}"
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise OptionError(
+            f"this installation of autopart has no '{name}'", why=f"the package {package} is not there",
+            hint="install autopart again, with all of its packages",
+        ) from None  # fmt: skip

@@ -1,0 +1,5 @@
+"""Search for recomputation, sharding and placement block by block (`autopart.search_blocks`)."""
+
+from autopart.extras.block_search.choose_blocks import BlockSearch, search_blocks
+
+__all__ = ["BlockSearch", "search_blocks"]

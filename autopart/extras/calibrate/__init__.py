@@ -1,0 +1,5 @@
+"""Hardware profiles from measurements of the present machine (`autopart.calibrate`)."""
+
+from autopart.extras.calibrate.calibrate_machine import Calibration, calibrate
+
+__all__ = ["Calibration", "calibrate"]

@@ -1,1 +1,0 @@
-"""Search for recomputation, sharding and placement block by block."""
