@@ -38,7 +38,11 @@ PHASES = {
     "write": (("recipe.make_plan", "lower"),),
     "walk": (("recipe.make_plan", "walked"),),
     "memory": (("recipe.make_plan", "memory_of"),),
-    "timing": (("plan_figures", "tabulate"), ("plan_figures", "of_few_rows"), ("plan_figures", "simulated")),
+    "timing": (
+        ("recipe.plan_figures", "tabulate"),
+        ("recipe.plan_figures", "of_few_rows"),
+        ("recipe.plan_figures", "simulated"),
+    ),
     "explain": (("recipe.make_plan", "plan_of"),),
 }
 """{phase: the functions, each with the module that calls it}; time inside of two counts for the inner one."""

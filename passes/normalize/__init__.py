@@ -6,7 +6,7 @@ Every pass keeps what the graph computes. `PASSES` has them by name, for `Pass.p
 from __future__ import annotations
 
 from autopart.passes.normalize.attention_forms import explicit_attention_dropout, explicit_causal_masks
-from autopart.passes.normalize.batch_statistics import batch_statistics
+from autopart.passes.normalize.batch_norm_forms import batch_statistics
 from autopart.passes.normalize.creation import plain_creation, plain_numbers
 from autopart.passes.normalize.decompose import take_apart
 from autopart.passes.normalize.double_precision import in_double

@@ -144,7 +144,7 @@ def test_experts_need_not_divide_on_processes():
      "  try    leave ep out of the mesh; dp cuts the rows of any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
      "  why    there are 4; unequal parts need two a rank, and one in the last\n"
-     "  where  expert_linear at test_experts.py:LINE\n"
+     "  where  expert_linear at expert_models.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip
 def test_what_has_no_experts_to_cut_is_told(made, mesh, text):

@@ -252,7 +252,7 @@ def test_on_processes(mesh, axes, sent, experts, options):
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
-EXPERTS = "where  expert_linear at test_experts.py:LINE\n"
+EXPERTS = "where  expert_linear at expert_models.py:LINE\n"
 REFUSED = {
     "too many ranks": ("cp2,ep2,tp2", folded(["cp", "tp"]), {},
         "LayoutError: experts cannot be cut over cp=2 x ep=2 x tp=2\n"

@@ -21,7 +21,7 @@ from autopart.ir.program import SEEDS
 from autopart.ops import grouped_matmul, operators
 from autopart.options import Options
 from autopart.passes.facts import analyze
-from autopart.passes.normalize.batch_statistics import batch_statistics
+from autopart.passes.normalize.batch_norm_forms import batch_statistics
 from autopart.proof import verify_estimate
 from autopart.proof.comparison import Subject
 from autopart.proof.scale import scaled_model

@@ -19,7 +19,7 @@ from traced import run_of, verified
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.passes.normalize import batch_statistics
+from autopart.passes.normalize import batch_norm_forms
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace_model import bind_call
 
@@ -137,8 +137,8 @@ def test_training_over_four_processes(name, mesh):
 
 def test_a_wrong_new_value_is_found(monkeypatch):
     """The variance of running statistics is the unbiased one."""
-    right = batch_statistics._Formula._moved
-    monkeypatch.setattr(batch_statistics._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
+    right = batch_norm_forms._Formula._moved
+    monkeypatch.setattr(batch_norm_forms._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
     found = autopart.verify(build("batch norm"), "dp2", example_kwargs=batch("batch norm"))
     assert not found.ok
     assert found.errors["buffer norm1.running_var"] > 1e-4

@@ -17,7 +17,7 @@ from autopart.ir.blocks.deduplication import Folds, unrolled
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.passes.normalize.batch_statistics import INNER
+from autopart.passes.normalize.batch_norm_forms import INNER
 
 
 def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float = SLACK) -> Partition:
