@@ -1,4 +1,7 @@
-"""The public functions. `parallelize` is the whole recipe: trace, plan, write programs, run."""
+"""Public functions: partition a model, plan without running, and verify a training loop.
+
+`parallelize` traces the model, chooses a plan, writes one program per stage and returns the module that runs them.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +53,18 @@ def parallelize(
 ) -> ParallelModule:
     """Partition an unmodified model over a device mesh.
 
-    The same call on every rank, with the same weights. Without an example the model is traced at the first call.
+    Every rank makes the same call with the same weights. Without an example, the model is traced at the first call.
 
     Args:
         model: any traceable module with its weights, or on `meta` with `weights=`.
-        mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or how many devices (`autopart.search`).
-        example_args, example_kwargs: one call of the model; its batch is the global batch, or with `local_batch` one
-            rank's part of it.
-        plan: a Plan or the path of one; then nothing is chosen.
+        mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or a number of devices (then
+            `autopart.search` chooses the axes).
+        example_args, example_kwargs: one call of the model. Its batch is the global batch; with `local_batch`, the
+            samples of one data rank.
+        plan: a Plan, or the path of one; then nothing is chosen.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
-    Raises AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
+    Raises a subclass of AutopartError (`autopart.errors`) that says what is wrong, why, where, and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
@@ -88,12 +92,12 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
+    """Choose a plan without running anything: no process group, no GPU, and the model may be on `meta`.
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
         **options: `PlanOptions`.
-    Raises as `parallelize`.
+    Raises the errors of `parallelize`.
 
     Example:
         >>> with torch.device("meta"):                                       # doctest: +SKIP
@@ -128,25 +132,26 @@ def verify_loop(
     time_limit_s: float = 600.0,
     **options: Unpack[RunOptions],
 ) -> LoopVerification:
-    """Prove a training function of your own: run it with the model, and on every rank with the partitioned model.
+    """Prove a training function: compare a run of the model with a run on every rank.
 
-    All runs are in float64 on the CPU, in forked processes with one seed. Compared are each loss (of `backward()` and
-    `step`), all gradients before and all weights after each optimizer step, the weights at the end, and what the
-    function returns. The first value that differs is named with its step, rank and line. It is for a small model and
-    few batches: gradients and weights of every step are kept on disk.
+    The model runs in one process; the partitioned model runs on every rank. All runs are in float64 on the CPU, in
+    forked processes with one seed. Compared are: each loss (of `backward()` and `step`), all gradients before and all
+    weights after each optimizer step, the final weights, and the function's return value. The result names the first
+    value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of every
+    step are kept on disk.
 
     Args:
-        fn: `fn(model, batches)` trains. In one process `model` is the model itself, which then also has `step`,
-            `clip_grad_norm_`, `no_sync`, `full_state_dict`, `full_grads` and `data_rank`, as a ParallelModule.
+        fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
+            `clip_grad_norm_`, `no_sync`, `full_state_dict`, `full_grads` and `data_rank` of a ParallelModule.
         mesh, model, plan: as `parallelize`, with named axes.
-        batches: passed on to `fn` as a list; its floats become float64.
-        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch, of a dict
+        batches: passed to `fn` as a list; floating-point tensors become float64.
+        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; of a dict,
             the entries that the model takes]
-        tolerance: how far values may be apart, relative to the largest.
-        time_limit_s: how long one run may take.
+        tolerance: largest difference, relative to the largest value.
+        time_limit_s: seconds that one run may take.
         **options: `RunOptions`.
     Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
-    Raises what autopart raises on a rank, once; InputError where `fn` fails in one process or trains nothing.
+    Raises what autopart raises on a rank, once; InputError if `fn` fails in one process or trains nothing.
 
     Example:
         >>> result = autopart.verify_loop(train, "dp2,tp2", model, batches)    # doctest: +SKIP
@@ -186,7 +191,7 @@ def _check_model(model: nn.Module) -> None:
 def _module(
     model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler, weights: Weights | None
 ) -> ParallelModule:  # fmt: skip
-    """The module that runs what the compiler makes, on the user's own DeviceMesh where there is one."""
+    """Return the module that runs the compiler's programs, on the user's own DeviceMesh if there is one."""
     name, compiled = compiler.options.schedule, compiler.options.compile
     if compiler.has_plan:
         name, compiled = compiler.plan.schedule.name, compiler.plan.compile
@@ -204,7 +209,7 @@ def _module(
 def _searched(
     model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
 ) -> tuple[Plan, Options]:
-    """The best plan for a number of devices, and the options that are not the plan's."""
+    """Return the best plan for a number of devices, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
         raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
                          hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip

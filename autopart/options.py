@@ -1,8 +1,8 @@
-"""The options that `parallelize`, `plan`, `verify`, `search` and the command line share, each written down once.
+"""Options shared by `parallelize`, `plan`, `verify`, `search` and the command line: one table.
 
-To add one, add a row to `Options` and its type, as a user may give it, to the TypedDict of what takes it. Signatures,
-docstrings, the error for an unknown option, the check of a plan and the command line follow from these two. Nothing
-here imports torch: `--help` is made of it.
+To add an option, add a row to `Options`, and its type to the TypedDict of the functions that take it. Signatures,
+docstrings, the error for an unknown option, the check of a given plan and the command line are generated from these.
+This file does not import torch, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 _CONTEXTS = "'auto', 'gather', 'ulysses' or 'ring'"
 
 TOLERANCE = 1e-10
-"""What counts as equal in `verify`."""
+"""Default tolerance of `verify`: the largest difference, relative to the largest value."""
 
 
 class SearchOptions(TypedDict, total=False):
-    """Those that `search` takes too. In all three, None stands for the default."""
+    """Options that `search` also takes. None means the default, here and in the two classes below."""
 
     hardware: str | None
     memory: int | str | None
@@ -52,7 +52,7 @@ class SearchOptions(TypedDict, total=False):
 
 
 class PlanOptions(SearchOptions, total=False):
-    """Those that `plan` and `verify` take."""
+    """Options of `plan` and `verify`."""
 
     schedule: str | None
     microbatches: int | None
@@ -68,7 +68,7 @@ class PlanOptions(SearchOptions, total=False):
 
 
 class RunOptions(PlanOptions, total=False):
-    """Those that `parallelize` takes: all."""
+    """Options of `parallelize`: all."""
 
     rng: Rng | None
     local_batch: bool | None
@@ -79,11 +79,13 @@ class RunOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """What there is to say of an option beside its name and its types.
+    """One option: its default, its help text, and how it is read.
 
-    `unset`: its default in words, where the value does not say it. `form`: what the command line takes, a type or what
-    a text is of. `read`: from what a user gives to what `Options` holds; raises OptionError. `in_plan`: where a plan
-    says the same.
+    Args:
+        unset: text of the default for help, if the value itself is no help.
+        form: type or metavar on the command line.
+        read: converts a user's value to the value in `Options`; raises OptionError.
+        in_plan: attribute of a Plan that holds the same choice.
     """
 
     default: Any
@@ -99,7 +101,7 @@ class Option:
 
 
 def _row(*of: Any, **more: Any) -> Any:
-    """A field of `Options`, of the arguments of its `Option`."""
+    """Return a dataclass field of `Options`; the arguments are those of `Option`."""
     option = Option(*of, **more)
     return field(default=option.default, metadata={"option": option})
 
@@ -107,7 +109,7 @@ def _row(*of: Any, **more: Any) -> Any:
 def _whole_number(name: str, number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         counted = name.replace("_", " ")
-        raise OptionError(f"{name}={number!r} is not a number of {counted}", why="it is a whole number from 1")
+        raise OptionError(f"{name}={number!r} is not a number of {counted}", why="it must be an integer from 1")
     return number
 
 
@@ -123,35 +125,35 @@ def _zero(level: Any) -> int:
         "zero",
         words,
         level,
-        "0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the gradients) or 3 (and the parameters)",
+        "0 (no sharding), 1 (shards optimizer state), 2 (also gradients) or 3 (also parameters)",
     )
 
 
 def _prefetch(blocks: Any) -> int:
     if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 0:
         raise OptionError(f"prefetch={blocks!r} is not a number of blocks",
-                          why="weights are gathered so many blocks before they are read",
-                          hint="1, or 0: where they are read")  # fmt: skip
+                          why="it is how many blocks ahead parameters are all-gathered",
+                          hint="1, or 0 for no prefetching")  # fmt: skip
     return blocks
 
 
 def _balance(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 1:
-        raise OptionError(f"balance={value!r} is not how full the fullest rank is",
-                          why="it is the rows of its experts over the mean of all ranks: 1 where all have as many",
+        raise OptionError(f"balance={value!r} is not an expert load",
+                          why="it is the tokens on the most loaded rank over the mean of all ranks, at least 1",
                           hint="balance=1.25")  # fmt: skip
     return float(value)
 
 
 def _sequence_dims(value: Any) -> dict[str, int]:
-    """`{"input_ids": 1}`, of that or of "input_ids=1,labels=1"."""
+    """Parse `{"input_ids": 1}` or "input_ids=1,labels=1"."""
     entries = dict(part.split("=", 1) for part in value.split(",") if "=" in part) if isinstance(value, str) else value
     entries = entries if isinstance(entries, Mapping) else {}
     dims = {str(name).strip(): str(dim).strip() for name, dim in entries.items()}
     if not dims or not all(re.fullmatch(r"-?\d+", dim) for dim in dims.values()):
-        raise OptionError(f"sequence_dims={value!r} does not say which dims of the inputs are the sequence",
-                          why="it is the number of a dim for each input that has one",
+        raise OptionError(f"sequence_dims={value!r} does not name the sequence dims of the inputs",
+                          why="it maps each input to the index of its sequence dim",
                           hint="sequence_dims={'input_ids': 1, 'labels': 1}, or 'input_ids=1,labels=1'")  # fmt: skip
     return {name: int(dim) for name, dim in dims.items()}
 
@@ -163,18 +165,18 @@ def _timeout(seconds: Any) -> float:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not math.isfinite(seconds) or seconds <= 0:
         raise OptionError(f"timeout={seconds!r} is not a number of seconds",
-                          why="it is how long a rank waits for the others", hint="timeout=600")  # fmt: skip
+                          why="it is how long a rank waits for other ranks", hint="timeout=600")  # fmt: skip
     return seconds
 
 
 def _local_batch(value: Any) -> bool:
-    return _one_of("local_batch", (True, False), value, "True (every rank gives its own rows) or False")
+    return _one_of("local_batch", (True, False), value, "True (each data rank passes its own samples) or False")
 
 
 def _weights(value: Any) -> Any:
     if not callable(value) and not (isinstance(value, (str, os.PathLike)) and str(value)):
-        raise OptionError(f"weights={value!r} is not where weights come from",
-                          why="it is a folder of safetensors, 'init', or a function that makes the model",
+        raise OptionError(f"weights={value!r} is not a source of weights",
+                          why="it must be a folder of safetensors, 'init', or a function that makes the model",
                           hint="weights='folder'")  # fmt: skip
     return value
 
@@ -182,90 +184,92 @@ def _weights(value: Any) -> Any:
 def _check_replicas(steps: Any) -> int | bool:
     if not isinstance(steps, int) or steps < 0:
         raise OptionError(f"check_replicas={steps!r} is not a number of steps",
-                          why="copies of parameters are compared at every so many steps",
-                          hint="100, or False: never; leave it out: at steps 1, 2, 4, 8 and every 100th")  # fmt: skip
+                          why="it is the interval, in steps, at which copies of parameters are compared",
+                          hint="100, or False for never; by default at steps 1, 2, 4, 8 and every 100th")  # fmt: skip
     return steps
 
 
 @dataclass(frozen=True)
 class Options:
-    """All of them, checked; None: chosen for you. Raises OptionError for one that cannot be."""
+    """All options, checked. None means that autopart chooses. Raises OptionError for an invalid value."""
 
     # fmt: off
     schedule: str | None = _row(
-        None, f"Of the pipeline: {', '.join(SCHEDULES)}.", "chosen", "NAME",
+        None, f"Pipeline schedule: {', '.join(SCHEDULES)}.", "chosen", "NAME",
         read=schedule_named, in_plan="schedule.name")
     microbatches: int | None = _row(
-        None, "Parts that a step cuts a rank's rows into.", "chosen", int,
+        None, "Microbatches per step.", "chosen", int,
         read=lambda value: _whole_number("microbatches", value), in_plan="schedule.microbatches")
     virtual_stages: int | None = _row(
         None, "Stages per pipeline rank.", "chosen", int,
         read=lambda value: _whole_number("virtual_stages", value), in_plan="schedule.virtual_stages")
     sequence_parallel: SequenceParallel = _row(
-        "auto", "Cut what lies between matrix products along the sequence, over tp.", "auto, where faster", bool,
+        "auto", "Megatron sequence parallelism: shard activations between matrix products along the sequence, over "
+        "tp.", "auto, where faster", bool,
         read=lambda value: _one_of("sequence_parallel", (True, False, "auto"), value, "True, False or 'auto'"))
     context: Context = _row(
-        "auto", "Of attention over cp: gather, queries stay where they are, keys and values are gathered; ulysses, all "
-        "positions of a head are brought together; ring, keys and values go around (auto: one of the other two).",
-        "auto, where cheaper", "gather|ulysses|ring",
+        "auto", "Attention over cp: gather (all-gather keys and values), ulysses (all-to-all, shard heads), ring "
+        "(send keys and values around the ranks), or auto (gather or ulysses).",
+        "auto, the cheaper one", "gather|ulysses|ring",
         read=lambda value: _one_of("context", get_args(Context), value, _CONTEXTS))
     sequence_dims: Mapping[str, int] | None = _row(
-        None, "Which dim of which input is the sequence that cp cuts, {'input_ids': 1, 'labels': 1}: of values those "
-        "dims are cut that descend from them, and heads of attention.", "all that can be cut along positions",
+        None, "Sequence dim of each input that cp shards, {'input_ids': 1, 'labels': 1}. Only dims derived from "
+        "these, and attention heads, are sharded.", "every dim that can be sharded along the sequence",
         "INPUT=DIM,...", read=_sequence_dims, in_plan="sequence_dims")
-    hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
+    hardware: str = _row(DEFAULT, "Hardware profile of the cost model: a name, or the path of a JSON file.",
+                         form="NAME|PATH")
     balance: float = _row(
-        1.0, "Rows that the fullest rank gets for its experts, over the mean: what time and memory are counted "
-        "for.", "1, all ranks have as many", float, read=_balance, in_plan="balance")
+        1.0, "Expert load to plan for: tokens on the most loaded ep rank, over the mean of all ranks.",
+        "1, all ranks equal", float, read=_balance, in_plan="balance")
     pins: Pins = _row(
-        Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
+        Pins(), "Fixed placements and stage boundaries, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
     zero: int | None = _row(
-        None, "What is cut over dp, cp and ep: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and "
-        "parameters, which are gathered where they are read (ZeRO; FSDP is 3).",
-        "0, or as memory needs", int, read=_zero)
+        None, "ZeRO stage over dp, cp and ep (0-3): 1 shards optimizer state, 2 also gradients, 3 also parameters "
+        "(FSDP).",
+        "0, or what memory= needs", int, read=_zero)
     prefetch: int = _row(
-        1, "With zero=3: how many blocks ahead weights are gathered.", "1", int, read=_prefetch, in_plan="prefetch")
+        1, "With zero=3: blocks ahead of use that parameters are all-gathered.", "1", int, read=_prefetch,
+        in_plan="prefetch")
     memory: int | str | None = _row(
-        None, "What a rank has, for example 80GB or 24GiB: a plan is chosen to fit, or refused.",
+        None, "Memory of a rank, for example 80GB or 24GiB: the plan fits into it, or is refused.",
         "no limit; of search, the hardware's", "SIZE", read=parse_size)
     recompute: Recompute | None = _row(
-        None, "What the backward computes again: none, selective (the core of attention), full (all of a block); by "
-        "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
+        None, "Activation checkpointing: none, selective (attention core), full (whole blocks); by block name "
+        "'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     dp_sync: Mapping[str, Any] | None = _row(
-        None, f"What data-parallel ranks send each other: {', '.join(METHODS)}, with its numbers "
-        "'top_k:0.01', 'gossip:ring', 'local:16'; by names of parameters '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
+        None, f"Gradient synchronization over data ranks: {', '.join(METHODS)}, with parameters "
+        "'top_k:0.01', 'gossip:ring', 'local:16'; by parameter name '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
         "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda value: DpSync.parse(value).as_data(), in_plan="dp_sync")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
-        None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "
-        "they are read; inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
+        None, "Compute dtype (mixed precision): parameters keep their dtype and are cast on use; inputs are cast, "
+        "outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
         read=lambda value: _one_of("precision", PRECISIONS, value, _PRECISIONS), in_plan="precision")
     reduce_dtype: str | None = _row(
-        None, "With precision: what gradients are cast to before ranks sum them.", "fp32", "|".join(PRECISIONS),
+        None, "With precision: dtype of gradient reduction.", "fp32", "|".join(PRECISIONS),
         read=lambda value: _one_of("reduce_dtype", PRECISIONS, value, _PRECISIONS), in_plan="reduce_dtype")
     rng: Rng = _row(
-        "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
-        "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
+        "fast", "exact: dropout uses the random numbers of a single device with the same torch.manual_seed (every "
+        "rank calls it); fast: each rank draws numbers for its shard.", form="fast|exact",
         read=lambda value: _one_of("rng", ("fast", "exact"), value, "rng='fast', or rng='exact'"))
     local_batch: bool = _row(
-        False, "Every rank gives its own rows, and gets its own rows of outputs; the global batch is those of all data "
-        "ranks, in their order.", "no: every rank gives the global batch", bool, read=_local_batch)
+        False, "Each data rank passes its own samples and gets its own outputs; the global batch is the samples of "
+        "all data ranks, in rank order.", "no: every rank passes the global batch", bool, read=_local_batch)
     timeout: float = _row(
-        TIMEOUT_S, "Seconds to wait for other ranks (first calls ten times that); then all say who waits for whom.",
-        form=float, read=_timeout)
+        TIMEOUT_S, "Seconds to wait for other ranks (first calls: ten times); then every rank reports who waits for "
+        "whom.", form=float, read=_timeout)
     check_replicas: int | bool | None = _row(
-        None, "Compare copies of parameters every so many steps; 0: never.", "at 1, 2, 4, 8 and every 100th", int,
-        read=_check_replicas)
+        None, "Interval in steps at which copies of parameters are compared; 0: never.",
+        "steps 1, 2, 4, 8 and every 100th", int, read=_check_replicas)
     weights: str | Path | Callable[[], Any] | None = _row(
-        None, "Where values come from, of which a rank makes its shards alone (for a model on meta): a folder of "
-        "safetensors, or a file; init: as the model's class makes them from its config; a function without arguments "
-        "that makes the model.",
+        None, "Source of weights for a model on meta, each rank makes only its shards: a folder of safetensors, or a "
+        "file; init (the model's class, from its config); or a function without arguments that returns the model.",
         "the model's own", "PATH|init", read=_weights)
     # fmt: on
     stage_slack: float | None = None
-    """As of `Problem`, where it is not the usual one: found by the recipe, and no option of users."""
+    """As `Problem.stage_slack`; None for its default. Set by the recipe, not by users."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -275,7 +279,7 @@ class Options:
         check_precision(self.schedule, self.precision)
         if self.reduce_dtype is not None and self.precision is None:
             raise OptionError(f"reduce_dtype={self.reduce_dtype!r} without precision=",
-                              why="gradients are summed in the dtype of their parameters where no other is computed in",
+                              why="without precision=, gradients are reduced in the dtype of their parameters",
                               hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
@@ -283,15 +287,20 @@ OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields
 
 
 def names_of(kind: Any) -> list[str]:
-    """The options in one of the TypedDicts, in the order of `Options`."""
+    """Return the names of the options in one of the TypedDicts, in the order of `Options`."""
     return [name for name in OPTIONS if name in kind.__annotations__]
+
+
+def _filled(name: str) -> str:
+    text = f"{name}: {OPTIONS[name].help}"
+    return textwrap.fill(text, 104, subsequent_indent="    ", break_on_hyphens=False)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_options(kind: Any) -> Callable[[Function], Function]:
-    """A function whose signature and docstring name each option that it takes as `**options`."""
+    """Decorate a function with `**options`: its signature and docstring list each option."""
 
     def show(function: Function) -> Function:
         names, signature = names_of(kind), inspect.signature(function)
@@ -301,7 +310,7 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
                               annotation=kind.__annotations__[name].__forward_arg__) for name in names
         ]  # fmt: skip
         function.__signature__ = signature.replace(parameters=[*explicit, *shared])  # type: ignore[attr-defined]
-        lines = [textwrap.fill(f"{name}: {OPTIONS[name].help}", 104, subsequent_indent="    ") for name in names]
+        lines = [_filled(name) for name in names]
         listed = textwrap.indent("\n".join(lines), " " * 8).strip()
         function.__doc__ = (function.__doc__ or "").replace(f"**options: `{kind.__name__}`.", listed)
         return function
@@ -310,9 +319,11 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
 
 
 def read_options(function: Callable[..., Any], options: Mapping[str, Any], **more: Any) -> Options:
-    """The options that a function `with_options` was given, and `more` that is said elsewhere.
+    """Check the options that a function decorated by `with_options` received.
 
-    Raises OptionError for one that it does not take, or that cannot be.
+    Args:
+        more: further fields of `Options`.
+    Raises OptionError for an unknown option or an invalid value.
     """
     takes = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
     takes.sort(key=lambda name: name.startswith("example_"))

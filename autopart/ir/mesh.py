@@ -298,7 +298,7 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
                 f"unknown mesh axis '{name}'", why=f"the axes are {', '.join(known)}", hint="mesh={'dp': 2, 'tp': 2}"
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is a whole number from 1")
+            raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size must be an integer from 1")
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:

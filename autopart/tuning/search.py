@@ -408,7 +408,7 @@ def search(
         >>> print(autopart.simulate(plans[0]))                                               # doctest: +SKIP
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
+        raise OptionError(f"devices={devices!r} is not a number of devices", why="it must be an integer from 1")
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [DpSync.parse(method) for method in dp_sync]
@@ -469,7 +469,7 @@ def space_of(
     example_rows = _given_rows(example)
     rows = global_batch if global_batch is not None else example_rows
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
+        raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it must be an integer from 1")
     return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
 
 

@@ -160,7 +160,7 @@ def unknown_before_trace(asked: str) -> str:
 def no_whole_number(name: str, given: Any) -> str:
     return (
         f"OptionError: {name}={given!r} is not a number of {name.replace('_', ' ')}\n"
-        "  why    it is a whole number from 1"
+        "  why    it must be an integer from 1"
     )
 
 
@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "MeshError: mesh=4 gives a number of devices but no axes\n  why    plan and parallelize search for them; here "
         "they must be named\n  try    mesh='tp4', mesh={'dp': 4}, or that of autopart.plan(model, 4, ...)"),
     "mesh: no devices": (plan(0),
-        "OptionError: devices=0 is not a number of devices\n  why    it is a whole number from 1"),
+        "OptionError: devices=0 is not a number of devices\n  why    it must be an integer from 1"),
     "mesh: bool": (plan(True),
         "MeshError: mesh=True is not a mesh\n  why    it is a bool\n  try    mesh={'dp': 2, 'tp': 2}"),
     "mesh: None": (plan(None),
@@ -186,9 +186,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, "
         "'tp': 2}"),
     "mesh: size 0": (plan("tp0"),
-        "MeshError: mesh axis 'tp' has size 0\n  why    a size is a whole number from 1"),
+        "MeshError: mesh axis 'tp' has size 0\n  why    a size must be an integer from 1"),
     "mesh: text size": (plan({"tp": "2"}),
-        "MeshError: mesh axis 'tp' has size '2'\n  why    a size is a whole number from 1"),
+        "MeshError: mesh axis 'tp' has size '2'\n  why    a size must be an integer from 1"),
     "mesh: cp": (plan("cp2"),
         "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input "
         "[8, 4]\n  try    leave cp out of the mesh; dp cuts the rows of any batch"),
@@ -291,7 +291,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "its input is not positive, so the values decide\n  where  uniform at test_errors.py:{leaky_line} (leak)\n  "
         "try    rng='fast'"),
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
-        "OptionError: unknown local_batch='mine'\n  try    True (every rank gives its own rows) or False"),
+        "OptionError: unknown local_batch='mine'\n  try    True (each data rank passes its own samples) or False"),
     "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),
         "OptionError: local_batch=True with mesh=2\n  why    the search chooses over how many ranks rows are cut\n"
         "  try    name the axes, for example mesh='dp2,tp4'"),

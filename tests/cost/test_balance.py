@@ -76,14 +76,14 @@ def test_it_runs_with_it():
 
 
 REFUSED = {
-    "word": ({"balance": "even"}, "OptionError: balance='even' is not how full the fullest rank is\n"
-             "  why    it is the rows of its experts over the mean of all ranks: 1 where all have as many\n"
+    "word": ({"balance": "even"}, "OptionError: balance='even' is not an expert load\n"
+             "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
              "  try    balance=1.25"),
-    "small": ({"balance": 0.5}, "OptionError: balance=0.5 is not how full the fullest rank is\n"
-              "  why    it is the rows of its experts over the mean of all ranks: 1 where all have as many\n"
+    "small": ({"balance": 0.5}, "OptionError: balance=0.5 is not an expert load\n"
+              "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
               "  try    balance=1.25"),
-    "endless": ({"balance": float("inf")}, "OptionError: balance=inf is not how full the fullest rank is\n"
-                "  why    it is the rows of its experts over the mean of all ranks: 1 where all have as many\n"
+    "endless": ({"balance": float("inf")}, "OptionError: balance=inf is not an expert load\n"
+                "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
                 "  try    balance=1.25"),
     "large": ({"balance": 3}, "OptionError: balance=3 cannot be on ep2\n"
               "  why    a rank that has all rows has 2 times the mean of 2\n"

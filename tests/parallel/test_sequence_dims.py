@@ -183,7 +183,7 @@ def test_what_is_not_one_is_told(given):
     with pytest.raises(OptionError) as error:
         Options(sequence_dims=given)
     assert str(error.value) == (
-        f"sequence_dims={given!r} does not say which dims of the inputs are the sequence\n"
-        "  why    it is the number of a dim for each input that has one\n"
+        f"sequence_dims={given!r} does not name the sequence dims of the inputs\n"
+        "  why    it maps each input to the index of its sequence dim\n"
         "  try    sequence_dims={'input_ids': 1, 'labels': 1}, or 'input_ids=1,labels=1'"
     )

@@ -89,8 +89,8 @@ def test_ranks_are_those_of_a_device_mesh():
      "mesh='dp2;tp2' cannot be read\n  why    'dp2;tp2' is not an axis name followed by a size\n"
      "  try    mesh='dp2,tp2'"),
     ("", "mesh='' cannot be read\n  why    '' is not an axis name followed by a size\n  try    mesh='dp2,tp2'"),
-    ({"tp": True}, "mesh axis 'tp' has size True\n  why    a size is a whole number from 1"),
-    ({"tp": -2}, "mesh axis 'tp' has size -2\n  why    a size is a whole number from 1"),
+    ({"tp": True}, "mesh axis 'tp' has size True\n  why    a size must be an integer from 1"),
+    ({"tp": -2}, "mesh axis 'tp' has size -2\n  why    a size must be an integer from 1"),
 ], ids=str)  # fmt: skip
 def test_what_is_no_mesh_is_told(mesh, text):
     with pytest.raises(MeshError) as error:

@@ -48,8 +48,8 @@ PRECISION_CASES = {
     "reduce_dtype": (planned(precision="bf16", reduce_dtype="fp8"),
         f"OptionError: unknown reduce_dtype='fp8'\n  try    {WORDS}"),
     "reduce_dtype alone": (planned(reduce_dtype="bf16"),
-        "OptionError: reduce_dtype='bf16' without precision=\n  why    gradients are summed in the dtype of their "
-        "parameters where no other is computed in\n  try    precision='bf16', or leave reduce_dtype out"),
+        "OptionError: reduce_dtype='bf16' without precision=\n  why    without precision=, gradients are reduced "
+        "in the dtype of their parameters\n  try    precision='bf16', or leave reduce_dtype out"),
     "precision: nothing to cast": (planned(Phases, precision="bf16"),
         "OptionError: precision='bf16' finds nothing to cast\n  why    Phases has no floating-point parameter\n"
         "  try    leave precision out"),

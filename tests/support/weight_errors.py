@@ -106,7 +106,7 @@ def twice() -> None:
 
 WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "weights: a number": (weights(3),
-        "OptionError: weights=3 is not where weights come from\n  why    it is a folder of safetensors, "
+        "OptionError: weights=3 is not a source of weights\n  why    it must be a folder of safetensors, "
         "'init', or a function that makes the model\n  try    weights='folder'"),
     "weights: nothing there": (weights("elsewhere"),
         "CheckpointError: there is no checkpoint at elsewhere\n  why    it is neither a folder nor a "

@@ -14,10 +14,7 @@ from zoo import skip_mlp
 import autopart
 from autopart.plans.plan import Plan
 
-LEVELS = (
-    "\n  try    0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the gradients) or 3 (and the "
-    "parameters)"
-)
+LEVELS = "\n  try    0 (no sharding), 1 (shards optimizer state), 2 (also gradients) or 3 (also parameters)"
 AGAIN = "\n  try    leave zero out, or make a new plan"
 
 
@@ -87,8 +84,8 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: zero=2 contradicts the plan, which says 1\n  try    leave zero out, or edit "
         "the plan"),
     "prefetch: negative": (planned("dp2", zero=3, prefetch=-1),
-        "OptionError: prefetch=-1 is not a number of blocks\n  why    weights are gathered so many blocks before they "
-        "are read\n  try    1, or 0: where they are read"),
+        "OptionError: prefetch=-1 is not a number of blocks\n  why    it is how many blocks ahead parameters are "
+        "all-gathered\n  try    1, or 0 for no prefetching"),
     "zero: unknown": (planned("dp2", zero="3"),
         f"OptionError: unknown zero='3'{LEVELS}"),
     "zero: bool": (planned("dp2", zero=True),

@@ -63,7 +63,7 @@ def read_training(
     if steps is None:
         steps = len(batches) if batches else STEPS
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise OptionError(f"steps={steps!r} is not a number of training steps", hint="a whole number from 1")
+        raise OptionError(f"steps={steps!r} is not a number of training steps", hint="an integer from 1")
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
         raise OptionError(f"max_norm={max_norm!r} is not a norm to clip to", hint="a number above 0, such as 1.0")
     if optimizer is not None and not callable(optimizer):
