@@ -1,10 +1,10 @@
 """autopart partitions an unmodified PyTorch model over many devices.
 
-`parallelize(model, mesh)` traces the model with `torch.export`, shards its operators, inserts collectives, cuts it into
-pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `simulate` predicts a training step,
-`calibrate` measures the machine for that, `search` finds the best mesh; `verify` proves the result on one CPU.
+`parallelize(model, mesh)` traces the model with `torch.export`, shards its operators, inserts collectives, splits it
+into pipeline stages and runs it with `torch.distributed`. `plan` does all but run. `simulate` predicts a training step,
+`calibrate` measures the machine for it, `search` finds the best mesh. `verify` proves the result on one CPU.
 
-Names are imported when they are first used: `import autopart` alone loads neither torch nor anything else.
+Public names are imported on first use: `import autopart` alone does not load torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MODULE_OF = {
 
 
 def _imported(name: str) -> Any:
-    """A public name, or a module of autopart, imported when it is first asked for (PEP 562)."""
+    """Import a public name, or a module of autopart, on first use (PEP 562)."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value

@@ -1,6 +1,6 @@
-"""Errors a user can meet. Each says what was asked, why it cannot be, where, and what to try.
+"""Errors that users can meet. Each says what is wrong, why, where, and what to try.
 
-All are `ValueError`s; `assert` is for our own mistakes.
+All are subclasses of `ValueError`; `assert` is for mistakes of autopart itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class AutopartError(ValueError):
-    """A mistake in what was asked of autopart, reported in four parts: what, why, where, try.
+    """A mistake in what autopart was given, reported in four parts: what, why, where, try.
 
     Example:
         >>> print(LayoutError("cannot shard dim 1 of 'q.weight' over axis 'tp'", why="30 is not a multiple of 4",
@@ -27,12 +27,14 @@ class AutopartError(ValueError):
 
 
 class MeshError(AutopartError):
-    """The mesh cannot be read, or does not fit the model, the batch or the processes there are."""
+    """The mesh cannot be read, or does not fit the model, the batch or the number of processes."""
 
 
 class Refusal(Enum):
-    """Why a model that runs is refused: all the reasons there are. `docs/refusals.md` has an example of each, and the
-    way out."""
+    """Reasons to refuse a model that runs in plain PyTorch.
+
+    `docs/refusals.md` has an example of each reason, and the way out.
+    """
 
     DECISION = "its Python decides what to run by the values in a tensor"
     SIZE = "how large a tensor is depends on the values in another"
@@ -49,7 +51,7 @@ class Refusal(Enum):
 
 
 class TraceError(AutopartError):
-    """The model could not be traced. `refusal`: for which of the known reasons; None where its own call fails."""
+    """The model cannot be traced. `refusal`: the known reason, or None if the model's own call fails."""
 
     def __init__(
         self, what: str, *, refusal: Refusal | None = None, why: str = "", where: str = "", hint: str = ""
@@ -59,7 +61,7 @@ class TraceError(AutopartError):
 
 
 class LayoutError(AutopartError):
-    """A value cannot be laid out on the mesh as asked."""
+    """A value cannot have the requested placement on the mesh."""
 
 
 class PlanError(AutopartError):
@@ -71,7 +73,7 @@ class RuleError(AutopartError):
 
 
 class StageError(AutopartError):
-    """The model cannot be cut into the stages or microbatches asked for."""
+    """The model cannot be split into the requested stages or microbatches."""
 
 
 class MemoryLimitError(AutopartError):
@@ -83,7 +85,7 @@ class InputError(AutopartError):
 
 
 class OptionError(AutopartError):
-    """An option is unknown, not built yet, or contradicts another."""
+    """An option is unknown, not implemented, or contradicts another."""
 
 
 class RuntimeSetupError(AutopartError):
@@ -95,16 +97,16 @@ class CheckpointError(AutopartError, RuntimeError):
 
 
 class UsageError(AutopartError):
-    """Something that works on an `nn.Module` would be wrong, or do nothing, on a partitioned one."""
+    """A use of an `nn.Module` that would be wrong, or without effect, on a partitioned model."""
 
 
 class MissingAttribute(UsageError, AttributeError):
-    """A partitioned model does not have something that its model has: `hasattr` is false."""
+    """A partitioned model lacks an attribute of its model. `hasattr` returns False."""
 
 
 class ReplicaError(AutopartError):
-    """Copies of a parameter that ranks must hold alike have drifted apart."""
+    """Copies of a parameter that must be equal on several ranks have diverged."""
 
 
 class HangError(AutopartError):
-    """A rank waited for others that did not come in time, or are gone."""
+    """A rank waited for other ranks that did not arrive in time, or are gone."""

@@ -7,13 +7,17 @@ from torch import Tensor, nn
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """A tensor like this one on the meta device; of a parameter, a parameter with its attributes."""
+    """Return a tensor of the same shape and dtype on the meta device; of a parameter, a parameter."""
     form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as(tensor, form)
 
 
 def emptied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor like this one, on `device` or where it is, whose memory has no size: its values must not be read."""
+    """Return a tensor of the same shape and dtype with empty storage: its values must not be read.
+
+    Args:
+        device: device of the new tensor; None keeps the device.
+    """
     form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     form.untyped_storage().resize_(0)
     return _as(tensor, form)

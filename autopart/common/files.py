@@ -1,4 +1,4 @@
-"""Text files of the user's: read with an error in words, written whole or not at all."""
+"""Text files of users: read with clear errors, written atomically."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from autopart.errors import AutopartError
 
 
 def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> str:
-    """The text of a file that is there.
+    """Return the text of an existing file.
 
     Args:
-        what: what it should be, with its article: "a plan".
-        error: the kind of error that is raised where it is a folder, empty, unreadable, or no text.
+        what: what the file should be, with its article: "a plan".
+        error: class of the error for a folder, an empty or unreadable file, or a file that is not text.
     """
     if path.is_dir():
         raise error(f"{path} is a folder, not {what}", hint=f"a file in {path}")
@@ -31,9 +31,9 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole, or stays as it was: beside it first, then renamed.
+    """Write a text file atomically: to a temporary file in the same folder, then renamed.
 
-    Raises OSError. What is not a regular file (`/dev/stdout`) is written to as it is.
+    Raises OSError. A special file (`/dev/stdout`) is written to directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -53,7 +53,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(path: Path, error: type[AutopartError], hint: str = "") -> None:
-    """Raises an error where a file cannot be written for its folder: before the work whose result goes there."""
+    """Raise an error if a file cannot be written in its folder, before the work whose result it stores."""
     folder = path.resolve().parent
     why = ""
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""What the environment asks of the passes: the one table of autopart's variables, read when a pass runs."""
+"""Environment variables of autopart, in one table. They are read when a pass runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SWITCH = {"": False, "0": False, "1": True}
 
 
 class Flags(NamedTuple):
-    """`dump`: the folder to write to, "" for none. `check`: whether to check after every pass."""
+    """Values of the variables. `dump`: folder for dumps, or "". `check`: check graphs after every pass."""
 
     dump: str
     check: bool
 
 
 def flags() -> Flags:
-    """What the environment asks for now. Raises OptionError where a switch is neither 0 nor 1."""
+    """Return the present values. Raises OptionError if a switch is neither 0 nor 1."""
     check = os.environ.get(CHECK, "")
     if check not in _SWITCH:
         raise OptionError(f"{CHECK}={check!r} is not a switch", where="the environment", hint=f"{CHECK}=1 or {CHECK}=0")
@@ -35,7 +35,7 @@ def flags() -> Flags:
 
 @contextmanager
 def environment(dump: str | Path = "", check: bool = False) -> Iterator[None]:
-    """Inside, the environment asks for this and nothing else, also in processes that are started here.
+    """Set the variables inside a `with` block, also for processes that it starts.
 
     Example:
         >>> with environment(dump="dump"):                                   # doctest: +SKIP

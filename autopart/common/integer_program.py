@@ -14,7 +14,7 @@ ProgramRow = tuple[list[tuple[Any, Any]], float, float]
 def integer_program(
     cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
 ) -> Any:
-    """The least cost of numbers from 0 to `upper`, some of which are `whole`, as HiGHS finds it."""
+    """Minimize a linear cost over variables from 0 to `upper`, some of them integers (`whole`), with HiGHS."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 

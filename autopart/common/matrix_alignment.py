@@ -1,4 +1,4 @@
-"""Sizes that matrix units like: rows of a multiple of 16 bytes, which they load at once."""
+"""Alignment of matrix rows: kernels load rows whose size is a multiple of 16 bytes fastest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ MOST_UNALIGNED = 3
 
 
 def unaligned(rows: Iterable[int]) -> int:
-    """How badly matrices in 16 bits with so many values in a row suit kernels: 0 whole 16 bytes, 2 an even number of
-    values, 3 an odd one (on an H200 the logarithms of their rates are about so far apart). The worst matrix of a
-    product decides.
+    """Return how badly 16-bit matrices with these row lengths suit kernels, by the worst one.
+
+    0: a multiple of 16 bytes, 2: an even number of values, 3: an odd number. On an H200 the logarithms of the rates
+    are about this far apart.
 
     >>> unaligned([4096, 50304]), unaligned([4096, 30522]), unaligned([4096, 50257])
     (0, 2, 3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def parents(name: str) -> list[str]:
-    """The modules that hold a parameter or an operator, outermost first.
+    """Return the modules that contain a parameter or an operator, outermost first.
 
     >>> parents("model.layers.3.mlp/mul"), parents("lm_head.weight")
     (['model', 'model.layers', 'model.layers.3', 'model.layers.3.mlp'], ['lm_head'])
@@ -18,15 +18,15 @@ def parents(name: str) -> list[str]:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first names of a list, as errors and notes have them."""
+    """Return the first names of a list as text, for errors and notes."""
     return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the repeated layer that a module or an operator is in: 3 for `transformer.h.3.attn/mul#1`."""
+    """Return the number of the repeated layer of a module or an operator: 3 for `transformer.h.3.attn/mul#1`."""
     return next((int(part) for part in name.split("/")[0].split(".") if part.isdigit()), None)
 
 
 def pattern_of(path: str) -> str:
-    """A path with the numbers of repeated blocks left open: `model.layers.*.mlp`."""
+    """Return a path with block numbers replaced by `*`: `model.layers.*.mlp`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

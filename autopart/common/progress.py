@@ -1,7 +1,7 @@
-"""What a long piece of work is doing at this moment, said by the code that does it and shown by who wants to.
+"""Progress of long work: code reports its present phase, and a caller may show it.
 
-`phase("tracing the model")` costs nothing where nobody listens. `shown(write)` writes a line for every phase of a piece
-of work that takes longer than two seconds, and every announcement at once.
+`phase("tracing the model")` costs nothing without a listener. `shown(write)` writes each phase of work that takes
+longer than two seconds, and every announcement at once.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
 
 
 def phase(text: str) -> None:
-    """Say what begins now, in a few words: `phase("simulating 3 of 12")`."""
+    """Report the phase that begins now: `phase("simulating 3 of 12")`."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def announce(text: str) -> None:
-    """Say at once what is about to be done, in one line; nothing where nobody listens."""
+    """Report in one line, at once, what is about to be done. Does nothing without a listener."""
     announcer = _announcer.get()
     if announcer is not None:
         announcer(text)
 
 
 class _Lines:
-    """The present phase, and a thread that writes it once the work has taken `after_s` seconds."""
+    """The present phase, and a thread that writes it after `after_s` seconds of work."""
 
     def __init__(self, write: Listener, after_s: float):
         self.write, self.after_s = write, after_s
@@ -64,8 +64,10 @@ class _Lines:
 
 @contextmanager
 def shown(write: Listener, after_s: float = AFTER_S) -> Iterator[None]:
-    """Inside, each phase is written as a line, `[ 12 s] simulating 3 of 12`, from the time that the work has taken
-    `after_s` seconds.
+    """Write each phase inside a `with` block as a line, `[ 12 s] simulating 3 of 12`.
+
+    Args:
+        after_s: seconds of work after which lines are written.
 
     Example:
         >>> with shown(lambda line: print(line, file=sys.stderr)):    # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What holds inside of a block alone: other attributes, a context variable's value, torch's default dtype."""
+"""Context managers that set values for a `with` block: attributes, context variables, default dtype, autocast."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _ABSENT = object()
 
 @contextmanager
 def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Inside, modules, classes and objects have other attributes: {(object, name): value}. What one only inherited, or
-    did not have, it inherits again, or has no more."""
+    """Set attributes of modules, classes and objects, {(object, name): value}, and restore them at the end.
+
+    An attribute that the object did not have itself is deleted at the end.
+    """
     before = {(place, name): vars(place).get(name, _ABSENT) for place, name in values}
     for (place, name), value in values.items():
         setattr(place, name, value)
@@ -32,7 +34,7 @@ def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def variable(which: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside, a context variable has this value."""
+    """Set a context variable, and restore it at the end."""
     token = which.set(value)
     try:
         yield
@@ -42,7 +44,7 @@ def variable(which: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, torch makes floating-point tensors of this dtype; None: of the one that it makes now."""
+    """Set torch's default floating-point dtype, and restore it at the end. None keeps the present one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -53,7 +55,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Outside of any `torch.autocast`: what it does is in a trace already."""
+    """Disable any `torch.autocast`, for programs whose trace already has the casts."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

@@ -10,7 +10,7 @@ TEXT_WIDTH = 80
 
 
 def quantity(number: float, unit: str) -> str:
-    """Three digits and a decimal prefix.
+    """Format a number with three digits and a decimal prefix.
 
     >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
     ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
@@ -27,12 +27,12 @@ def quantity(number: float, unit: str) -> str:
 
 
 def indented(lines: Iterable[str]) -> list[str]:
-    """The lines that say something, indented, in the width of a terminal."""
+    """Return the non-empty lines, indented and wrapped to the width of a terminal."""
     return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
 
 
 class ShownText(str):
-    """Text that shows itself as it is, also without `print`."""
+    """Text whose `repr` is the text itself, for notebooks and prompts."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,1 +1,1 @@
-"""A plan as data: what it holds, its file, and what the user has fixed of it."""
+"""Plans as data: content, file format, and the pins of users."""

@@ -1,6 +1,6 @@
-"""What every text about a plan says in the same words: quantities, what a step is and takes, whether the plan fits.
+"""Texts about a plan that several reports share: size of a step, utilization, memory fit.
 
-All is read from the Plan's data, so a plan from a file says the same.
+They read the plan's data only, so a plan from a file gives the same texts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ ADVICE = "to fit into memory: "
 
 
 def step_size(plan: Plan) -> str:
-    """What one step takes of the batch: `8 rows x 128 tokens`, of images `8 rows x 3 x 32 x 32`; "" for inputs without
-    dims. Tokens are the second dim of whole numbers; of several lengths, all."""
+    """Return the size of a step: `8 rows x 128 tokens`, for images `8 rows x 3 x 32 x 32`.
+
+    Tokens are the second dim of integer inputs; several lengths are all listed. Returns "" if no input has dims.
+    """
     shapes = [
         (name, str(i["dtype"]), [int(size) for size in i["shape"]]) for name, i in plan.inputs.items() if i["shape"]
     ]
@@ -44,20 +46,23 @@ def _is_target(name: str) -> bool:
 
 
 def utilisation(cost: Mapping[str, Any]) -> str:
-    """`151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
+    """Return `151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
     peak, whose = quantity(cost["peak_flops_per_s"], "FLOP/s"), cost["peak_dtype"]
     text = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
     return f"{text}, the peak of {whose}" if whose else f"{text}, its peak"
 
 
 def fits(plan: Plan) -> bool | None:
-    """Whether the fullest rank needs no more memory than there is; None where the plan does not say."""
+    """Return True if the plan's peak memory fits into a device; None if the plan has no memory figures."""
     capacity = plan.cost.get("device_memory_bytes")
     return max(row["total"] for row in plan.memory) <= capacity if plan.memory and capacity else None
 
 
 def fit_text(plan: Plan) -> str:
-    """`1.2 GB on the fullest rank: fits a100-80gb-sxm, which has 80 GB (1.5 %)`; "" where the plan has no memory."""
+    """Return a text on memory, or "" if the plan has no memory figures.
+
+    `1.2 GB on the fullest rank: it fits, a100-80gb-sxm has 80 GB (1.5 % of it)`
+    """
     if not plan.memory:
         return ""
     needed = max(row["total"] for row in plan.memory)
@@ -72,7 +77,11 @@ def fit_text(plan: Plan) -> str:
 
 
 def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
-    """What `plan.unsharded` lists, calls of all shapes together, the largest first. `share`: of so many FLOPs."""
+    """Return the rows of `plan.unsharded`, summed over shapes, largest first.
+
+    Args:
+        flops: FLOPs of a step; `share` of a row is its part of them.
+    """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in sorted(plan.unsharded, key=lambda row: (-row.get("flops", 0), -row.get("bytes", 0))):
         kind = {name: row[name] for name in ("operator", "where", "why")}
@@ -86,15 +95,17 @@ def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
 
 
 def whole_text(row: Mapping[str, Any]) -> str:
-    """`2 aten::lstm in encoder, 12 % of the work: it has no sharding rule`, of one of `whole_rows`. Where the work is
-    not known, what it reads and writes in its place: `1.2 MB in and out`."""
+    """Return `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule` for a row of `whole_rows`.
+
+    If the FLOPs of an operator are unknown, the text has its input and output bytes: `1.2 MB in and out`.
+    """
     where = f" in {row['where']}" if row["where"] else ""
     size = f"{100 * row['share']:.3g} % of the work" if row["share"] else f"{quantity(row['bytes'], 'B')} in and out"
     return f"{row['count']} {row['operator']}{where}, {size}: {row['why']}"
 
 
 def headlines(plan: Plan) -> list[str]:
-    """What the plan is for, what a step takes, and whether it fits: the lines that go with every plan that is made."""
+    """Return the summary lines of a plan: size of a step, predicted time, memory, advice."""
     size, cost = step_size(plan), plan.cost
     lines = [f"a step is {size}" if size else ""]
     if "parts_s" in cost:
@@ -105,7 +116,7 @@ def headlines(plan: Plan) -> list[str]:
 
 
 def precision_text(plan: Plan) -> str:
-    """What is computed in and what gradients are summed in; "" where those are the model's own dtypes."""
+    """Return the compute and reduction dtypes; "" if they are the model's own."""
     if plan.precision is None:
         return ""
     scaled = ", the loss scaled" if plan.precision == "fp16" else ""

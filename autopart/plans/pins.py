@@ -1,19 +1,19 @@
-"""Decisions that the user fixes and the solver completes: layouts by name, and where stages begin.
+"""Pins: placements by name and stage boundaries that a user fixes. The solver chooses the rest.
 
 ```python
 pins = {
-    "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: how it is stored
-    "model.layers.*.self_attn.q_proj": {"tp": "R"},  # a module: its weights and operators whole on every rank
+    "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: its storage
+    "model.layers.*.self_attn.q_proj": {"tp": "R"},  # a module: its weights and operators are replicated
     "model.layers.*.mlp.up_proj/linear": {"tp": "S(2)"},  # an operator: its output, or all of "R, S(0) -> S(2)"
     "stages": {
         "cut_before": ["model.layers.16"],  # a stage begins with this module (or operator)
-        "together": [["model.norm", "lm_head"], ["model.layers.*"]],  # one stage for both; no layer is cut
+        "together": [["model.norm", "lm_head"], ["model.layers.*"]],  # on one stage; no layer is split
     },
 }
 ```
 
-In names of layouts `*` stands for any text, as in `fnmatch`; a number there (`model.layers.3.mlp`) gives that block
-choices of its own. In names of stages `*` is one part of a name, and every value of it is a case of its own.
+In names of placements, `*` matches any text, as in `fnmatch`. A number (`model.layers.3.mlp`) gives that block its own
+choices. In names of stages, `*` is one part of a name, and every value of it is a separate case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 
 @dataclass(frozen=True)
 class LayoutPin:
-    """How what a name pattern matches is laid out on an axis. `of_operator`: the name is that of operators."""
+    """Placement on one axis of everything that a name pattern matches.
+
+    `of_operator`: the names are operators.
+    """
 
     name: str
     axis: str
@@ -69,7 +72,7 @@ class CutPin:
 
 @dataclass(frozen=True)
 class TogetherPin:
-    """These modules are on one stage; with `*`, for each value of it."""
+    """Modules that must be on one stage; with `*`, for each value of it."""
 
     names: tuple[str, ...]
 
@@ -82,7 +85,7 @@ Pin = LayoutPin | CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class Pins:
-    """All pins of a plan. `text`: the file they were read from, for errors."""
+    """All pins of a plan. `text`: the source file, for errors."""
 
     layouts: tuple[LayoutPin, ...] = ()
     cuts: tuple[CutPin, ...] = ()
@@ -94,9 +97,11 @@ class Pins:
 
     @staticmethod
     def parse(pins: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
-        """Pins from the form of the module's docstring, or from a JSON file that holds it, for any of these axes.
+        """Parse pins from a dict in the form of the module's docstring, or from a JSON file.
 
-        Raises OptionError with what does not have that form.
+        Args:
+            axes: the mesh axes that may be pinned.
+        Raises OptionError for an invalid entry.
         """
         if isinstance(pins, Pins):
             return pins
@@ -113,7 +118,7 @@ class Pins:
         return Pins(tuple(layouts), *_stages(pins.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
-        """The line of the file that a pin is from; "" for pins that are not from a file."""
+        """Return the line of the file that a pin is from; "" for pins that are not from a file."""
         if not self.text:
             return ""
         if isinstance(pin, TogetherPin):
@@ -121,7 +126,7 @@ class Pins:
         return line_of(self.text, *["cut_before"] * isinstance(pin, CutPin), pin.name)
 
     def as_data(self) -> dict[str, Any]:
-        """The pins in the form that `parse` reads."""
+        """Return the pins in the form that `parse` reads."""
         data: dict[str, Any] = {}
         for pin in self.layouts:
             data.setdefault(pin.name, {})[pin.axis] = pin.text

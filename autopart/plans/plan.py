@@ -1,8 +1,8 @@
-"""A partition plan: data that says how a model is laid out on a mesh. JSON in, JSON out; nothing is chosen here.
+"""A partition plan as data: how a model is placed on a mesh. It is read from and written to JSON.
 
-Parameters and operators are keyed by name patterns in which the numbers of repeated blocks are left open
-(`model.layers.*.mlp.down_proj.weight`); an entry for a full name overrides the pattern's. An operator's entry is the
-placements of its inputs and outputs on an axis; operators that are not listed run replicated on it.
+Parameters and operators are keyed by name patterns in which block numbers are wildcards
+(`model.layers.*.mlp.down_proj.weight`). An entry for a full name overrides the pattern's. An operator's entry lists the
+placements of its inputs and outputs on an axis; operators without an entry are replicated on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WRITABLE = "a file in a folder that exists, that you may write to, on a disk wit
 
 @lru_cache(maxsize=1)
 def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
-    """The JSON Schema of a plan (also `autopart plan --schema`), for meshes of these axes."""
+    """Return the JSON Schema of a plan (also `autopart plan --schema`) for meshes of these axes."""
     text = resources.files("autopart").joinpath("plan_schema.json").read_text()
     for shipped, asked in zip(_alternatives(AXES), _alternatives(axes), strict=True):
         text = text.replace(f"({shipped})", f"({asked})")
@@ -47,8 +47,9 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Regular expressions of all axes, of those that parameters are placed on, joined ones too, and of those that
-    operators are."""
+    """Return regular expressions of the axis names: of all axes, of those that place parameters, of those that place
+    operators.
+    """
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -57,10 +58,10 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Why:
-    """Why something is as it is, and what it would cost otherwise. Print it.
+    """The reason for a choice, and the cost of the alternatives. Print it.
 
-    `price_s`: seconds that a step would take longer with the runner-up. `others`: every other way, with its price in
-    words. `collectives`: those around it, by their names in the graph. `where`: lines of the model's source.
+    `price_s`: seconds that a step would take longer with the runner-up. `others`: every alternative with its cost as
+    text. `collectives`: names of the collectives around it in the graph. `where`: lines of the model's source.
     """
 
     subject: str
@@ -80,7 +81,7 @@ class Why:
 
 
 class Explainer(Protocol):
-    """What answers `Plan.why` and `Plan.why_not`."""
+    """Protocol of the object that answers `Plan.why` and `Plan.why_not`."""
 
     def why(self, name: str) -> Why: ...
 
@@ -89,7 +90,7 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is laid out on a mesh.
+    """Placement of a model on a mesh.
 
     Example:
         >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
@@ -134,13 +135,13 @@ class Plan:
         object.__setattr__(self, "cost", Cost.of(self))
 
     def to_json(self) -> str:
-        """The plan as JSON text, entries one a line so that it reads and compares well."""
+        """Return the plan as JSON text with one entry per line, so that files compare well."""
         data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
         del data["text"], data["reasons"], data["axes"]
         return _dumps(data) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file, whole or not at all. Raises PlanError where it cannot be written."""
+        """Write the plan to a JSON file atomically. Raises PlanError if it cannot be written."""
         try:
             write_whole(Path(path), self.to_json())
         except OSError as error:
@@ -148,7 +149,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from a JSON file. Raises PlanError with the line that is wrong."""
+        """Read a plan from a JSON file. Raises PlanError with the invalid line."""
         path = Path(path)
         hint = "autopart plan ... --output plan.json writes one"
         if not path.exists():
@@ -157,7 +158,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, name: str = "the plan", axes: tuple[Axis, ...] = AXES) -> Plan:
-        """Read a plan from JSON text, for a mesh of these axes. Raises PlanError with the line that is wrong."""
+        """Read a plan from JSON text, for a mesh of these axes. Raises PlanError with the invalid line."""
         import jsonschema
 
         try:
@@ -181,25 +182,27 @@ class Plan:
         return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
-        """The line of the file the plan was read from that holds these keys, for errors; "" for a plan made here."""
+        """Return the line of the plan's file that holds these keys, for errors; "" for a plan that is not from a
+        file.
+        """
         return line_of(self.text, *keys) if self.text else ""
 
     @property
     def autocast(self) -> str:
-        """The dtype of the `torch.autocast` that the plan is for ("bfloat16"); "" outside of one."""
+        """Dtype of the `torch.autocast` that the plan was made under ("bfloat16"), or ""."""
         return str(self.model.get("autocast", ""))
 
     def mesh_object(self) -> Mesh:
         return Mesh.parse(self.mesh, self.axes)
 
     def placement_text(self, parameter: str, axis: str) -> str:
-        """The stored placement of a parameter on an axis, by name or pattern."""
+        """Return the stored placement of a parameter on an axis, by name or pattern."""
         entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
 
     @property
     def axes_in_parts(self) -> tuple[str, ...]:
-        """The axes, joined ones as one, over which it stores parameters in parts, those of most ranks first."""
+        """Axes over which parameters are sharded for storage (ZeRO), flattened axes as one, largest first."""
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
         axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
@@ -207,38 +210,38 @@ class Plan:
 
     @property
     def axes_by_expert(self) -> tuple[str, ...]:
-        """The axes on whose ranks rows are by their experts."""
+        """Axes over which tokens are dispatched to their experts."""
         ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
         axes = {axis for axis, way in ways if any(str(place) in way for place in ROUTES)}
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
-        """The entry of an operator and the name it was found under: its own key, else its group's pattern."""
+        """Return an operator's entry and the key that it was found under: the operator's own, else its pattern."""
         for name in (key, group):
             if name in self.operators:
                 return name, self.operators[name]
         return None
 
     def export(self, to: str, model: nn.Module | None = None) -> Any:
-        """The plan in the format of another tool: "transformers", "parallelize_module", "pipelining" or "megatron".
+        """Convert the plan to another tool's format: "transformers", "parallelize_module", "pipelining" or "megatron".
 
-        The first two take the model (maybe on `meta`). A layout that a format cannot express is an error.
+        The first two need the model (it may be on `meta`). A layout that a format cannot express is an error.
         """
         return load_extra("interop").export(self, to, model)
 
     def diff(self, other: Plan) -> Difference:
-        """What this plan and another say differently; false where they mean the same. Print it for a table."""
+        """Return the differences between two plans; false if they mean the same. Print it for a table."""
         from autopart.show.diff import diff
 
         return diff(self, other)
 
     def why(self, name: str) -> Why:
-        """Why a parameter, a module, an operator or a collective is as it is, with the runner-up and its price.
+        """Explain why a parameter, module, operator or collective is as it is, with the runner-up and its cost.
 
         Args:
-            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
-                collective of the generated graphs (`all_reduce_3`), or `dp_sync`: what data-parallel ranks send.
-        Raises OptionError where there is no such name, PlanError for a plan that was read from a file.
+            name: a name of the model or of `explain` (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
+                collective of the generated graphs (`all_reduce_3`), or `dp_sync` for gradient synchronization.
+        Raises OptionError for an unknown name, PlanError for a plan that was read from a file.
 
         Example:
             >>> print(plan.why("model.layers.0.mlp.up_proj"))    # doctest: +SKIP
@@ -246,9 +249,9 @@ class Plan:
         return self._reasons().why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """What it would cost to lay something out otherwise, all else being chosen around it; or why that cannot be.
+        """Return the cost of another placement, with the rest chosen again around it; or why it is impossible.
 
-        Raises as `why`.
+        Raises the errors of `why`.
 
         Example:
             >>> print(plan.why_not("model.layers.*.mlp.up_proj.weight", {"tp": "S(1)"}))    # doctest: +SKIP
@@ -264,17 +267,20 @@ class Plan:
         return self.reasons
 
     def explain(self) -> ShownText:
-        """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""
+        """Return one table: stage, block, layout, FLOPs, communicated bytes.
+
+        Print it, or end a notebook cell with it.
+        """
         from autopart.show.explain import explain
 
         return ShownText(explain(self))
 
     def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
-        """Write one page of HTML: the predicted step, its timeline and memory, the plan, its notes.
+        """Write one HTML page: the predicted step, its timeline and memory, the plan, its notes.
 
         Args:
-            graphs: generated graphs (`torch.fx.GraphModule`) to print too, by what they are called.
-        Raises OptionError where the file cannot be written, PlanError for a plan without `timing`.
+            graphs: generated graphs (`torch.fx.GraphModule`) to print too, by title.
+        Raises OptionError if the file cannot be written, PlanError for a plan without `timing`.
 
         Example:
             >>> plan.report("plan.html")    # doctest: +SKIP
@@ -285,7 +291,7 @@ class Plan:
 
 
 def line_of(text: str, *keys: str) -> str:
-    """`line 12`: the first line on which the keys have all been seen, in order."""
+    """Return `line 12`: the first line by which all keys have appeared, in order."""
     at = 0
     for key in keys:
         index = text.find(json.dumps(key), at)
@@ -296,7 +302,7 @@ def line_of(text: str, *keys: str) -> str:
 
 
 def _dumps(data: Any, indent: str = "", width: int = 160) -> str:
-    """JSON in which what fits on a line stays on one, and everything longer has one entry a line."""
+    """Return JSON in which short values stay on one line and long ones have one entry per line."""
     text = json.dumps(data)
     if not isinstance(data, (Mapping, list, tuple)) or not data or (indent and len(text) <= width):
         return text

@@ -1,4 +1,4 @@
-"""What all ranks must have alike of versions, options and the plan, in words that can be compared."""
+"""Texts of versions, options and the plan that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """{subject: text}; `options` is a dataclass. A part of a plan has a line for each of its entries."""
+    """Return {subject: text}; `options` is a dataclass. A plan's parts have one line per entry."""
     import torch  # late: the command line names TIMEOUT_S
 
     version = vars(sys.modules["autopart"]).get("__version__")

@@ -1,4 +1,4 @@
-"""Traces a model, makes or reads its plan, and writes programs for its calls: the glue between passes and runtime."""
+"""Compiler of a model's calls: traces the model, makes or reads its plan, and writes programs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ LossFn = Callable[..., Tensor]
 
 @dataclass
 class _Traced:
-    """One call, traced: what the plan decides for it, and the programs written so far, by purpose.
+    """One traced call: the plan's decisions for it, and the programs written so far, by purpose.
 
-    `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too. `row_inputs`: as a `Program` has it.
-    `guards`: the Python values that the trace depends on; `first_guards`: those of the first trace of such a call.
-    `changed_values`: what differs between the two, as ranks compare it.
+    `with_outputs`: the trace of a model with a `loss_fn` includes the model's own outputs. `row_inputs`: as in
+    `Program`. `guards`: the Python values that the trace depends on. `first_guards`: those of the first trace of such
+    a call. `changed_values`: the differences between the two, as ranks compare them.
     """
 
     trace: Trace
@@ -69,8 +69,8 @@ class _Traced:
 class Compiler:
     """Programs for the calls of one model on one mesh, traced when first needed.
 
-    One plan, made at the first trace, serves all calls. A call of other shapes, dtypes or options, in the other mode or
-    with another loss is traced anew; the `MAX_CALLS` used last are kept.
+    One plan, made at the first trace, serves all calls. A call with other shapes, dtypes or options, in the other mode
+    or with another loss is traced again. The `MAX_CALLS` most recently used traces are kept.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
@@ -104,19 +104,22 @@ class Compiler:
 
     @property
     def precision(self) -> Precision | None:
-        """What is computed in, where it is not the model's own dtypes: by the plan, else by the options."""
+        """Mixed precision by the plan, else by the options; None for the model's own dtypes."""
         settings = self._plan or self.options
         return Precision.parse(settings.precision, settings.reduce_dtype)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are too small for what they are computed in."""
+        """True if the loss must be scaled (fp16)."""
         return self.precision is not None and self.precision.compute == torch.float16
 
     @property
     def plan(self) -> Plan:
-        """The plan; known once the model has been traced or a plan was given. Where the last call that could train ran
-        under another `torch.autocast` than it was made for, with the figures of that."""
+        """The plan, once the model was traced or a plan was given.
+
+        If the last training call ran under another `torch.autocast` than the plan was made for, its figures are of
+        that call.
+        """
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
                             hint="parallelize(model, mesh, example_kwargs=batch)")  # fmt: skip
@@ -127,7 +130,7 @@ class Compiler:
         return self._last.plan
 
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
-        """The plan of a call that follows a plan made for another."""
+        """Return the plan with the figures of a call that follows it."""
         outputs = plan_outputs(call.trace, call.with_outputs)
         whole = None
         program, walks = written(call.trace, call.decisions, outputs, "fast", plan.compile)
@@ -144,11 +147,11 @@ class Compiler:
         return replace(figures, pins=plan.pins)
 
     def ready(self) -> Program | None:
-        """The program of the whole model's outputs, where it was traced at construction."""
+        """The program of the model's outputs, if the model was traced at construction."""
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:
-        """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
+        """Return the texts of versions, options and the plan that must be equal on all ranks: {subject: text}."""
         call = self._example.trace.call if self._example is not None else None
         example = {} if call is None else {EXAMPLE: format_call(call.names, call.tensors).replace(", ", "\n")}
         return {**example, **agreed(self.options, self._plan)}
@@ -162,7 +165,7 @@ class Compiler:
         self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
-        """The program for a call and its tensors; traces the call where it is a new one."""
+        """Return the program for a call and its tensors. Traces a new call."""
         arguments = self._bound(args, kwargs)
         if not torch.is_grad_enabled() and purpose == "forward":
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
@@ -186,7 +189,7 @@ class Compiler:
         return bind_next_call(self.model, self._signatures[function], args, kwargs)
 
     def reseed(self, seed: int) -> None:
-        """Start the sequence of dropout masks anew; the same seed on every rank."""
+        """Restart the sequence of dropout masks, with the same seed on every rank."""
         self._random.manual_seed(seed)
 
     def _seeds(self, program: Program) -> list[Tensor]:
@@ -199,7 +202,7 @@ class Compiler:
         self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
         with_outputs: bool = False,
     ) -> tuple[_Traced, Call]:  # fmt: skip
-        """The trace of a call, made now where it is a new one, and the call's tensors."""
+        """Return the trace of a call and the call's tensors. Traces a new call."""
         call = flatten_call(arguments)
         check_values(call)
         inference = any(tensor.is_inference() for tensor in call.tensors)
@@ -251,7 +254,7 @@ class Compiler:
         return traced_as(key, arguments, {}), call
 
     def _changed_values(self, first: Guards) -> str:
-        """Return the Python values that differ from those of a trace before. Warn of the first change."""
+        """Return the Python values that differ from those of an earlier trace. Warns of the first change."""
         changes = [*first.changes()]
         if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
@@ -293,7 +296,7 @@ class Compiler:
     def _prepare(
         self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any], slots: Mapping[str, NumberSlot]
     ) -> tuple[Trace, Guards]:
-        """Trace a call, with the values of Python that its program holds."""
+        """Trace a call, and record the Python values that its program depends on."""
 
         def once() -> tuple[Trace, Guards]:
             with record_reads() as reads:
@@ -307,7 +310,7 @@ class Compiler:
         return traced, guards
 
     def _check_written(self, traced: Trace) -> None:
-        """Raises TraceError where a call is the first to write a frozen parameter, of which ranks may hold parts."""
+        """Raise TraceError if a call is the first to write a frozen parameter, which may be sharded already."""
         late = [name for name in sorted(traced.written - self.written) if self._num_traces]
         self.written |= traced.written
         if late:
@@ -351,7 +354,7 @@ def _holds(traced: _Traced) -> bool:
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
-    """What is wrong with a `loss_fn`, if it is what should have made the loss."""
+    """Return an error if the output of a `loss_fn` is not a scalar loss."""
     if loss_fn is None:
         return None
     returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]

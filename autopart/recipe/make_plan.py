@@ -1,4 +1,4 @@
-"""The recipe of a plan: trace, normalise, find facts, choose, write, count, and say what was chosen in a plan."""
+"""Steps from a model to a plan: trace, normalize, annotate, choose, write programs, count, summarize."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ LIFTED_HALF = "what the model computes in half precision (autocast, half weights
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Inside, Python looks for no cycles of garbage: a graph is very many small objects that stay, and looking through
-    them again and again takes a tenth of the time."""
+    """Disable Python's cyclic garbage collection for a `with` block.
+
+    A graph is many small objects that stay alive. Scanning them again and again takes a tenth of the planning time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -87,13 +89,13 @@ def prepare(
     model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
     precision: Precision | None = None, fold: bool = False,
 ) -> Trace:  # fmt: skip
-    """Trace, normalise and annotate a model for a call.
+    """Trace, normalize and annotate a model for a call.
 
-    `written`: frozen parameters that another call writes.
-    `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
-    `precision`: what the model computes in, in the place of its own dtypes; with `double`, the graph is the same and
-    its casts are the identity.
-    `fold`: let one block stand for many that are like it (`Trace.folds`): for a plan alone, of which no program is run.
+    Args:
+        written: frozen parameters that another call writes.
+        double: make the graph compute in float64, also where the model casts down or is not in float64 itself.
+        precision: compute dtype in place of the model's own dtypes. With `double` the casts become identities.
+        fold: let one block represent equal blocks (`Trace.folds`), for planning only: such a program is not run.
     """
     check_folder()
     with computing_in(model, precision, written):
@@ -107,7 +109,7 @@ def prepare(
 def _prepared(
     model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
 ) -> Trace:  # fmt: skip
-    """The trace of a model in the precision that it has."""
+    """Return the trace of a model in its own precision, or in `precision`."""
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
@@ -123,7 +125,7 @@ def _prepared(
 
 
 def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
-    """The trace with its operators in few forms and what is known of them, its gradients compared with the model's."""
+    """Normalize and annotate a trace, and compare its gradients with the model's."""
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
@@ -143,15 +145,17 @@ def _find_facts(traced: Trace) -> None:
 
 
 def unfolded(traced: Trace) -> Trace:
-    """The annotated trace with every block in its graph."""
+    """Return the annotated trace with every block in its graph."""
     if traced.whole is None:
         return traced
     return _annotated_as(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
 
 
 def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
-    """The annotated trace folded so that no block stands for one of another stage, or for one in which a stage
-    begins."""
+    """Return the annotated trace, deduplicated only within stages.
+
+    No block represents a block of another stage, or one in which a stage begins.
+    """
     if mesh.size("pp") == 1 or traced.whole is None:
         return traced
     few = folded(traced.whole, around_cuts(problem_of(traced, mesh, options)))
@@ -163,7 +167,7 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
 
 
 def _annotated_as(known: Trace, other: Trace) -> Trace:
-    """Another trace of the same call, as it was traced, with what is found out of it."""
+    """Annotate another trace of the same call with the annotations of a known one."""
     run_passes(other.graph, AS_TRACED)
     run_passes(other.graph, NORMALIZE)
     other = replace(other, notes=known.notes, precision=known.precision)
@@ -172,7 +176,7 @@ def _annotated_as(known: Trace, other: Trace) -> Trace:
 
 
 def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
-    """A note of the tables whose sparse gradients are dense here."""
+    """Return a note of the embeddings with `sparse=True`, whose gradients are dense here."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     names = [f"'{name}'" for name, parameter in traced.parameters.items() if id(parameter) in tables]
     if not names:
@@ -183,7 +187,10 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Choose a plan for an annotated trace, with stages less even where a step takes less time then on the hardware."""
+    """Choose a plan for an annotated trace.
+
+    With a named hardware profile, less balanced stages are also tried, and kept if the predicted step is shorter.
+    """
     plan = _plan_of_few(model, traced, mesh, options)
     is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
     if is_fixed or Cost.of(plan).has_quickest_stages:
@@ -203,8 +210,10 @@ def _why_less_even(chosen: Plan, even: Plan) -> str:
 
 
 def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """The plan of a folded trace, which is the same as that of the whole; that of the whole where one block cannot
-    stand for others, or where there is something to refuse."""
+    """Return the plan of the deduplicated trace, which equals that of the full trace.
+
+    Falls back to the full trace if blocks cannot be deduplicated, or to raise an error that names the real block.
+    """
     if traced.folds and can_be_folded(mesh, options):
         try:
             return _make_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
@@ -214,8 +223,10 @@ def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) 
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Whether no option tells one block from another: pins, recomputation or sums of gradients by name. What
-    shows the passes shows all of the graph."""
+    """Return True if no option distinguishes blocks: no pins, no recomputation or gradient method by name.
+
+    Dumps of passes show the full graph, so they disable deduplication.
+    """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
     sync_is_plain = DpSync.parse(options.dp_sync).is_default
     return not by_name and sync_is_plain and not flags().dump
@@ -241,7 +252,7 @@ def _reasons(draft: Draft) -> Reasons:
 
 
 def _worst_bytes(draft: Draft) -> int | None:
-    """Bytes of the fullest rank where all rows of all mixtures go to its experts; None where no rows are routed."""
+    """Return the bytes of the fullest rank if all tokens go to its experts; None without expert dispatch."""
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
@@ -251,7 +262,7 @@ def _worst_bytes(draft: Draft) -> int | None:
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """The options with what the model itself checkpoints, where `recompute` is left open; and notes of it."""
+    """Return the options with the model's own checkpoints, if `recompute` is not given, and notes on them."""
     if not traced.checkpointed:
         return options, ()
     if options.recompute is not None:
@@ -262,7 +273,11 @@ def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[s
 
 
 def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
-    """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
+    """Choose placements and stages, and write the program.
+
+    Args:
+        known: an earlier draft for as many ranks of `tp`, whose placements are reused.
+    """
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
     problem = problem_of(traced, mesh, options)
@@ -307,7 +322,7 @@ def written(
 
 
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
-    """What is to be chosen for a trace; None: of the schedule, what the options leave open is chosen."""
+    """Return the planning problem of a trace. `schedule`: None chooses what the options leave open."""
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
@@ -317,9 +332,9 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
 
 
 def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
-    """The fastest choice of what the options leave open whose fullest rank needs no more memory than it may.
+    """Return the fastest choice of the open options whose fullest rank fits into the memory limit.
 
-    Raises MemoryLimitError, with what would take less, where there is none.
+    Raises MemoryLimitError, with settings that need less, if there is none.
     """
     first: tuple[Draft, Sequence[RankMemory]] | None = None
     for choice in _open_choices(mesh, options):
@@ -343,7 +358,10 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
 
 
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
-    """The memory of other settings; layouts are the draft's where `tp` has as many ranks."""
+    """Return a function that estimates the memory of other settings.
+
+    It reuses the draft's placements for an equal `tp`.
+    """
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
@@ -358,12 +376,15 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """What was asked for of the options that another setting may change to take less memory."""
+    """Return the given values of the options that may be changed to save memory."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 
 def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
-    """What a limit of memory may change, the fastest first: what lies between matrix products, then what is stored."""
+    """Return the settings that a memory limit may choose from, fastest first.
+
+    Sequence parallelism comes first, then ZeRO levels.
+    """
     cuts: list[dict[str, Any]] = [{}]
     if options.sequence_parallel == "auto" and mesh.feature_ranks > 1:
         cuts.append({"sequence_parallel": True})
@@ -378,7 +399,7 @@ def class_of(model: nn.Module) -> str:
 
 
 def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
-    """The schedule asked for, or 1F1B with as many microbatches as divide the batch, up to four per stage."""
+    """Return the given schedule, or 1F1B with as many microbatches as divide the batch, up to four per stage."""
     pp = mesh.size("pp")
     name, virtual = options.schedule, options.virtual_stages
     if pp == 1:
@@ -413,15 +434,17 @@ def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: i
 
 
 def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
-    """What a plan is made for: the loss where there is one, else all outputs."""
+    """Return the outputs that a plan is made for: the loss if there is one, else all outputs."""
     loss = find_loss(traced, with_outputs)
     return [loss] if loss is not None else list(traced.graph.output_node().args[0])
 
 
 def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
-    """The scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a tuple.
+    """Return the scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a
+    tuple.
 
-    `with_outputs`: the trace is of a WithLossAndOutputs.
+    Args:
+        with_outputs: the trace is of a WithLossAndOutputs.
     """
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)

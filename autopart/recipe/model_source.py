@@ -1,7 +1,7 @@
-"""Models named on the command line: `package.module:callable`, or a transformers `config.json`, of which some published
-ones are shipped by name. Nothing is fetched.
+"""Models named on the command line: `package.module:callable`, or a transformers `config.json`.
 
-transformers is not a dependency: it is imported where a config is read, and nowhere else.
+Some published configs are shipped by name; nothing is downloaded. transformers is not a dependency: it is imported only
+to read a config.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForCond
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and one call of it, by keyword; `example` is None where the callable gave none. `note`: what was chosen
-    for the example."""
+    """A model and one call of it, by keyword.
+
+    `example` is None if the callable returned none. `note` describes the chosen example.
+    """
 
     model: nn.Module
     example: Mapping[str, Any] | None = None
@@ -55,11 +57,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to make the model and its example.
+    """Options to build the model and its example.
 
-    `meta`: weights that have shapes and no values. `dtype`: a key of `DTYPES`; None: as the callable makes it, the
-    config's own on `meta`, else float32. `batch`, `sequence`: of the example, for configs; None: 8 rows of as many
-    tokens as the config has positions. `short`: of at most 128, for what is computed and not only planned.
+    `meta`: weights with shapes but no values. `dtype`: a key of `DTYPES`; None keeps the callable's dtype, the
+    config's own on `meta`, else float32. `batch`, `sequence`: size of the example for configs; None means 8 rows with
+    as many tokens as the config has positions. `short`: at most 128 tokens, for commands that compute and not only
+    plan.
     """
 
     meta: bool = False
@@ -71,10 +74,10 @@ class SourceOptions:
 
 
 def from_callable(name: str, options: SourceOptions) -> ModelSource:
-    """The model that `package.module:callable` returns, with its example call if it returns `(model, kwargs)`.
+    """Return the model of `package.module:callable`, with its example call if it returns `(model, kwargs)`.
 
     Modules are found as Python finds them, and in the current directory.
-    Raises InputError where there is no such callable or it returns something else, OptionError for batch and sequence.
+    Raises InputError if there is no such callable or it returns something else, OptionError for batch and sequence.
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:
@@ -98,7 +101,7 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
 
 
 def _kinds(built: Any) -> str:
-    """`a tuple of Linear, int`: what a callable returned, for errors."""
+    """Return `a tuple of Linear, int`: the types that a callable returned, for errors."""
     inner = f" of {', '.join(type(part).__name__ for part in built)}" if isinstance(built, tuple) else ""
     return f"a {type(built).__name__}{inner}"
 
@@ -108,7 +111,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _find(name: str) -> Any:
-    """The callable that `package.module:callable` names."""
+    """Return the callable that `package.module:callable` names."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise InputError(f"--model {name} names no callable", hint="--model package.module:callable")
@@ -138,7 +141,7 @@ def _find(name: str) -> Any:
 
 @contextmanager
 def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Modules made inside are on `meta` and of this dtype, where asked for."""
+    """Build modules on `meta` and in this dtype inside a `with` block, if requested."""
     with default_dtype(dtype), torch.device("meta" if meta else "cpu"):
         yield
 
@@ -147,10 +150,11 @@ def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
-    """A transformers model with random (or no) weights from its `config.json`, and random tokens as its example call.
+    """Return a transformers model built from its `config.json`, with random tokens as its example call.
 
-    The class is the first of the config's `architectures`, else the language model that fits the config.
-    Raises InputError where the file, its `model_type` or its class is unknown, or the model does not take tokens.
+    Weights are random, or absent on `meta`. The class is the first of the config's `architectures`, else the language
+    model that fits the config.
+    Raises InputError if the file, its `model_type` or its class is unknown, or the model does not take tokens.
     """
     phase("reading the config")  # imports transformers, of which a model takes a large part
     config = _read_config(_config_path(path))
@@ -168,12 +172,12 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
 
 
 def config_names() -> list[str]:
-    """The configs that autopart ships, by name."""
+    """Return the names of the shipped configs."""
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 def _config_path(named: str | Path) -> Path:
-    """The file of a config: one that autopart ships, by its name, or a path. Raises InputError where there is none."""
+    """Return the file of a config: a shipped one by name, or a path. Raises InputError if there is none."""
     path = Path(named)
     if path.exists() or path.suffix == ".json":
         return path
@@ -187,7 +191,7 @@ def _config_path(named: str | Path) -> Path:
 
 
 def _longest(config: Any) -> int | None:
-    """The most tokens of a row by the config; None where it does not say."""
+    """Return the config's maximum sequence length; None if it has none."""
     text = config.get_text_config()
     lengths = (getattr(text, name, None) for name in _LENGTHS)
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
@@ -201,7 +205,7 @@ def _sequence(config: Any, options: SourceOptions) -> int:
 
 
 def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) -> str:
-    """`8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; --batch and --sequence change it`."""
+    """Return `8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; ...`."""
     rows, tokens = example["input_ids"].shape
     longest = _longest(config)
     allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
@@ -211,7 +215,7 @@ def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) ->
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:
-    """Two rows of random tokens, as long as the model takes them but at most `LONGEST`, for a transformers model.
+    """Return two rows of random tokens for a transformers model, at most `LONGEST` tokens long.
 
     Raises InputError for any other model.
     """
@@ -264,7 +268,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
-    """The class that `architectures` names, else an encoder-decoder, masked or causal language model."""
+    """Return the class that `architectures` names, else an encoder-decoder, masked or causal language model."""
     transformers = _transformers()
     names = config.architectures or []
     if names:
@@ -291,7 +295,7 @@ def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
 
 
 def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, Tensor]:
-    """Random tokens, and as labels the same (a second draw for encoder-decoders)."""
+    """Return random tokens, with the same tokens as labels (other random tokens for encoder-decoders)."""
     name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
     if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Whether a plan is for this mesh, these options, this model and this machine's memory."""
+"""Checks of a given plan against the mesh, the options, the model and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from autopart.plans.plan import Plan
 
 
 def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A fingerprint of a model: names and shapes of all its parameters."""
+    """Return a fingerprint of a model: names and shapes of all its parameters."""
     listing = "\n".join(f"{name} {list(p.shape)}" for name, p in sorted(parameters.items()))
     number = sum(p.numel() for p in parameters.values())
     return {"fingerprint": hashlib.sha256(listing.encode()).hexdigest(), "num_parameters": number}
 
 
 def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raises PlanError where a plan is for another mesh."""
+    """Raise PlanError if a plan is for another mesh."""
     of_plan = Mesh.parse(plan.mesh, mesh.axes)
     if any(of_plan.size(axis.name) != mesh.size(axis.name) for axis in mesh.axes):
         raise PlanError(
@@ -39,7 +39,7 @@ def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def check_plan_options(options: Options, plan: Plan) -> None:
-    """Raises OptionError where options and a plan say different things."""
+    """Raise OptionError if an option contradicts the plan."""
     for name, option in OPTIONS.items():
         if not option.in_plan:
             continue
@@ -68,7 +68,7 @@ def check_plan_options(options: Options, plan: Plan) -> None:
 
 
 def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
-    """Raises MemoryLimitError where a given plan needs more than a rank may."""
+    """Raise MemoryLimitError if a given plan needs more memory than `memory=`."""
     if limit is None:
         return
     if not plan.memory:
@@ -84,7 +84,7 @@ def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raises PlanError where a plan is for another model."""
+    """Raise PlanError if a plan is for another model."""
     identity = identity_of(parameters)
     if plan.model["fingerprint"] != identity["fingerprint"]:
         raise PlanError(
@@ -96,10 +96,10 @@ def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) ->
 
 
 def warn_of_memory(plan: Plan) -> None:
-    """Warn, in the first process, where a plan that is about to run needs more memory than there is.
+    """Warn, in the first process, if a plan that is about to run needs more memory than the device has.
 
-    On a GPU its own memory counts. Without one it is the profile's, where that is not the default, which says nothing
-    of the machine that a model is tried on.
+    A GPU reports its own memory. Without a GPU the hardware profile's memory counts, unless it is the default profile,
+    which does not describe the machine that a model is tried on.
     """
     if os.environ.get("RANK", "0") != "0" or not plan.memory:
         return

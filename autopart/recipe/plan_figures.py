@@ -1,4 +1,4 @@
-"""A plan of what is decided: its entries, and its figures from the program that runs."""
+"""Assembly of a plan from decisions: its entries, and the figures of its program."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """A program, and a walk of every stage."""
+    """A program, and the liveness analysis of each stage."""
 
     program: Program
     walks: Sequence[Walk]
 
 
 class Draft(NamedTuple):
-    """What is chosen for a problem, the program of it, what was solved for it by axis, and a walk of every stage.
+    """Decisions for a problem with their program, the solver's result per axis, and the liveness analysis of each
+    stage.
 
-    `whole`: the same with values sent whole, which is what operators are counted in; None: it is that program.
+    `whole`: the variant without scatter-gather sends, which operators are counted in; None if it is the same program.
     """
 
     problem: Problem
@@ -60,8 +61,14 @@ def plan_of(
     kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
     notes: Sequence[str] = (), worst_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts;
-    `worst_bytes`: of the fullest rank, had it all rows of the experts."""
+    """Return the plan of a draft.
+
+    Args:
+        kind: class name of the model.
+        memory: memory of each rank.
+        notes: notes to append.
+        worst_bytes: bytes of the fullest rank if it gets all tokens of the experts.
+    """
     problem, decisions, program, solved, walks, whole = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
     precision = traced.precision
