@@ -1,1 +1,1 @@
-"""Ranks and what they send each other: groups, collectives, how tensors are cut, who waits for whom."""
+"""Ranks and their communication: process groups, collectives, watchdog."""

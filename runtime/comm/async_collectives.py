@@ -1,8 +1,8 @@
-"""Parts of all ranks brought together, and sums of all ranks taken apart, while other work runs.
+"""Asynchronous all-gather, reduce-scatter and all-reduce that overlap with computation.
 
-Gloo's own collectives take more than they need: its all-gather copies the whole once more, its reduce-scatter sends all
-of it to all. Here each rank sends its part to every other, into its place; and what each is to have of a sum to the
-rank that adds it up.
+Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, its reduce-scatter
+sends the full tensor to all ranks. Here each rank sends its shard directly to every other rank, and the parts of a sum
+directly to the rank that adds them up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Wait = Callable[[], Tensor]
 
 
 def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Begins to bring the parts of all ranks together, one behind the other in `whole`, and gives what waits for it.
-    That raises HangError where a rank does not come."""
+    """Start an all-gather of the ranks' shards into `whole`, and return a function that waits for it.
+
+    The function raises HangError if a rank does not arrive.
+    """
     if not _uses_gloo(group, part):
         return _begin(gather_collective(), whole, part, group)
     if part.is_cuda:
@@ -31,8 +33,10 @@ def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Begins to sum vectors of all ranks, of which each is to have an equal part, and gives what waits for it. That
-    raises HangError where a rank does not come."""
+    """Start a reduce-scatter of vectors into equal parts, and return a function that waits for it.
+
+    The function raises HangError if a rank does not arrive.
+    """
     if not _uses_gloo(group, flat):
         return _begin(scatter_collective(), flat.new_empty(flat.numel() // group.size()), flat, group)
     if flat.is_cuda:
@@ -42,7 +46,7 @@ def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    """Begins to add up vectors of all ranks in place, over one group after the other, and gives what waits for it."""
+    """Start an in-place all-reduce over several groups, one after the other, and return a function that waits for it."""
     first, *others = groups
     with watching(first.group_name):
         work = dist.all_reduce(flat, group=first, async_op=True)
@@ -90,7 +94,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     finish = _exchange(rows, received, group)
 
     def wait() -> Tensor:
-        """The sum in the order of ranks, in memory that was received into."""
+        """Return the sum in rank order, in the receive buffer."""
         finish()
         first, second, *others = received
         total = second.add_(first) if rank == 0 else first.add_(second)
@@ -102,7 +106,10 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begins to send every other rank its row, and to receive one from it; gives what waits for both."""
+    """Start to send every other rank its row and to receive one from it.
+
+    Returns a function that waits for both.
+    """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     with watching(group.group_name):
         works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]

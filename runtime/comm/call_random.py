@@ -1,7 +1,7 @@
-"""The random numbers of one call: from the default generator as one device draws them, or from the call's seeds.
+"""Random numbers of one call: from the default generator as on a single device, or from the call's seeds.
 
-Every stage's prologue makes all draws of the model, so each has to begin in the same state of the generator, and the
-state afterwards is that of one device, however many stages run here.
+Every stage's prologue makes all random draws of the model. So each prologue must start from the same generator state,
+and the state after the call is that of a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 @contextmanager
 def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Around the prologues of a call on `inputs`; what it yields is to be called before each of them."""
+    """Keep one random stream for the prologues of a call. Call the yielded function before each prologue."""
     if program.draws is None:
         yield lambda: None
         return
@@ -47,20 +47,20 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
 
 
 def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
-    """Whose generators a call on `device` draws from: its own, and the host's where the model draws there itself."""
+    """Return the devices whose generators a call uses: `device`, and the host if the model draws numbers there itself."""
     host = torch.device("cpu")
     return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
 
 
 def check_exact(program: Program, device: torch.device) -> None:
-    """Raises OptionError where `rng="exact"` is asked for and a draw cannot be repeated on the device."""
+    """Raise OptionError if `rng="exact"` is given and a draw cannot be repeated on the device."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
 
 
 def get_state(device: torch.device) -> Tensor:
-    """The state of torch's default generator for a device."""
+    """Return the state of torch's default generator for a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
@@ -72,8 +72,7 @@ def set_state(state: Tensor, device: torch.device) -> None:
 
 
 def check_same_state(program: Program, process: Process) -> None:
-    """Raises RuntimeSetupError, on every rank, where the generators that a program draws from are in different states
-    on the ranks."""
+    """Raise RuntimeSetupError on every rank if the generators that a program uses differ between ranks."""
     digest = hashlib.blake2b(digest_size=7)
     for on in drawn_on(program, process.device):
         digest.update(get_state(on).numpy().tobytes())
@@ -89,6 +88,6 @@ def check_same_state(program: Program, process: Process) -> None:
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """A seed for what is drawn once per call, apart from those of its microbatches."""
+    """Return a seed for random numbers drawn once per call, distinct from the seeds of microbatches."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,6 @@
-"""The custom operators of partitioned graphs (`autopart/ops/operators.py`) on process groups.
+"""Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
-`bind` puts the name of a process group in the place of a mesh axis, and then a graph runs. The operators are
+`bind` replaces mesh axes by the names of process groups; then a graph can run. The operators are
 CompositeImplicitAutograd around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi
 et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
 """
@@ -32,9 +32,12 @@ Primitive = Callable[..., Any]
 
 
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[Cut, ...]:
-    """What the primitives of `operator` have to know beside the values; in backward all-to-all reads it reversed.
+    """Return the shardings that the primitives of `operator` need.
 
-    An all-to-all is not told the full size of its source dim, so that dim has to divide evenly; its target need not.
+    The backward of an all-to-all reads them reversed.
+
+    An all-to-all does not know the full size of its source dim, so that dim must divide evenly; its target dim need
+    not.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -80,12 +83,12 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a gradient summed over a group, differentiable: the sum is on every rank, so its gradient is copied."""
+    """All-reduce a gradient, differentiably: the sum is on every rank, so its own gradient is copied."""
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
 def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Runs a functional collective, whose last argument is the group's name, and waits for it."""
+    """Run a functional collective, whose last argument is the group's name, and wait for it."""
     on_host = x.is_cuda and is_gloo(resolve_group(arguments[-1]), x.device)
     with watching(arguments[-1]):
         result = torch.ops._c10d_functional.wait_tensor(collective(x.cpu() if on_host else x, *arguments))
@@ -166,7 +169,10 @@ PRIMITIVES: dict[str, Primitive] = {
 
 
 def _implement_operators() -> None:
-    """What the operators that need a process group do; the name of an axis is that of a group by then."""
+    """Register the operators that need a process group.
+
+    Their `axis` argument is the name of a group by then.
+    """
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
         def convert(
@@ -200,8 +206,10 @@ _implement_operators()
 
 
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
-    """Arguments of a node with every `torch.device` replaced: a trace bakes in the device it was made on. What the
-    model itself keeps on the host stays there."""
+    """Return a node's arguments with every `torch.device` replaced, as a trace bakes in the device it was made on.
+
+    Tensors that the model itself keeps on the host stay there.
+    """
     if facts(node).get("on_host"):
         return arguments
     return map_aggregate(arguments, lambda argument: device if isinstance(argument, torch.device) else argument)
@@ -216,12 +224,13 @@ def bind(
     whole: Collection[str] = (),
     module_type: type[fx.GraphModule] = fx.GraphModule,
 ) -> fx.GraphModule:
-    """A copy of a program's graph that runs on this rank.
+    """Return a copy of a program's graph that runs on this rank.
 
-    Axis names become process groups (an axis without a group has one rank: its conversions fall away), `axis_index`
-    an int, every device but the host `device`. `get_attr` nodes read `tensors` by their dotted name where it is there,
-    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`. Those in `whole`
-    are gathered before the graph runs: what gathers them in it falls away. `module_type` is that of the copy.
+    Axis names become process groups; an axis without a group has one rank, and its conversions are removed.
+    `axis_index` becomes an int, and every device but the host becomes `device`. `get_attr` nodes read `tensors` by
+    dotted name, so several bound graphs share one Parameter; other attributes come from `graph_module`, moved to
+    `device`. The parameters in `whole` are gathered before the graph runs, so their gathers in the graph are removed.
+    `module_type`: class of the copy.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -249,14 +258,16 @@ def bind(
 
 
 def _reads(node: fx.Node, names: Collection[str]) -> bool:
-    """Whether a conversion is one of an attribute with one of these names."""
+    """Return True for a conversion of an attribute with one of these names."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
 
 
 def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module, whose weights are attributes of its own: in a step every dot of a name is one more look-up,
-    which nn.Module does in Python."""
+    """Return the module with its weights as direct attributes.
+
+    Each dot of a name costs one more attribute lookup per step, which nn.Module does in Python.
+    """
     names: dict[str, str] = {}
     free = (name for name in map("weight_{}".format, count()) if not hasattr(module, name))
     for node in module.graph.find_nodes(op="get_attr"):
@@ -271,7 +282,7 @@ def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """What a `get_attr` node reads: `tensors[name]` if it is there, else the graph module's own, on `device`."""
+    """Return the value of a `get_attr` node: `tensors[name]` if present, else the graph module's own, on `device`."""
     if name in tensors:
         return tensors[name]
     value: Any = root

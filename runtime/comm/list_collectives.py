@@ -1,6 +1,6 @@
-"""The primitive collectives as plain functions of the list of one group's local tensors, in the order of its ranks.
+"""Primitive collectives as plain functions of the list of a group's local tensors, in rank order.
 
-They compute what those on process groups do (`collectives.PRIMITIVES`), for the run of all ranks in one process.
+They compute what `collectives.PRIMITIVES` compute on process groups, for runs of all ranks in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may call a partitioned model: one thread at a time, and no transform of `torch.func`."""
+"""Check that one thread at a time calls a partitioned model, and no transform of `torch.func`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """The thread that is inside of a call, the method, and how deep it is nested."""
+    """The thread inside a call, its method, and its nesting depth."""
 
     thread: int
     method: str
@@ -23,7 +23,10 @@ class Caller(NamedTuple):
 
 @contextmanager
 def one_caller(process: Any, method: str) -> Iterator[None]:
-    """Enter a collective method. Raises UsageError at once inside of a transform, and if another thread is in one."""
+    """Enter a collective method.
+
+    Raises UsageError at once inside a transform, or if another thread is in one.
+    """
     transform = current_transform()
     if transform:
         raise UsageError(

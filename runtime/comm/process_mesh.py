@@ -1,4 +1,4 @@
-"""This process in the mesh: its coordinates, its device, and one process group per mesh axis."""
+"""This process in the mesh: coordinates, device, and one process group per axis."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class Process:
-    """One rank. `groups` has the axes of more than one rank; `rank` counts as `Mesh` does."""
+    """One rank of the mesh. `groups` has the axes with more than one rank; `rank` counts as `Mesh` does."""
 
     mesh: Mesh
     rank: int
@@ -58,7 +58,7 @@ class Process:
 
     @property
     def wire(self) -> torch.device:
-        """Where values are when they are sent to the next stage: on the host, for gloo sends nothing from a GPU."""
+        """Device of values sent to the next stage: the host for gloo, which cannot send from a GPU."""
         on_host = self.device.type == "cuda" and is_gloo(self.groups["pp"], self.device)
         return torch.device("cpu") if on_host else self.device
 
@@ -68,7 +68,10 @@ class Process:
         return self.coordinates.get("pp", 0)
 
     def along(self, axis: str) -> dist.ProcessGroup:
-        """The group along an axis, or along several joined as one. Every rank asks for those at the same place."""
+        """Return the group of an axis, or of several axes flattened to one.
+
+        Every rank must ask in the same order.
+        """
         if axis in self.groups:
             return self.groups[axis]
         if axis not in self.joined_groups:
@@ -76,8 +79,10 @@ class Process:
         return self.joined_groups[axis]
 
     def beside(self, axis: str) -> dist.ProcessGroup:
-        """A second group along an axis, for what is sent beside the work of stages: collectives of one group wait for
-        each other. Every rank asks for it at the same place."""
+        """Return a second group of an axis, for collectives that overlap with those of stages.
+
+        Collectives of one group wait for each other. Every rank must ask in the same order.
+        """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
         return self.side_groups[axis]
@@ -92,9 +97,9 @@ class Process:
         return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
-        """Makes a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
+        """Make a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
 
-        Every rank must call this with the same `owners`, whether it is one of them or not.
+        Every rank must call this with the same `owners`, also a rank that is not one of them.
         """
         if owners in self.connected:
             return
@@ -116,10 +121,11 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """A group of all ranks that needs no GPU, and who watches it, before any group of `mesh` is made; None: `mesh` has
-    one rank.
+    """Return a CPU group of all ranks and its watchdog, before any group of `mesh` is made.
 
-    Starts torch.distributed where torchrun has set it up. Raises RuntimeSetupError where it has not.
+    None: `mesh` has one rank.
+
+    Initializes torch.distributed if torchrun has set it up. Raises RuntimeSetupError if it has not.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -144,10 +150,13 @@ def connect(
     mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None,
     watch: Watch | None = None,
 ) -> Process:  # fmt: skip
-    """This process as a rank of `mesh`, with its groups; `watch` is what `meet` gave.
+    """Return this process as a rank of `mesh`, with its groups.
 
-    The device is the device mesh's where one is given, else a GPU where the process group is nccl's or the model is
-    on one, else the CPU. Raises RuntimeSetupError where the number of processes does not fit the mesh.
+    The device is that of `device_mesh` if given, else a GPU if the process group is nccl's or the model is on one,
+    else the CPU. Raises RuntimeSetupError if the number of processes does not fit the mesh.
+
+    Args:
+        watch: the watchdog that `meet` returned.
     """
     if watch is None:
         watch = meet(mesh, device_mesh)
@@ -176,7 +185,7 @@ def connect(
 
 
 def first_ranks_seed(process: Process) -> int:
-    """`torch.initial_seed()` of the first rank, on every rank: what they draw from it is the same everywhere."""
+    """Return `torch.initial_seed()` of the first rank on every rank, so that all draw equal numbers from it."""
     seed = torch.tensor(torch.initial_seed() % 2**62, device=process.device)
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)
@@ -184,18 +193,18 @@ def first_ranks_seed(process: Process) -> int:
 
 
 def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
-    """All-reduce a tensor on the host over all ranks of the mesh. Raises HangError where one does not come."""
+    """All-reduce a CPU tensor over all ranks of the mesh. Raises HangError if a rank does not arrive."""
     group = process.host_group
     if group is not None:
         finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
 
 
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Begins to collect the numbers of all ranks of the mesh, and gives what waits for them.
+    """Start to collect numbers of all ranks of the mesh, and return a function that waits for them.
 
-    That returns float64 [ranks, numbers], a row each in the order of the host group, and raises HangError where a rank
-    does not come. It takes half the time of a reduction: gloo sends a number of messages one after the other, here half
-    as many.
+    The function returns float64 [ranks, numbers], in the order of the host group, and raises HangError if a rank does
+    not arrive. It takes half the time of a reduction: gloo sends the messages of a collective one after the other, and
+    a gather needs half as many.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -211,7 +220,10 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
-    """What the ranks of every `pp` coordinate have, in their order. A collective call where there are several."""
+    """Return the objects of the ranks of every `pp` coordinate, in order.
+
+    A collective call if there are several.
+    """
     if "pp" not in process.groups:
         return [mine]
     everyones = [mine] * process.mesh.size("pp")
@@ -238,7 +250,7 @@ def _initialize(mesh: Mesh, limit: timedelta) -> None:
 
 
 def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
-    """All ranks of the mesh (None: of the world) in a group of our own that needs no GPU."""
+    """Return a new CPU group of all ranks of the mesh (None: of the world)."""
     ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
     return _own_group([ranks], limit)
 
@@ -246,11 +258,11 @@ def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.Proces
 def _own_group(
     rows: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
 ) -> dist.ProcessGroup:  # fmt: skip
-    """A new group, on the host where nothing else is said, of that row of ranks which this process is in.
+    """Make a new group, on the CPU by default, of the row of ranks that contains this process.
 
-    Torch names a group that only its members make by how many groups a process has had, which differs where some had
-    tied tensors to share: the members would wait for each other for ever. So all processes make all rows, where they
-    are all in one.
+    Torch names a group that only its members create by the number of groups a process has had. That number differs
+    between ranks if some share tied tensors, and the members would wait for each other forever. So all processes
+    create all rows, if they are all in one.
     """
     mine: dist.ProcessGroup | None = None
     together = sum(map(len, rows)) == dist.get_world_size()
@@ -266,10 +278,10 @@ def _own_group(
 
 
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
-    """A group for each axis.
+    """Make a group for each axis.
 
-    On the host, one that is the whole world's is made anew: how long its ranks wait for each other is for the user to
-    say. So is that of a pipeline: the time limit of a send or receive is that with which its group was made.
+    On the CPU, a group that spans the world is created again, because the user sets its timeout. So is the group of a
+    pipeline: the time limit of a send or receive is that with which its group was created.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
@@ -279,7 +291,7 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
 
 
 def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
-    """The ranks that differ in their coordinates on these axes alone, each row in their order along them."""
+    """Return the rows of ranks that differ in their coordinates on these axes alone, in order along them."""
     dims = [list(mesh.sizes).index(axis) for axis in axes]
     along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
     return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
@@ -299,16 +311,21 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
 
 
 def _uses_gpus(model_device: torch.device) -> bool:
-    """Whether ranks compute on GPUs: their model is on one, or their process group is nccl's. One that was made without
-    a backend has nccl for GPUs beside gloo: it counts where each rank of this machine has a GPU of its own."""
+    """Return True if ranks compute on GPUs: the model is on one, or the process group is nccl's.
+
+    A group made without a backend has nccl for GPUs in addition to gloo. It counts if each rank of this machine has a
+    GPU.
+    """
     if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
         return True
     return "nccl" in str(dist.get_backend_config()) and _one_gpu_each()
 
 
 def _one_gpu_each() -> bool:
-    """Whether this machine has a GPU for each of its ranks. Where torchrun does not say how many these are, all of the
-    process group are taken to be here."""
+    """Return True if this machine has a GPU for each of its ranks.
+
+    Without a count from torchrun, all ranks of the process group are assumed to be on this machine.
+    """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", num_ranks)))
     return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
@@ -319,7 +336,7 @@ def _local_rank() -> int:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are; the host where it has none."""
+    """Return the device of a model's tensors; the CPU if it has none."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values go around the ranks of an axis, those of one rank after the other.
+"""Ring attention: keys and values move around the ranks of an axis.
 
-On processes a rank begins to send what it has before it computes with it. In the backward the gradients of keys and
-values travel with them, and come home after the last visit.
+A rank starts to send its keys and values before it computes with them. In the backward their gradients move with them,
+and arrive at their owner after the last step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'conte
 
 
 class _Rotation:
-    """Tensors on their way to the next rank, and those of the one before on their way here."""
+    """Tensors in flight to the next rank, and those in flight from the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
         self.group, self.device = group, sent[0].device
@@ -48,8 +48,10 @@ class _Rotation:
 
 
 def _around(group: dist.ProcessGroup, cut: Cut, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """(whose they are, how long those of the rank before are, keys and values) of every visit, from this rank's own on.
-    They are on their way to the next rank while they are used here."""
+    """Yield (owner, lengths of the previous rank's, keys and values) of every step, from this rank's own on.
+
+    The tensors are in flight to the next rank while they are used here.
+    """
     ranks, there = group.size(), pair
     for step in range(ranks):
         rank = (group.rank() - step) % ranks
@@ -60,7 +62,7 @@ def _around(group: dist.ProcessGroup, cut: Cut, pair: list[Tensor]) -> Iterator[
 
 
 class Ring(torch.autograd.Function):
-    """Of this rank's queries, keys and values among those of a group."""
+    """Ring attention of this rank's queries, keys and values in a group."""
 
     @staticmethod
     def forward(
@@ -94,7 +96,7 @@ class Ring(torch.autograd.Function):
 
 
 class RingOfLists(torch.autograd.Function):
-    """Of the queries, keys and values of all ranks, one after the other."""
+    """Ring attention of all ranks in one process, one rank after the other."""
 
     @staticmethod
     def forward(
@@ -131,7 +133,7 @@ def ring_attention(
     query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
     scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """`torch.ops.autopart.ring_attention` on a process."""
+    """Implement `torch.ops.autopart.ring_attention` on a process."""
     cut = Cut(2, size, tuple(sections), resolve_group(axis).size())
     return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 
@@ -140,6 +142,6 @@ def ring_attention_of_lists(
     queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor] | None,
     size: int, sections: Sequence[int], scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The same for all ranks of an axis at once."""
+    """Compute ring attention for all ranks of an axis at once."""
     cut = Cut(2, size, tuple(sections), len(queries))
     return RingOfLists.apply(masks or [None] * len(queries), cut, scale, *queries, *keys, *values)

@@ -1,4 +1,4 @@
-"""Where a program of ours is, from the stack of a thread or of an error, in the words of its graphs."""
+"""Position of a running program, from the stack of a thread or of an error, in terms of its graphs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, inside: bool) -> str:
-    """Where a thread is: in our words where it is `inside` a call, else its line of the user's code."""
+    """Return the position of a thread: in a program if it is `inside` a call, else its line of the user's code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if inside else "") or _users(frames)
 
 
 def place_in_traceback(error: BaseException) -> str:
-    """Where an error was raised, in our words; "" where it was not in a call."""
+    """Return the position in a program at which an error was raised; "" if it was not in a call."""
     below = [*traceback.walk_tb(error.__traceback__)][::-1]
     return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
 
@@ -51,7 +51,7 @@ Line = tuple[str, int, dict[str, Any]]
 
 
 def line_of_graph() -> Line | None:
-    """The line of a stage graph's code that runs now; its text is read only where it is needed."""
+    """Return the line of a stage graph's code that runs now. Its text is read only if needed."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
         if frame is None:
@@ -63,7 +63,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """By the innermost frame that has a name for it."""
+    """Return the position given by the innermost known frame."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):
@@ -82,7 +82,7 @@ def _ours(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _node_at(line: Line | None) -> str:
-    """The node that a line of a graph's code computes: `all_reduce_12`."""
+    """Return the node that a line of a graph's code computes: `all_reduce_12`."""
     match = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
     return match[1] if match is not None else ""
 

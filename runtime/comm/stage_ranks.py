@@ -1,4 +1,4 @@
-"""Which rank runs which stage, by the shape of the schedule."""
+"""Assignment of pipeline stages to ranks, by the shape of the schedule."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from autopart.ir.run.schedules import V_SHAPED
 
 
 def stage_style_of(schedule: str | None) -> str:
-    """How a schedule places its stages: `"V"` (rank r of p has stages r and 2p-1-r) or `"loop"` (r, r+p, r+2p, ...)."""
+    """Return how a schedule assigns stages: `"V"` (rank r of p has stages r and 2p-1-r) or `"loop"` (r, r+p, r+2p,
+    ...).
+    """
     return "V" if schedule in V_SHAPED else "loop"
 
 
 def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> int:
-    """The `pp` coordinate that runs `stage`.
+    """Return the `pp` coordinate that runs `stage`.
 
     >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
@@ -28,28 +30,29 @@ def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> 
 
 
 def stages_at(program: Program, pp_coordinate: int, stage_style: str) -> list[int]:
-    """The stages that run at this `pp` coordinate, in order."""
+    """Return the stages of a `pp` coordinate, in order."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
 
 
 def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
-    """The ranks that run `stage`, one for each coordinate on the other axes, in rank order."""
+    """Return the ranks that run `stage`, one for each coordinate on the other axes, in rank order."""
     mesh = program.mesh
     coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), stage_style)
     return [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).get("pp", 0) == coordinate]
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """The `pp` coordinates that hold a stored tensor, each once, first stage first."""
+    """Return the `pp` coordinates that hold a stored tensor, each once, first stage first."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))
 
 
 def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
-    """`ranks` in groups that differ in their coordinate on `axis` alone, or on those joined in it, each in their order
-    along it.
+    """Group `ranks` that differ in their coordinate on `axis` alone, or on the axes flattened into it.
+
+    Each group is in order along the axis.
 
     >>> groups_along(Mesh({"dp": 2, "tp": 2}), [0, 1, 2, 3], "dp")
     [[0, 2], [1, 3]]

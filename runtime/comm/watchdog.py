@@ -1,8 +1,8 @@
-"""Who waits for whom: a rank that hangs or is gone is named by those that wait for it, after `timeout=` seconds.
+"""Watchdog: ranks that wait longer than `timeout=` seconds name the rank that hangs or is gone.
 
-Every call begins with a collective on the host (`same_call.py`), so there the others wait. A rank that has waited too
-long asks through the store of torch.distributed where everybody is. A thread of every process answers from the stack of
-the main thread: nothing is noted on the way, so watching costs next to nothing.
+Every call begins with a collective on the host (`same_call.py`), so ranks wait there. A rank that has waited too long
+asks all ranks for their state through torch.distributed's store. A thread of every process answers from the stack of
+the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connec
 
 @dataclass
 class Record:
-    """What one rank says of itself. `state`: "inside" a call, "outside", "paused", "waiting" in vain, or "ended"."""
+    """State of one rank: "inside" a call, "outside", "paused", "waiting" in vain, or "ended"."""
 
     state: str
     doing: str
@@ -72,9 +72,9 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 class Watch:
-    """What this rank does, and how long it waits for the others. `group`: all ranks of the mesh, on the host.
+    """State of this rank, and how long it waits for others. `group`: all ranks of the mesh, on the host.
 
-    `send_s`: how long a send or receive of a pipeline may take; where stages are compiled it may have to wait for that.
+    `send_s`: time limit of a pipeline's send or receive. It includes compilation of another stage.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
@@ -94,7 +94,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Watch the collectives of these groups too."""
+        """Watch the collectives of these groups, too."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -102,7 +102,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """How long is waited in what follows: `first` of its kind, or not."""
+        """Set the time limit of the following waits; the `first` call of its kind may take longer."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -111,7 +111,7 @@ class Watch:
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
-        """Around a call; a rank that is missing in one of its collectives is a HangError."""
+        """Mark a call for a `with` block. A rank that is missing in one of its collectives raises HangError."""
         before = self.state, self.doing
         self._note("inside", doing)
         try:
@@ -125,7 +125,7 @@ class Watch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, the other ranks wait for this one without a limit."""
+        """Let the other ranks wait for this one without a limit, for a `with` block."""
         before = self.state, self.doing
         self._note("paused", f"paused {self.doing}")
         try:
@@ -134,11 +134,11 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """The module is made, and calls may follow."""
+        """Mark the module as complete: calls may follow."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective of all ranks on the host: for `limit_s`, and on while one of them is paused."""
+        """Wait up to `limit_s` for a collective of all ranks on the host, and longer while a rank is paused."""
         if work.is_completed():
             work.wait()
             return
@@ -157,12 +157,12 @@ class Watch:
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
-        """Raises HangError where an error is that another rank does not come, or is gone."""
+        """Raise HangError if an error means that another rank does not arrive, or is gone."""
         if is_lost(error):
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
     def record(self, place: str = "") -> Record:
-        """What this rank does at this moment."""
+        """Return the present state of this rank."""
         if not place and self.state != "ended" and threading.get_ident() != self.main:
             place = place_in_stack(self.main, self.state == "inside")
         return Record(self.state, self.doing, place, time.monotonic() - self.since)
@@ -174,7 +174,7 @@ class Watch:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
     def _ask(self) -> dict[int, Record]:
-        """{rank: what it says} of those that answer in time, or have said that they wait no more."""
+        """Return {rank: its state} of the ranks that answer in time, or have given up waiting."""
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -222,7 +222,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of a ParallelModule that all ranks call: its calls are counted, and named where a rank hangs in one."""
+    """Decorate a ParallelModule method that all ranks call: calls are counted, and named if a rank hangs in one."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -238,8 +238,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """A watched method at whose start the ranks find out whether all of them call it: a rank that saves alone is
-    reported."""
+    """Decorate a watched method that starts with a barrier: a rank that calls it alone is reported."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -252,7 +251,7 @@ def meeting(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective on the host group of a mesh. Raises HangError where a rank does not come."""
+    """Wait for a collective on the host group of a mesh. Raises HangError if a rank does not arrive."""
     watch = _WATCHES.get(group.group_name)
     assert work is not None
     if watch is None:
@@ -263,7 +262,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def watching(group_name: str) -> Iterator[None]:
-    """Around a group's collective. Raises HangError where its error is that another rank does not come, or is gone."""
+    """Convert errors of a group's collective in a `with` block to HangError, if a rank does not arrive or is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -274,19 +273,19 @@ def watching(group_name: str) -> Iterator[None]:
 
 
 def limit(group: dist.ProcessGroup) -> timedelta:
-    """How long a send or receive of a group may take; its collectives know that by themselves."""
+    """Return the time limit of a group's sends and receives. Its collectives have their own."""
     watch = _WATCHES.get(group.group_name)
     return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
 
 
 def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
-    """Add up `values` of all ranks of a group, in place. Raises HangError where a rank does not come."""
+    """All-reduce `values` over a group, in place. Raises HangError if a rank does not arrive."""
     with watching(group.group_name):
         dist.all_reduce(values, group=group)
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """What gives a store for the records of a group; each thread has a client of its own."""
+    """Return a function that returns the store for the records of a group. Each thread has its own client."""
     first, name = default_store(), group.group_name
     clients = threading.local()
 
@@ -299,7 +298,7 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
 
 def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
-    """The thread of a process: says where the main thread is, each time that a rank asks."""
+    """Answer, in a thread, each time that a rank asks where the main thread is."""
     answered, beat_s, is_last = 0, BEAT_S, False
     while not is_last:
         is_last = stopped.wait(beat_s)
@@ -320,8 +319,10 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """At the end of the process: the thread, whose connection is open, says so. It must have ended before Python does,
-    which would abort the process in the middle of its talk with the store."""
+    """Record the end of the process through the thread's open connection, and end the thread.
+
+    Python would abort the process if it ended while the thread talks to the store.
+    """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":
         watch._note("ended", f"its process has ended, {watch.doing}")

@@ -1,6 +1,6 @@
-"""A number for the bytes of a tensor: equal tensors have equal ones, and another tensor almost surely another.
+"""Checksums of tensors: equal for equal bytes, and almost surely different for others.
 
-It is made where the tensor lies, by integer sums that come out the same in any order, so on every kind of machine.
+They are computed on the tensor's device by integer sums, which are exact in any order and on any machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ WEIGHTED_WORDS = 2**14
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number for the bits of a tensor, NaN and the sign of zero included: int64 [], on the tensor's device.
+    """Return a checksum of a tensor's bits, NaN and the sign of zero included: int64 [], on the tensor's device.
 
-    A tensor that differs in one element alone always has another one.
+    Tensors that differ in a single element always have different checksums.
 
     Example:
         >>> bool(checksum(torch.zeros(3)) == checksum(torch.tensor([0.0, -0.0, 0.0])))
@@ -41,7 +41,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """`checksum` of each, on the host."""
+    """Return the `checksum` of each tensor, on the host."""
     numbers = [checksum(tensor) for tensor in tensors]
     if len(numbers) == 1:
         return [int(numbers[0])]
@@ -51,7 +51,10 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _weighted(words: Tensor) -> Tensor:
-    """int64 [n] -> []. Sums wrap around; a weight is odd, so that no change of one word is lost."""
+    """Sum with weights, int64 [n] -> [].
+
+    Sums wrap around; weights are odd, so no change of one word is lost.
+    """
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:
         weights = weights[: words.numel()]
@@ -63,7 +66,7 @@ def _weighted(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers that look random: the finaliser of splitmix64 (Steele et al. 2014) on 1, 2, 3, ..."""
+    """Return odd pseudo-random numbers: the finalizer of splitmix64 (Steele et al. 2014) on 1, 2, 3, ..."""
     x = torch.arange(1, WEIGHTED_WORDS + 1, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift)) * factor

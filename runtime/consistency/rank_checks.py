@@ -1,7 +1,7 @@
-"""What all ranks must have alike, compared in one place by digest: how they begin, and what every call is given.
+"""Checks by digest of what must be equal on all ranks: setup, program, weights, arguments of calls.
 
-Ranks that differ compute something wrong without a word, or wait for each other for ever. Every comparison is one
-collective on the host, and its error is the same on every rank.
+Ranks that differ compute wrong values silently, or wait for each other forever. Every check is one collective on the
+host, and its error is the same on every rank.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ def begin_alike(
     program: Program | None,
     weights: bool,
 ) -> None:
-    """Raises RuntimeSetupError, the same on every rank, where the ranks differ in `subjects` ({subject: text}) or have
-    traced different programs.
+    """Raise RuntimeSetupError on every rank if ranks differ in `subjects` or have traced different programs.
 
-    `weights`: compare the values of the model's parameters and buffers too; where these alone differ, all take the
-    first rank's. A collective call of all ranks of a host group; None: there is one rank.
+    A collective call of all ranks of a host group; None: there is one rank.
+
+    Args:
+        subjects: {subject: text}.
+        weights: also compare the values of parameters and buffers. If only these differ, all ranks take the first
+            rank's.
     """
     if group is None:
         return
@@ -58,24 +61,24 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What ranks must have alike of a model, except its weights' values: {subject: text}."""
+    """Return the texts of a model that must be equal on all ranks, without the weights' values: {subject: text}."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and buffers that have values, each by its first name."""
+    """Return the model's parameters and buffers that have values, each by its first name."""
     tensors = _tensors(model, every_name=False)
     return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of the values of all parameters and buffers."""
+    """Return a digest of the values of all parameters and buffers."""
     return _digest(" ".join(map(str, checksums(weights_of(model).values()))))
 
 
 def program_text(program: Program) -> str:
-    """The graphs of a program, line by line: equal where the ranks traced one model. Devices have no number."""
+    """Return the graphs of a program line by line: equal if ranks traced one model. Devices have no index."""
     lines = []
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
@@ -88,7 +91,7 @@ def program_text(program: Program) -> str:
 
 
 def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
-    """Whether the ranks' weights are alike. Raises RuntimeSetupError where any other subject differs."""
+    """Return True if the ranks' weights are equal. Raises RuntimeSetupError if another subject differs."""
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)
     names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
@@ -113,9 +116,9 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
 
 @torch.no_grad()
 def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Write the first rank's values into those parameters and buffers of the model that differ from them.
+    """Copy the first rank's values to parameters and buffers of the model that differ from them.
 
-    A collective call. The first rank warns, once, and names the first that differs.
+    A collective call. The first rank warns once and names the first that differs.
     """
     weights = weights_of(model)
     numbers = dict(zip(weights, checksums(weights.values()), strict=True))
@@ -137,7 +140,7 @@ def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of a host group gives, by its rank in the group, on all of them."""
+    """Return the objects of all ranks of a host group on every rank, in rank order."""
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.zeros(group.size(), dtype=torch.int64)
     sizes[group.rank()] = packed.numel()
@@ -149,15 +152,17 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """`values`, contiguous and on the host, overwritten with those of rank `first` of a host group. A collective call;
-    what is sent are bytes, so that every dtype can be."""
+    """Return `values`, contiguous and on the host, overwritten with those of rank `first` of a host group.
+
+    A collective call. Bytes are sent, so that every dtype works.
+    """
     for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
         finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
     return values
 
 
 def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
-    """Ranks of a group by the numbers that torchrun gives them: `rank 1`, `ranks 0, 2 to 5`."""
+    """Return ranks of a group as text, by torchrun's numbers: `rank 1`, `ranks 0, 2 to 5`."""
     numbers = sorted(dist.get_process_group_ranks(group)[rank] for rank in ranks)
     runs: list[list[int]] = []
     for number in numbers:
@@ -172,13 +177,13 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """`ranks 0, 2: dp2,tp2; rank 1: tp4`, with `texts` by the rank in the group."""
+    """Return `ranks 0, 2: dp2,tp2; rank 1: tp4`, with `texts` by rank in the group."""
     ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
 
 def _told(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """What each rank has of a subject; of a long one its first line that differs."""
+    """Return each rank's text of a subject; of a long text, the first line that differs."""
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"
     for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):
@@ -202,7 +207,7 @@ def _tensors(model: nn.Module, every_name: bool) -> list[tuple[str, str, Tensor]
 
 
 def _line(kind: str, name: str, tensor: Tensor) -> str:
-    """`'blocks.0.up.weight' f32[256,128]`, with what else the ranks must have alike."""
+    """Return `'blocks.0.up.weight' f32[256,128]` with the other properties that must be equal on all ranks."""
     shape = ",".join(map(str, tensor.shape))
     notes = [kind] * (kind == "buffer") + ["frozen"] * (kind == "parameter" and not tensor.requires_grad)
     notes += ["on meta"] * tensor.is_meta

@@ -1,8 +1,8 @@
-"""Whether the copies of a parameter that several ranks hold alike are still the same.
+"""Checks that the copies of a parameter on several ranks are still equal.
 
-Replicas over `dp`, what `tp` does not cut and tied parameters of two stages begin alike and get the same gradients, so
-they stay alike, bit for bit, unless something in the training loop treats them differently: a norm that is another one
-on every rank, a rank that skips an update. Their checksums are compared now and then, in one collective on the host.
+Replicas over `dp`, parameters that `tp` does not shard and tied parameters of two stages start equal and get equal
+gradients. They stay bitwise identical unless the training loop treats them differently: another norm on every rank, or
+a rank that skips an update. Their checksums are compared at intervals, in one collective on the host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Part = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def is_due(check_replicas: int | bool | None, step: int) -> bool:
-    """Whether copies are compared at the start of a step. None: at 1, 2, 4, 8 and every 100th; n: at every n-th.
+    """Return True if copies are compared at the start of this step.
+
+    None: at 1, 2, 4, 8 and every 100th; n: every n-th.
 
     >>> [step for step in range(1, 301) if is_due(None, step)]
     [1, 2, 4, 8, 100, 200, 300]
@@ -67,7 +69,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def copies(part: Part, process: Process) -> list[list[int]]:
-    """The ranks in groups that hold the same piece of such a parameter."""
+    """Return the groups of ranks that hold the same shard of such a parameter."""
     owning, cut_axes = part
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):
@@ -78,7 +80,10 @@ def copies(part: Part, process: Process) -> list[list[int]]:
 
 
 class Replicas:
-    """Compares the copies of one module's parameters, when `is_due`. `stage_style`: that of its schedule."""
+    """Comparison of the copies of one module's parameters, when `is_due`.
+
+    `stage_style`: that of its schedule.
+    """
 
     def __init__(self, process: Process, stage_style: str, check_replicas: int | bool | None = None):
         self.process, self.stage_style, self.check_replicas = process, stage_style, check_replicas
@@ -90,11 +95,11 @@ class Replicas:
         self._in_state_dict: tuple[Program, Mapping[str, Tensor]] | None = None
 
     def is_next_due(self) -> bool:
-        """Whether the next step begins with a comparison."""
+        """True if the next step begins with a comparison."""
         return is_due(self.check_replicas, self.step + 1)
 
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Counts a call in train mode, and compares before it where that is due."""
+        """Count a call in train mode, and compare before it if that is due."""
         self.step += 1
         if is_due(self.check_replicas, self.step):
             self.check(program, parameters, self.step)
@@ -119,11 +124,13 @@ class Replicas:
                 self.check_before("torch.distributed.checkpoint.save", program, parameters)
 
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
-        """Compare {name: this rank's parameter}. A collective call of all ranks. `moment`: the call that follows, by
-        default the step.
+        """Compare the copies of {name: this rank's parameter}. A collective call of all ranks.
 
-        Raises ReplicaError, the same on every rank, where copies differ by more than rounding. Where they differ by
-        less, all take those of the first rank that holds them, which warns.
+        Raises ReplicaError on every rank if copies differ by more than rounding. If they differ by less, all ranks
+        take the values of the first rank that holds them, which warns.
+
+        Args:
+            moment: the call that follows, by default the step.
         """
         group = self.process.host_group
         if group is None:
@@ -148,7 +155,7 @@ class Replicas:
             _warn(apart, moment or f"step {step}", group)
 
     def _read(self, program: Program) -> None:
-        """Sort the parameters of a program by which copies they have."""
+        """Group the parameters of a program by the ranks of their copies."""
         if program is self._program:
             return
         self._program, self._names = program, {}
@@ -171,7 +178,7 @@ class Replicas:
     def _drifted(
         self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
     ) -> list[Drifted]:
-        """The parameters of which copies differ, in the program's order, on every rank."""
+        """Return the parameters whose copies differ, in the program's order, on every rank."""
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
         everyones = gather_objects((self.process.rank, facts), group)
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
@@ -188,7 +195,7 @@ class Replicas:
 
 
 class Drifted(NamedTuple):
-    """A parameter of which copies differ; `members`: the ranks that hold it, first one first."""
+    """A parameter whose copies differ. `members`: the ranks that hold it, first one first."""
 
     name: str
     members: list[int]
@@ -197,7 +204,7 @@ class Drifted(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """How far the copy on `rank` is from that on `first`: the largest difference, and what rounding explains."""
+    """Distance of the copy on `rank` from that on `first`: the largest difference, and the part that rounding explains."""
 
     name: str
     rank: int
@@ -209,7 +216,7 @@ class Apart(NamedTuple):
 def _apart(
     drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
 ) -> list[Apart]:
-    """How far every copy is from the first one, on every rank."""
+    """Return the distance of every copy from the first one, on every rank."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
@@ -221,7 +228,7 @@ def _apart(
 
 
 def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The values of the first rank that holds it, on the host of every rank."""
+    """Return the values of the first rank that holds it, on the host of every rank."""
     if group.rank() in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:

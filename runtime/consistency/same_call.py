@@ -1,9 +1,8 @@
-"""Whether all ranks are called alike: at the same step, in the same way, and on the same batch.
+"""Check that all ranks make the same call: the same step, in the same way, on the same batch.
 
-It is one collective on the host, of a dozen numbers, which begins with the call and ends before anything else is sent.
-Whole numbers among the inputs, such
-as tokens, are compared exactly. Ranks may compute floats with other roundings, so of those a sample that moves with
-the step is compared within rounding: its projections on four vectors of signs, and its mean magnitude.
+The check is one collective on the host, of a dozen numbers. It starts with the call and ends before anything else is
+sent. Integer inputs, such as tokens, are compared exactly. Ranks may round floats differently, so a sample of floats,
+which moves with the step, is compared within rounding: its projections on four sign vectors, and its mean magnitude.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.d
 
 @dataclass(frozen=True)
 class Given:
-    """What this rank was given: the name of the call (`step`), its number, how it was called, and its inputs."""
+    """Arguments of a call on this rank: its name (`step`), its number, how it was called, and its inputs."""
 
     name: str
     number: int
@@ -56,25 +55,28 @@ class Given:
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
-        """{input of whole numbers: the checksum of its values}."""
+        """{integer input: the checksum of its values}."""
         exact = {name: t for name, t in self.inputs.items() if not _is_rounded(t)}
         return dict(zip(exact, checksums(exact.values()), strict=True))
 
     @functools.cached_property
     def floats(self) -> dict[str, list[float]]:
-        """{input of floats: what is compared of its sample, in units of what may differ}."""
+        """{floating-point input: random projections of a sample, scaled by the tolerance}."""
         return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
 
     def numbers(self) -> list[float]:
-        """What one collective compares: two that must be equal on all ranks, the values of what all are given, and
-        where ranks give their own rows those of the rows."""
+        """Return the numbers of one collective.
+
+        Two must be equal on all ranks; then come the values of the inputs that all ranks share, then, with local
+        batches, those of the samples.
+        """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
         every = self._values(self.inputs.keys() - (self.own_rows or ()))
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Of these inputs, one number that must be equal, then those that may differ by `slack`."""
+        """Return for these inputs one number that must be equal, then those that may differ by `slack`."""
         whole = {name: number for name, number in self.whole_numbers.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
         floats = [marks for name, marks in self.floats.items() if name in names]
@@ -87,7 +89,7 @@ class Given:
         return 1.5 * len(self.floats)
 
     def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
-        """The marks of one of several inputs, so that differences of two do not cancel."""
+        """Weight the projections of one of several inputs, so that differences of two inputs do not cancel."""
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
 
@@ -106,7 +108,7 @@ def all_frozen() -> UsageError:
 
 
 def same_rows(mesh: Mesh) -> list[list[int]]:
-    """The ranks in groups that compute the same rows of a batch."""
+    """Return the groups of ranks that compute the same samples of a batch."""
     groups: dict[int, list[int]] = {}
     for rank in range(mesh.num_ranks):
         groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
@@ -114,8 +116,11 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 
 
 class Comparison:
-    """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
-    `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
+    """A pending comparison of a call between ranks.
+
+    It starts at construction. Nothing that depends on it may be sent before `finish_comparison`, which all ranks call.
+    In between, each rank may compute.
+    """
 
     def __init__(self, called: Given, process: Process):
         self.given, self.process = called, process
@@ -125,8 +130,10 @@ class Comparison:
         self._wait = None if process.host_group is None else begin_gather(numbers, process)
 
     def finish_comparison(self) -> None:
-        """Raises InputError, the same on every rank, where the ranks are not called alike, and UsageError if a step
-        trains nothing. Later calls do nothing."""
+        """Finish the comparison. Later calls do nothing.
+
+        Raises InputError on every rank if ranks make different calls, UsageError if a step trains nothing.
+        """
         if self._wait is None:
             return
         wait, self._wait = self._wait, None
@@ -150,7 +157,7 @@ class Comparison:
         return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
-        """Whether all ranks were given the same values, but for those rows that are their own."""
+        """Return True if all ranks got the same values, except for local samples."""
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
             return False
@@ -160,7 +167,7 @@ class Comparison:
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Whether ranks were given the same values, by the numbers of each: one that is exact, and others."""
+    """Compare the numbers of each rank: one that must be equal, and others that may differ by `slack`."""
     exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
     return not exact and max(others) <= slack
 
@@ -193,7 +200,10 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
 def _values_error(
     called: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
 ) -> InputError:
-    """What is said where ranks are called alike and on other values; `everyones`: what `_error` has gathered."""
+    """Return the error for equal calls on different values.
+
+    `everyones`: the names and texts gathered by `_error`.
+    """
     group, own_rows = process.host_group, called.own_rows or frozenset()
     assert group is not None
     compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), called.inputs.keys() - own_rows)]
@@ -220,7 +230,7 @@ def _values_error(
 
 
 def _differing(one: tuple, other: tuple) -> list[str]:
-    """The inputs that two ranks have other values of."""
+    """Return the inputs whose values differ between two ranks."""
     exact = [name for name, number in one[4].items() if other[4][name] != number]
     pairs = {name: zip(marks, other[5][name], strict=True) for name, marks in one[5].items()}
     return exact + [name for name, pair in pairs.items() if any(abs(a - b) > 1 for a, b in pair)]
@@ -231,7 +241,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _marks(tensor: Tensor, number: int) -> list[float]:
-    """Projections of a sample on vectors of signs, and the logarithm of its mean magnitude."""
+    """Return the projections of a sample on sign vectors, and the logarithm of its mean magnitude."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -258,6 +268,6 @@ def _marks(tensor: Tensor, number: int) -> list[float]:
 
 @functools.cache
 def _signs() -> np.ndarray:
-    """float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
+    """Return float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
     bits = hashlib.shake_256(b"signs").digest(PROJECTIONS * SAMPLE)
     return np.array([1.0 if byte & 1 else -1.0 for byte in bits]).reshape(PROJECTIONS, SAMPLE)
