@@ -1,1 +1,1 @@
-"""Make a plan and rewrite a graph by it."""
+"""Compiler passes: choose a plan, and rewrite a graph by it."""

@@ -1,12 +1,12 @@
-"""What passes change, as files in the folder that `AUTOPART_DUMP` names; without it no text is made.
+"""Dumps of what passes change, as files in the folder that `AUTOPART_DUMP` names.
 
-    rank0/1/00-traced.txt          the graph of the first trace of rank 0 (`pid4711` where there are no ranks)
-    rank0/1/06-one_reshape.diff    what the sixth pass changed of it; the first line has the time
-    rank0/1/49-lower/stage0.txt    a program that was written, stage by stage
-    rank0/1/passes.txt             every pass in order: whether it changed anything, its milliseconds, its text
+    rank0/1/00-traced.txt          the graph of the first trace of rank 0 (`pid4711` without ranks)
+    rank0/1/06-one_reshape.diff    the change of the sixth pass; the first line has the time
+    rank0/1/49-lower/stage0.txt    a written program, stage by stage
+    rank0/1/passes.txt             every pass in order: whether it changed anything, milliseconds, text
 
-Applied in order to `00-traced.txt`, the diffs give what the graph was after every pass. A pass over another graph than
-the traced one (`fuse_bias` of stage 0) has a diff of that.
+The diffs, applied in order to `00-traced.txt`, give the graph after every pass. A pass over another graph than the
+traced one (`fuse_bias` of stage 0) has a diff of that graph.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NodeNotes = Mapping[str, tuple[str, ...]]
 
 
 class Shown(NamedTuple):
-    """How the result of a pass that leaves its graph as it is becomes text.
+    """Conversion to text of the result of a pass that does not change its graph.
 
-    `notes`: gives what the pass has found out of every node. `files`: gives `{name: text}` of what it has written.
+    `notes`: returns what the pass found out of every node. `files`: returns `{name: text}` of what it has written.
     """
 
     notes: Callable[[Any], Notes] | None = None
@@ -47,7 +47,7 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """The folder of one trace, and what its graphs were when the last pass over them ended."""
+    """The folder of one trace, and the texts of its graphs after the last pass over them."""
 
     def __init__(self, root: str, graph: fx.Graph):
         self.root, self.folder, self.num_passes = root, _new_folder(root), 0
@@ -58,14 +58,14 @@ class Dump:
         self._write(self.folder / "passes.txt", "")
 
     def see(self, graph: fx.Graph) -> None:
-        """Keep what a graph is before the first pass over it."""
+        """Keep the text of a graph before the first pass over it."""
         if graph not in self.texts:
             self.texts[graph] = graph_text(graph)
 
     def record(
         self, graph: fx.Graph, name: str, text: str, took_s: float, failed: bool, shown: Shown, result: Any
     ) -> None:
-        """Write what a pass changed; `name` is for files, `text` for readers."""
+        """Write the change of a pass. `name` is for files, `text` for readers."""
         self.num_passes += 1
         numbered = f"{self.num_passes:02}-{name}"
         if shown.notes is not None and not failed:
@@ -96,7 +96,10 @@ _within: ContextVar[Dump | None] = ContextVar("the dump of the pass that is runn
 
 
 def dump_of(graph: fx.Graph, root: str) -> Dump | None:
-    """The dump for passes over a graph: of its trace, or of the pass that is writing it. None where `root` is ""."""
+    """Return the dump for passes over a graph: of its trace, or of the pass that is writing it.
+
+    None if `root` is "".
+    """
     if not root:
         return None
     dump = _dumps.get(graph) or _within.get()
@@ -108,7 +111,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Inside, passes over graphs of no trace belong to this dump."""
+    """Let passes over graphs without a trace belong to this dump, for a `with` block."""
     token = _within.set(dump)
     try:
         yield
@@ -117,13 +120,13 @@ def within(dump: Dump | None) -> Iterator[None]:
 
 
 def check_folder() -> None:
-    """Raises OptionError where `AUTOPART_DUMP` cannot be written to: before the work whose passes would write there."""
+    """Raise OptionError if `AUTOPART_DUMP` cannot be written to, before the work of the passes."""
     if root := flags().dump:
         _own_folder(root)
 
 
 def _own_folder(root: str) -> Path:
-    """The folder of this process; several machines may share `root`."""
+    """Return the folder of this process; several machines may share `root`."""
     rank = os.environ.get("RANK")
     folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")
     with _in_words(root):
@@ -134,7 +137,7 @@ def _own_folder(root: str) -> Path:
 
 
 def _new_folder(root: str) -> Path:
-    """A folder for one more trace, beside those of earlier ones and of earlier runs."""
+    """Make a folder for one more trace, next to those of earlier traces and runs."""
     parent = _own_folder(root)
     for number in itertools.count(1):
         try:
@@ -168,7 +171,7 @@ def _unusable(root: str, problem: OSError) -> OptionError:
 
 
 def graph_text(graph: fx.Graph, notes: Iterable[NodeNotes] = ()) -> str:
-    """One line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`, without source paths."""
+    """Return one line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`, without source paths."""
     lines = []
     for node in graph.nodes:
         layout = format_layout(facts(node).get("layout") or {}).replace("{}", "")
@@ -188,7 +191,7 @@ def _call_text(node: fx.Node) -> str:
 
 
 def program_files(program: Program) -> dict[str, str]:
-    """`{stage0.txt: the graph and the prologue of stage 0}` of every stage."""
+    """Return `{stage0.txt: the graph and the prologue of stage 0}` for every stage."""
     return {
         f"stage{stage.index}.txt": f"prologue\n\n{graph_text(stage.prologue.graph)}\n"
         f"stage {stage.index}\n\n{graph_text(stage.graph.graph)}"

@@ -1,7 +1,7 @@
-"""What runs passes: it times and checks them, writes what they change (`dump.py`), and says where one failed.
+"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and locates failures.
 
-A `Pass` rewrites a graph in place, under `run_passes`. A function of a trace that finds out, chooses or writes runs in
-the same driver once it is `driven`.
+A `Pass` rewrites a graph in place, under `run_passes`. A function of a trace that analyzes, chooses or writes runs in
+the same driver when it is decorated with `driven`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ same_calls: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensor
 
 
 class PassError(RuntimeError):
-    """A pass failed: which, at which node, and the module and line of the user's that it comes from.
+    """A pass failed. The text names the pass, the node, and the module and line of the user's code.
 
-    It is a fault of autopart's own and no `AutopartError`: what looks for mistakes of the user lets it through.
+    It is a fault of autopart and no `AutopartError`, so code that handles mistakes of users does not catch it.
     """
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A function that rewrites a graph in place, and the options that it is called with.
+    """A function that rewrites a graph in place, with its options.
 
     Example:
         >>> str(Pass(take_apart, (("depth", 2),)))                           # doctest: +SKIP
@@ -67,7 +67,10 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str, known: Mapping[str, Pass]) -> Pass:
-        """The pass that `str` gives this text of. Raises OptionError where it is none of `known`, or not so."""
+        """Return the pass with this text, the inverse of `str`.
+
+        Raises OptionError if it is unknown or malformed.
+        """
         name, brace, rest = text.strip().partition("{")
         if name not in known:
             raise OptionError(f"unknown pass '{name}'", hint=", ".join(known))
@@ -84,7 +87,7 @@ class Pass:
 
 
 def _read_options(text: str) -> dict[str, Any] | None:
-    """The options of `depth=2}`; None where it is not so written."""
+    """Parse options, `depth=2}`; None if they are malformed."""
     try:
         call = ast.parse(f"dict({text.removesuffix('}')})", mode="eval").body
         if not text.endswith("}") or not isinstance(call, ast.Call) or call.args:
@@ -95,7 +98,7 @@ def _read_options(text: str) -> dict[str, Any] | None:
 
 
 def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
-    """Makes a pass of a function that rewrites one call: it is given those of operators of these names, in order."""
+    """Decorate a function that rewrites one call: the pass applies it to calls of these operators, in order."""
 
     def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
         def run(graph: fx.Graph) -> Any:
@@ -113,11 +116,13 @@ def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Cal
 
 
 def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
-    """Run passes in order, and return what they return.
+    """Run passes in order, and return their results.
 
-    After each that has touched the graph, dead code goes and the order of the graph is checked; at the end, or after
-    each under `AUTOPART_CHECK`, all of it. `of` says which graph it is, where that is not the traced one. Raises
-    PassError.
+    After each pass that changed the graph, dead code is removed and the order of nodes is checked. The full check runs
+    at the end, or after each pass under `AUTOPART_CHECK`. Raises PassError.
+
+    Args:
+        of: name of the graph, if it is not the traced one.
     """
     token = same_calls.set({})
 
@@ -135,7 +140,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """What a pass that leaves the graph as it is takes first: a trace, or what is asked for one."""
+    """Protocol of the first argument of a `driven` function: a trace, or a problem with one."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -147,8 +152,11 @@ Subject = TypeVar("Subject", bound=Driven)
 def driven(
     notes: Callable[[Any], Notes] | None = None, files: Callable[[Any], Mapping[str, str]] | None = None
 ) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
-    """Let a function of a trace run as a pass that leaves the graph as it is: timed, its result dumped as `Shown` says,
-    checked under `AUTOPART_CHECK`; other errors than the user's become a PassError."""
+    """Decorate a function of a trace so that it runs as a pass that does not change the graph.
+
+    It is timed, its result is dumped by `Shown`, and it is checked under `AUTOPART_CHECK`. Errors other than the user's
+    become a PassError.
+    """
     shown = Shown(notes, files)
 
     def decorate(function: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
@@ -195,7 +203,7 @@ def _drive(
 
 
 def _failed(called: Pass, of: str, error: Exception) -> PassError:
-    """The error of a pass, with what is known of the node that it was at."""
+    """Return the error of a pass, with what is known of its node."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
     described = AutopartError(
@@ -211,7 +219,7 @@ def _said(called: Pass, of: str) -> str:
 
 
 def _node_of(error: Exception) -> fx.Node | None:
-    """The node that was worked on: what the innermost frame that has one calls `node`, else any other name."""
+    """Return the node in work: the variable `node` of the innermost frame that has one, else any node."""
     named = other = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         nodes = {name: local for name, local in frame.f_locals.items() if isinstance(local, fx.Node)}
@@ -221,7 +229,7 @@ def _node_of(error: Exception) -> fx.Node | None:
 
 
 def _check_order(graph: fx.Graph) -> None:
-    """Raises RuntimeError where a node is read before it is made, or was erased."""
+    """Raise RuntimeError if a node is used before its definition, or was erased."""
     earlier: set[fx.Node] = set()
     for node in graph.nodes:
         if not earlier.issuperset(node.all_input_nodes):
@@ -231,7 +239,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove calls whose results nothing reads, but for those that draw random numbers: later draws depend on them."""
+    """Remove unused calls, except those that draw random numbers: later draws depend on them."""
     for node in reversed(graph.nodes):
         if node.users or node.op in ("placeholder", "output"):
             continue

@@ -1,4 +1,4 @@
-"""The means to write a pass: new calls, with values on fake tensors."""
+"""Helpers to write a pass: new calls, with values on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopart.passes.pass_pipeline import same_calls
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call before the insertion point, its meta from `like` and its value computed on fake tensors."""
+    """Add a call before the insertion point, with the metadata of `like` and its value on fake tensors."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
     node.meta["val"] = fake_call(target, args, kwargs, [*node.all_input_nodes, like, *like.all_input_nodes])
@@ -24,7 +24,7 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
-    """What a call gives on fake tensors, in the mode of those near it. `run_passes` makes equal calls once."""
+    """Return the result of a call on fake tensors. `run_passes` computes equal calls once."""
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
     key = (target, str(spec), *map(told, leaves))
@@ -36,7 +36,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
 
 
 def told(leaf: Any) -> tuple:
-    """What a call's result depends on of one argument."""
+    """Return the part of an argument that a call's result depends on, as a cache key."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
     sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
@@ -44,7 +44,7 @@ def told(leaf: Any) -> tuple:
 
 
 def fake_mode(near: list[fx.Node]) -> Any:
-    """The context in which calls give fake tensors as these values are."""
+    """Return the context in which calls give fake tensors like these values."""
     values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
     values = [v for v in values if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
@@ -52,8 +52,11 @@ def fake_mode(near: list[fx.Node]) -> Any:
 
 
 def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
-    """Name the calls between `before` and `node`, written in its place: the first as `node` was, so that a pipeline cut
-    there is found in a trace that draws nothing; the others `name`, which such a trace does not have."""
+    """Name the calls between `before` and `node`, which replace it.
+
+    The first gets the name of `node`, so that a stage boundary there is found in a trace without random draws. The
+    others get `name`, which such a trace lacks.
+    """
     call, first = before.next, True
     while call is not node:
         if call.target is not operator.getitem:
@@ -69,7 +72,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
-    """Replace a call of several results, those of them that are read by their number."""
+    """Replace a call with several results: the results that are used by index."""
     for part in list(node.users):
         if part.users:
             part.replace_all_uses_with(parts[part.args[1]])
@@ -78,7 +81,7 @@ def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node
 
 
 def repeat_each(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, times: int) -> fx.Node:
-    """A value with each of its parts along a dim so many times, one behind the other."""
+    """Return a value with each of its parts along a dim repeated, the copies next to each other."""
     before, size, after = shape(node)[:dim], shape(node)[dim], shape(node)[dim + 1 :]
     apart = emit(graph, like, torch.ops.aten.unsqueeze.default, node, dim + 1)
     wide = emit(graph, like, torch.ops.aten.expand.default, apart, [*before, size, times, *after])

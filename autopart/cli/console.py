@@ -1,4 +1,4 @@
-"""What commands print: words for people, or one JSON object; errors as their text, once for all ranks."""
+"""Output of commands: text, or one JSON object; errors as their text, printed by one rank."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 
 
 def tell(as_json: bool, data: Mapping[str, Any], text: str, ok: bool = True) -> None:
-    """The result of a command on standard output: as one JSON object, or in words. Where it is not `ok` the command
-    ends here, with status 1."""
+    """Print the result of a command on standard output, as one JSON object or as text.
+
+    Exits with status 1 if the result is not `ok`.
+    """
     click.echo(json.dumps(data) if as_json else text)
     if not ok:
         raise click.exceptions.Exit(1)
 
 
 def note(text: str) -> None:
-    """Words beside the result, on standard error; of the first rank alone."""
+    """Print text in addition to the result, on standard error; on the first rank alone."""
     if rank() == 0:
         click.echo(wrapped(text), err=True)
 
 
 def rank() -> int:
-    """The rank of this process as torchrun, or whatever else started it, says it."""
+    """Return the rank of this process, as torchrun or another launcher sets it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def wrapped(text: str, width: int = WIDTH) -> str:
-    """Lines of at most `width` columns; what goes on stands under the text that it belongs to.
+    """Wrap text to `width` columns; continued lines are aligned with the text of their label.
 
     >>> print(wrapped("a mesh\\n  why    it has 3 devices, and 4 are needed", 30))
     a mesh
@@ -70,10 +72,10 @@ def _wrapped_line(line: str, width: int) -> str:
 
 
 def told(command: Command) -> Command:
-    """A command whose long work shows what it does, and whose errors are printed as their text, with exit code 2.
+    """Decorate a command: show the phases of long work, and print errors as their text, with exit code 2.
 
-    Of several ranks the first prints. Another one prints where it is still there some seconds later: then it is alone
-    with its error, or nobody ends the processes that are left.
+    The first of several ranks prints. Another rank prints if it is still running some seconds later: then it alone has
+    the error, or no launcher ends the remaining processes.
     """
 
     @wraps(command)

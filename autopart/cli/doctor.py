@@ -1,5 +1,8 @@
-"""What autopart makes of a model, on one page: whether it is traced, and on each mesh what is divided, what runs whole
-and why, or what is refused. A page to paste into an issue."""
+"""Diagnosis of a model on one page, to paste into an issue.
+
+The page says whether the model can be traced, and for each mesh what is sharded, what is replicated and why, or what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +43,18 @@ GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
 
 
 def versions() -> dict[str, str]:
-    """What the page is of."""
+    """Return the versions that the page names."""
     return {"autopart": autopart.__version__, "torch": torch.__version__, "Python": platform.python_version()}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of a model on a mesh.
+    """Result of planning a model for a mesh.
 
-    `refused`: the error, with why, where and what to try; "" where there is a plan, and then the rest is of the plan.
-    `divided`: {axis: the share of the matrix work that it divides}. `heaviest_stage`: its share of the FLOPs.
-    `whole`: kinds of operators that every rank runs whole, the largest first, with their share of the matrix work.
-    `change`: what would help the largest of them that something helps.
+    `refused`: the error as text, or "" if there is a plan; then the other fields describe the plan. `divided`: {axis:
+    the share of the matrix FLOPs that it shards}. `heaviest_stage`: its share of the FLOPs. `whole`: kinds of
+    replicated operators, largest first, with their share of the matrix FLOPs. `change`: a change that would shard the
+    largest of them.
     """
 
     mesh: str
@@ -90,10 +93,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found. Print it.
+    """Result of `doctor`. Print it.
 
-    `refused`: the error where the model cannot be traced; then no mesh was tried. `num_operators`, `matrix_flops`: what
-    was traced, of the forward of the global batch. `ok`: nothing was refused.
+    `refused`: the error if the model cannot be traced; then no mesh was tried. `num_operators`, `matrix_flops`: of the
+    traced forward of the global batch. `ok`: nothing was refused.
     """
 
     model: str
@@ -132,15 +135,15 @@ def doctor(
     model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
 ) -> Diagnosis:  # fmt: skip
-    """What autopart makes of a model: whether it is traced, what is divided, what runs whole and why, what is refused.
+    """Diagnose a model: whether it can be traced, what is sharded, what is replicated and why, what is refused.
 
-    Nothing is run: `verify` proves what this page says works.
+    Nothing is run: `verify` proves that the plan is right.
 
     Args:
         model, example_args, example_kwargs: as `plan`.
-        mesh: axes and their sizes, as `plan`; without it `tp2`, `dp2` and `pp2` are tried, each alone.
+        mesh: axes and their sizes, as `plan`; by default `tp2`, `dp2` and `pp2` are tried, each alone.
         loss_fn, target: for a model that returns no loss, as `verify`.
-    Raises InputError where the example does not fit the model; what the model itself meets is in the page.
+    Raises InputError if the example does not fit the model. Errors of the model itself are on the page.
 
     Example:
         >>> print(autopart.doctor(model, example_kwargs=batch))    # doctest: +SKIP
@@ -199,5 +202,5 @@ def _note_lines(notes: Sequence[str]) -> Iterator[str]:
 
 
 def _text(tensor: Tensor) -> str:
-    """`float32[8,16]`."""
+    """Return `float32[8,16]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")

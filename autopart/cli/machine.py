@@ -1,4 +1,4 @@
-"""What autopart finds on this machine: versions, backends, devices, memory; and what is missing."""
+"""Report on this machine: versions, backends, devices, memory, and what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `ok`: False where something does not work without it. `hint`: what to do."""
+    """One line of the report. `ok`: False if something does not work without it. `hint`: what to do."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Everything that was looked at, in the order in which it is printed."""
+    """Yield the lines of the report in order."""
     return [*_software(), *_backends(), *_machine()]
 
 
@@ -36,7 +36,7 @@ def as_data(results: list[Finding]) -> dict[str, Any]:
 
 
 def table(results: list[Finding]) -> str:
-    """A line each: `ok` or `MISSING`, the name, what was found, what to do."""
+    """Return one line per finding: `ok` or `MISSING`, the name, what was found, what to do."""
     width = max(len(finding.name) for finding in results)
     lines = []
     for finding in results:

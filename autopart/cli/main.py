@@ -1,8 +1,8 @@
-"""The command line, also `python -m autopart`.
+"""Command line, also `python -m autopart`.
 
-A model is named `--model package.module:callable` or `--hf-config gpt2`. Exit codes: 0 done, 1 a difference was found
-(`verify`, `diff`), or something is missing or refused (`doctor`), 2 a mistake in what was asked, reported without a
-traceback. Each command imports what it needs: help, and what only reads plans, do without torch.
+A model is named `--model package.module:callable` or `--hf-config gpt2`. Exit codes: 0 done; 1 a difference was found
+(`verify`, `diff`), or something is missing or refused (`doctor`); 2 invalid input, reported without a traceback. Each
+command imports what it needs: help, and commands that only read plans, do not load torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 @JSON
 @told
 def plan(output: str | None, as_json: bool, **options: Any) -> None:
-    """Choose how a model is laid out on a mesh: no devices and no process group are needed.
+    """Choose the placement of a model on a mesh; needs no devices and no process group.
 
     \b
     Example:
@@ -104,7 +104,7 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 def search(
     devices: int, count: int, dp_sync: tuple[str, ...], output: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Find the best mesh, schedule, microbatches, recomputation and storage for a number of devices.
+    """Find the best mesh, schedule, microbatches, recomputation and ZeRO level for a number of devices.
 
     \b
     Example:
@@ -167,7 +167,7 @@ def simulate(path: str, as_json: bool) -> None:
 @JSON
 @told
 def diff(first: str, second: str, as_json: bool) -> None:
-    """Compare what two plans mean: mesh, schedule, layouts, cuts, collectives, cost; exit code 1 if they differ.
+    """Compare two plans: mesh, schedule, layouts, stages, collectives, cost; exit code 1 if they differ.
 
     \b
     Example:
@@ -209,10 +209,10 @@ def diff(first: str, second: str, as_json: bool) -> None:
 def verify(
     tolerance: float, shrink: bool, scaled: bool | None, rng: Any, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Run all ranks of the partitioned model in this process and compare with the model; exit code 1 if they differ.
+    """Run all ranks of the partitioned model in this process and compare them with the model.
 
-    With --steps whole training steps too: norm, clipping, optimizer and scaler. What is verified is chosen to fit the
-    free memory, and said before.
+    Exit code 1 if they differ. --steps adds whole training steps: norm, clipping, optimizer and scaler. A model that
+    does not fit into free memory is reduced first, and the command says so.
 
     \b
     Example:
@@ -297,9 +297,9 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 @JSON
 @told
 def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
-    """Measure this machine as a hardware profile; predicted against measured.
+    """Measure this machine as a hardware profile, and print predictions beside measurements.
 
-    Started with torchrun it measures on every process at once, and collectives between them; rank 0 writes and prints.
+    Under torchrun all processes measure at once, with collectives between them; rank 0 writes and prints.
 
     \b
     Example:
@@ -327,11 +327,11 @@ def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
 @JSON
 @told
 def doctor(name: str | None, as_json: bool, **options: Any) -> None:
-    """Say on one page what autopart makes of a model, to be pasted into an issue; exit code 1 if something is refused.
+    """Diagnose a model on one page, to paste into an issue; exit code 1 if something is refused.
 
-    The page says whether the model is traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names) what is
-    divided, what runs whole and why, and what would help. MODULE:CALLABLE is what --model takes. Without a model:
-    versions, backends and devices of this machine; exit code 1 if something is missing.
+    The page says whether the model can be traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names)
+    what is sharded, what is replicated and why, and what would help. MODULE:CALLABLE is what --model takes. Without a
+    model: versions, backends and devices of this machine; exit code 1 if something is missing.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""What `autopart run` does: some training steps, beside the plain model where that is asked for."""
+"""Command `autopart run`: training steps of a partitioned model, optionally beside the plain model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopart.recipe.model_source import ModelSource
 
 @contextmanager
 def ending_processes() -> Iterator[None]:
-    """At the end, also by an error, the process group is given back."""
+    """Destroy the process group at the end of a `with` block, also after an error."""
     try:
         yield
     finally:
@@ -34,7 +34,7 @@ def ending_processes() -> Iterator[None]:
 
 @dataclass
 class TrainingRun:
-    """`steps` steps of AdamW on one batch; the first rank prints each, or one JSON object at the end."""
+    """`steps` steps of AdamW on one batch. The first rank prints each, or one JSON object at the end."""
 
     source: ModelSource
     mesh: Mesh

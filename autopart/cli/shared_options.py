@@ -1,6 +1,6 @@
-"""The options that commands share, and what they say: a model, a mesh, a plan.
+"""Options that several commands share: model, mesh, plan, training.
 
-Nothing here imports torch before a command has been read: `--help` is quick.
+Nothing here imports torch before a command has been read, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several click options as one decorator, in the order that the help lists them."""
+    """Combine click options to one decorator, in the order of the help."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -38,7 +38,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def shared(kind: Any) -> Callable[[Command], Command]:
-    """The options in a TypedDict of `autopart.options`; one that is left out is None, for its default there."""
+    """Return the options of a TypedDict of `autopart.options` as click options. An absent option is None."""
 
     def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
@@ -88,7 +88,7 @@ TRAINING = _options(
 
 
 def training_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `autopart.verify` that `TRAINING` says; they are taken out of `values`."""
+    """Remove the values of `TRAINING` from `values`, and return them as arguments of `autopart.verify`."""
     kind, rate = values.pop("optimizer"), values.pop("lr")
     training = {
         "steps": values.pop("steps"),
@@ -108,13 +108,18 @@ def training_of(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options of a command say, as click gives them."""
+    """The options of a command, as click passes them."""
 
     values: Mapping[str, Any]
 
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
-        """The model and its example. `meta`: weights without memory, where that is not said. `short`: rows of a config
-        are short where that is not said, since they are computed. `again`: what is to be said was said before."""
+        """Return the model and its example.
+
+        Args:
+            meta: build weights without memory, unless the user chose.
+            short: use short examples for configs, unless the user chose, since they are computed.
+            again: the user was informed of the example before.
+        """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
         v = self.values
@@ -154,13 +159,13 @@ class Asked:
         return Plan.load(path)
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
-        """The options in a TypedDict of `autopart.options`. Raises OptionError before a model is made."""
+        """Return the options of a TypedDict of `autopart.options`. Raises OptionError before a model is built."""
         options = {name: self.values[name] for name in names_of(kind)}
         Options(**options)
         return options
 
     def plan(self) -> Plan:
-        """A new plan for the model and mesh asked for."""
+        """Return a new plan for the requested model and mesh."""
         mesh, planning = self.mesh(), self.planning()
         source = self.source(meta=self.values["model"] is None)
         from autopart.api import plan
@@ -169,7 +174,7 @@ class Asked:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """What a plan says, without the layouts of its parameters and operators: for `--json`."""
+    """Return a plan's content without the layouts of parameters and operators, for `--json`."""
     mesh = plan.mesh_object()
     return {
         "model": dict(plan.model), "inputs": dict(plan.inputs), "mesh": dict(mesh.sizes), "num_ranks": mesh.num_ranks,

@@ -1,1 +1,1 @@
-"""A plan for people and other tools: as a table, a difference, a page, another tool's words."""
+"""Plans for readers: a table, a difference, an HTML page."""

@@ -1,7 +1,7 @@
-"""Two plans compared in what they mean: the same layout said by pattern or by full names is not a difference.
+"""Comparison of two plans by meaning: a layout by pattern equals the same layout by full names.
 
-Decisions come first (mesh, schedule, layouts, operators, cuts), then what follows from them (collectives, cost). Pins
-and notes say how a plan came to be and are not compared.
+Decisions come first (mesh, schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and
+notes describe how a plan was made and are not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One difference: the part of the plan, what in it, and what the two plans say."""
+    """One difference: the part of the plan, the entry, and its text in the two plans."""
 
     part: str
     what: str
@@ -38,7 +38,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """All differences of two plans; false where they mean the same. Print it for a table."""
+    """All differences of two plans; false if they mean the same. Print it for a table."""
 
     rows: tuple[DiffRow, ...]
 
@@ -46,7 +46,7 @@ class Difference:
         return bool(self.rows)
 
     def table(self, first: str = "first", second: str = "second") -> ShownText:
-        """The differences under the names of the two plans, at most 30 of a part."""
+        """Return the differences as a table under the names of the two plans, at most 30 per part."""
         if not self.rows:
             return ShownText(f"{first} and {second} are the same plan\n")
         parts: dict[str, list[DiffRow]] = defaultdict(list)
@@ -66,7 +66,7 @@ class Difference:
 
 
 def diff(first: Plan, second: Plan) -> Difference:
-    """What two plans say differently.
+    """Return the differences between two plans.
 
     Example:
         >>> if plan.diff(Plan.load("yesterday.json")): ...    # doctest: +SKIP
@@ -145,7 +145,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Rows by pattern; where only some of the repeated blocks differ, with their numbers."""
+    """Return rows by pattern, with the numbers of the blocks if only some of them differ."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):
@@ -162,13 +162,13 @@ def _by_name(
 
 
 def _pattern(name: str) -> str:
-    """The pattern of a parameter, or of an operator, whose own name is not part of it."""
+    """Return the pattern of a parameter, or of an operator without its own name."""
     path, slash, operator = name.rpartition("/")
     return f"{pattern_of(path)}/{operator}" if slash else pattern_of(name)
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
-    """The full names that a pattern of one `*` stands for, as far as the stages tell; else the name itself."""
+    """Return the full names that a pattern with one `*` matches, as far as the stages list them; else the name itself."""
     known = numbers.get(name.partition("*")[0], [])
     return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
 
@@ -178,7 +178,7 @@ def _number(name: str) -> str:
 
 
 def _numbers(plan: Plan) -> dict[str, list[int]]:
-    """`{"model.layers.": [0, 1, ...]}` from the blocks of the stages."""
+    """Return `{"model.layers.": [0, 1, ...]}` from the blocks of the stages."""
     by_prefix: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.get("blocks", ()):
@@ -204,7 +204,7 @@ def _collectives(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _moved(plan: Plan) -> dict[str, str]:
-    """`{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: how many, and the bytes that one rank sends."""
+    """Return `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: the count, and the bytes that one rank sends."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in plan.collectives:
         ways = [f"{kind} {way}" for kind, way in ((row.forward, "forward"), (row.backward, "backward")) if kind]

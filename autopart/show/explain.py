@@ -1,6 +1,6 @@
-"""A plan as text: what it is for, one table of stages and blocks, totals, balance and predicted cost.
+"""A plan as text: summary, one table of stages and blocks, totals, balance and predicted cost.
 
-All is read from the Plan's data, so a plan from a file explains itself without its model.
+It reads the plan's data only, so a plan from a file needs no model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or c
 
 
 def explain(plan: Plan) -> str:
-    """The plan as text of 80 columns; its table of layouts takes up to 120, a few more where names of modules are long.
+    """Return the plan as text of 80 columns.
+
+    Its table of layouts may take 120, a few more for long module names.
 
     Example:
         >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
@@ -86,7 +88,7 @@ def _header(plan: Plan) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    """What is cut over which axes, in words."""
+    """Return a text on what ZeRO shards over which axes."""
     mesh, ahead = plan.mesh_object(), plan.prefetch
     parts = [[part for part in parts_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
     over = " and ".join(map(" x ".join, parts))
@@ -98,13 +100,13 @@ def _zero(plan: Plan) -> str:
 
 
 def _sends(plan: Plan) -> str:
-    """How values go from stage to stage, where that is not whole."""
+    """Return a text on how values are sent between stages; "" if they are sent in full."""
     axes = ",".join(plan.mesh_object().chosen)
     return f"in parts: each rank of {axes} sends one, and the next stage gathers them" if plan.scatter_sends else ""
 
 
 def _pins(pins: Mapping[str, Any]) -> str:
-    """`model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`."""
+    """Return `model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`."""
     layouts = [f"{name} {' '.join(f'{a}:{p}' for a, p in at.items())}" for name, at in pins.items() if name != "stages"]
     stages = pins.get("stages", {})
     cuts = [f"cut before {name}" for name in stages.get("cut_before", ())]
@@ -112,7 +114,7 @@ def _pins(pins: Mapping[str, Any]) -> str:
 
 
 def _count(number: int) -> str:
-    """`6,738,415,616 (6.74 billion)`."""
+    """Return `6,738,415,616 (6.74 billion)`."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number:,} ({number / size:.3g} {word})"
@@ -120,7 +122,7 @@ def _count(number: int) -> str:
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:
-    """`label    text` lines, wrapped."""
+    """Return `label    text` lines, wrapped."""
     return "\n".join(
         textwrap.fill(
             text,
@@ -156,7 +158,7 @@ def _totals(plan: Plan) -> str:
 
 
 def _unsharded(plan: Plan) -> str:
-    """The operators that run whole on every rank, one entry each, and the call that might shard them."""
+    """Return one entry per kind of replicated operator, with the call that might shard it."""
     if not plan.unsharded:
         return ""
     lines = ["run whole on every rank"]
@@ -174,7 +176,7 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    """What the layouts on the axis solved for first cost, and how much less any others could."""
+    """Return the cost of the layouts on the first solved axis, and the proven gap to the best possible."""
     cost = plan.cost
     if "work_share" not in cost:
         return ""
@@ -211,7 +213,10 @@ def _balance(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """The fullest rank of every pipeline coordinate, by kind; kinds that are nothing anywhere are left out."""
+    """Return the fullest rank of every pipeline coordinate, by kind.
+
+    Kinds that are zero everywhere are omitted.
+    """
     kinds = [kind for kind in MEMORY_KINDS if any(row.get(kind) for row in plan.memory)]
     if not kinds:
         return ""
@@ -229,7 +234,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """For how many rows of experts the memory is, and how much it is at the worst."""
+    """Return a text on the expert load that the memory is for, and the memory of the worst case."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
     of = f"the fullest rank has {plan.balance:g} times the mean" if plan.balance > 1 else "all ranks have as many"
@@ -243,7 +248,7 @@ def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cost(plan: Plan) -> str:
-    """The predicted step, from `Plan.cost` alone: the figures are those of `autopart.simulate`."""
+    """Return the predicted step from `Plan.cost` alone: the figures of `autopart.simulate`."""
     cost = plan.cost
     if "step_time_s" not in cost:
         return ""
@@ -283,7 +288,7 @@ Group = tuple[str, list[_Line]]
 
 
 def _stage_groups(plan: Plan) -> list[Group]:
-    """One group of rows a stage; where the plan has no blocks, one group for all modules."""
+    """Return one group of rows per stage; for a plan without blocks, one group for all modules."""
     if not any(stage.get("blocks") for stage in plan.stages):
         return [("all", _module_lines(plan))]
     weights = _weights_by_block(plan, {block["block"] for stage in plan.stages for block in stage.get("blocks", ())})
@@ -294,9 +299,10 @@ def _stage_groups(plan: Plan) -> list[Group]:
 def _stage_lines(
     plan: Plan, stage: Mapping[str, Any], weights: Mapping[str, list[str]], shown: dict[str, int]
 ) -> list[_Line]:
-    """The rows of a stage, those inside repeated layers under the name of the layers.
+    """Return the rows of a stage, with repeated layers under one heading.
 
-    `shown`: the stage in which a block's layout was printed; later ones refer to it.
+    Args:
+        shown: {block: the stage in which its layout was printed}; later stages refer to it.
     """
     lines = [
         _collective_line(f"(receives {c.count} value{'s' * (c.count > 1)})", c)
@@ -328,7 +334,12 @@ def _stage_lines(
 def _block_line(
     plan: Plan, block: Mapping[str, Any], layers: str, weights: Mapping[str, list[str]], before: int | None, total: int
 ) -> _Line:
-    """The row of a block. `layers`: those of the heading above it; `before`: the stage where its layout was printed."""
+    """Return the row of a block.
+
+    Args:
+        layers: the layers of the heading above it.
+        before: the stage in which its layout was printed.
+    """
     name = block["block"] or "(model)"
     if layers:
         name = "  " + (name.removeprefix(_layers_of(name)).removeprefix(".") or "(itself)")
@@ -347,7 +358,7 @@ def _block_line(
 
 
 def _layers_of(name: str) -> str:
-    """`model.layers.*` for `model.layers.*.mlp`; "" for what is not repeated."""
+    """Return `model.layers.*` for `model.layers.*.mlp`; "" for a block that is not repeated."""
     parts = name.split(".")
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
 
@@ -366,7 +377,7 @@ def _collective_line(name: str, row: Collective) -> _Line:
 
 
 def _module_lines(plan: Plan) -> list[_Line]:
-    """Modules with weights or collectives, of all stages together: for plans without blocks."""
+    """Return the modules with weights or collectives of all stages, for plans without blocks."""
     moved: dict[str, list[Collective]] = {}
     for row in plan.collectives:
         if row.per == "microbatch":
@@ -386,13 +397,16 @@ def _module_lines(plan: Plan) -> list[_Line]:
 
 
 def _step_group(plan: Plan) -> Group:
-    """What is communicated once a step."""
+    """Return the communication that happens once a step."""
     return "step", [_collective_line(f"({c.where})", c) for c in plan.collectives if c.per == "step"]
 
 
 def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
-    """`{block: ["c_attn.weight S(1; sections=3)", ...]}`: a parameter belongs to the block with the longest name above
-    it; weights of one layout share a line, replicated ones come last."""
+    """Return `{block: ["c_attn.weight S(1; sections=3)", ...]}`.
+
+    A parameter belongs to the block with the longest name above it. Weights with one layout share a line; replicated
+    ones come last.
+    """
     by_block: dict[str, dict[str, list[str]]] = {}
     for name in plan.parameters:
         pattern = pattern_of(name)
@@ -409,7 +423,7 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 
 def _layout_text(plan: Plan, name: str) -> str:
-    """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
+    """Return `S(0)` for `tp`, or `dp:S(1) tp:S(0)` if a plan also places parameters on other axes."""
     tensor_axis = Mesh({}, plan.axes).tensor_axis
     used_axes = {axis for entry in plan.parameters.values() for axis in entry}
     joined = sorted(used_axes - set(plan.mesh))
@@ -421,7 +435,7 @@ def _layout_text(plan: Plan, name: str) -> str:
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """The groups under one heading, a rule between them; the layouts wrapped into the width that the rest leaves."""
+    """Return the groups under one heading, separated by rules. Layouts are wrapped to the remaining width."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
@@ -444,7 +458,7 @@ def _table(groups: Sequence[Group]) -> str:
 
 
 def _wrap_layout(text: str, width: int) -> list[str]:
-    """Long lists of weights go on in further lines, indented; a placement is not broken."""
+    """Wrap a long list of weights to indented lines; a placement is not broken."""
     lines = []
     for line in text.split("\n"):
         kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")

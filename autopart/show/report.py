@@ -1,7 +1,7 @@
-"""A plan as one page of HTML, to keep beside a run or to send: no scripts, nothing from elsewhere.
+"""A plan as one HTML page without scripts or external resources.
 
-What a step is predicted to take and on what, every rank's timeline, the memory of every rank by kind, the plan as
-`explain` tells it, its notes, and the generated graphs where there are any.
+It shows the predicted step, every rank's timeline, the memory of every rank by kind, the text of `explain`, notes, and
+the generated graphs if given.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ i { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
 
 
 def page(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> str:
-    """The page. `graphs`: generated graphs to print, by what they are called."""
+    """Return the page. `graphs`: generated graphs to print, by title."""
     simulation = simulate(plan)
     name, mesh = plan.model.get("class", "a model"), plan.mesh_object()
     parts = [
@@ -66,7 +66,7 @@ def page(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> str:
 
 
 def write(plan: Plan, path: str | Path, graphs: Mapping[str, fx.GraphModule] | None = None) -> None:
-    """Write the page to a file. Raises OptionError where that cannot be."""
+    """Write the page to a file. Raises OptionError if that fails."""
     text = page(plan, graphs or {})
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -92,7 +92,7 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _timeline(simulation: Simulation) -> str:
-    """A line for every coordinate of `pp`: its actions, then what it does once a step."""
+    """Return one line for every coordinate of `pp`: its actions, then its work once a step."""
     timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
     each = max(1, MOST // len(timeline.spans))
     boxes = []
@@ -113,7 +113,10 @@ def _timeline(simulation: Simulation) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """A line for the fullest rank of every coordinate of `pp`, by kind; the kinds need not be at their most at once."""
+    """Return one line for the fullest rank of every coordinate of `pp`, by kind.
+
+    Kinds may peak at different times.
+    """
     sums = [sum(row.get(kind, 0) for kind in MEMORY_KINDS) for row in plan.memory]
     scale = WIDTH / max([*sums, 1])
     boxes = []

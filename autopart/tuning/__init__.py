@@ -1,1 +1,1 @@
-"""The choice between plans, and the measurements that it stands on."""
+"""Search for a mesh and its options, and advice on memory."""

@@ -1,4 +1,4 @@
-"""What would make a plan fit that needs more memory than its hardware has: other settings, each counted anew."""
+"""Advice for a plan that needs more memory than its hardware has: other settings that fit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from autopart.recipe.plan_figures import Draft
 
 
 def advised(plan: Plan, options: Options) -> Plan:
-    """A plan that was just made, with a note of what would make it fit where it does not.
+    """Return a plan, with a note of settings that would fit if it does not.
 
-    At most `cost.fit.TRIES` other settings are drafted, always the same ones, so that every process writes the same.
+    At most `cost.memory_advice.TRIES` other settings are drafted, always the same ones, so that every process writes
+    the same note.
     """
     reasons = plan.reasons
     if fits(plan) is not False:

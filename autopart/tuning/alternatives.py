@@ -1,4 +1,4 @@
-"""Why a found configuration is on the list, and why those that everybody knows lose to it."""
+"""Reasons for a found configuration, and why well-known configurations are slower."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SAME = 1.005
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
-    """The configurations that everybody knows, by name, and whether a candidate is one; `node`: devices in a node."""
+    """Return the well-known configurations by name, each with a test of a candidate.
+
+    `node`: devices in a node.
+    """
     return {
         "data parallelism alone (DDP)": lambda c: _is(c, "dp") and c.zero == 0,
         "data parallelism with parameters in parts (ZeRO-3, FSDP)": lambda c: _is(c, "dp") and c.zero == 3,
@@ -35,12 +38,12 @@ def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
 
 
 def _is(candidate: Candidate, axis: str) -> bool:
-    """Whether its mesh has one axis alone."""
+    """Return True if the mesh has this one axis alone."""
     return candidate.mesh.size(axis) == candidate.mesh.num_ranks > 1
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """A line for each famous configuration: how much more time it takes and on what, or memory than there is."""
+    """Return a line for each well-known configuration: its extra time and the cause, or that it does not fit."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]
@@ -61,7 +64,7 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
 
 
 def _on_what(other: Candidate, best: Candidate) -> str:
-    """What of a step takes longer in one than in the other, the most first."""
+    """Return the parts of a step that take longer in one configuration than in the other, largest first."""
     if other.simulation is None or best.simulation is None:
         return ""
     mine, theirs = best.simulation.parts, other.simulation.parts

@@ -66,7 +66,10 @@ ACTIONS = 50_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and how to run on it, with its predicted step. `simulation`: None where the formula alone was asked."""
+    """A mesh and how to run on it, with its predicted step.
+
+    `simulation`: None where the formula alone was asked.
+    """
 
     mesh: Mesh
     schedule: Schedule
@@ -118,7 +121,10 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """What kinds of axes the layouts of a table are for. `context`: ranks of `cp` that they are chosen for."""
+    """What kinds of axes the layouts of a table are for.
+
+    `context`: ranks of `cp` that they are chosen for.
+    """
 
     tensor: bool
     sequence_parallel: bool
@@ -203,7 +209,8 @@ class Space:
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
         """Every way to arrange so many devices that keeps `tp` in a node, divides the batch over `dp` and `ep`, the
-        experts over `ep`, and leaves ranks of `cp` sequences that are worth it."""
+        experts over `ep`, and leaves ranks of `cp` sequences that are worth it.
+        """
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
                 for ep in (n for n in _divisors(devices // (tp * cp)) if self._cuts_experts(n)):
@@ -247,8 +254,11 @@ class Space:
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Every candidate by the formulas, the fastest first. Of schedules, 1F1B and interleaved 1F1B (GPipe where
-        there are too few microbatches): `rescheduled` has the others."""
+        """Every candidate by the formulas, the fastest first.
+
+        Of schedules, 1F1B and interleaved 1F1B (GPipe where
+        there are too few microbatches): `rescheduled` has the others.
+        """
         if devices in self._sweeps:
             return self._sweeps[devices]
         settings = list(self.settings(devices))

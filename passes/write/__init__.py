@@ -1,1 +1,1 @@
-"""One graph per stage with local shapes and collectives, from a graph and what was chosen."""
+"""Writing of programs: one graph per stage with local shapes and collectives, from a graph and decisions."""

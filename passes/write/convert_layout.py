@@ -1,4 +1,4 @@
-"""How a value gets from one layout to another, and a parameter to the dtype that is computed in."""
+"""Conversions of values between layouts, and of parameters to the compute dtype."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from autopart.passes.write.stage_draft import Key, StageDraft
 
 
 class Converter:
-    """Writes conversions on any stage.
+    """Writer of conversions, on any stage.
 
-    `sizes`: of the axes, in time too, and of those joined that store parameters in parts. `emitter`, `mark`: write a
-    node for a traced one, and note which layout it holds (`lower._Writer`).
+    `sizes`: sizes of the axes, including the microbatch axis and flattened axes that store parameters. `emitter`,
+    `mark`: write a node for a traced one, and record its layout (`lower._Writer`).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Converter:
         self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
 
     def convert(self, written: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
-        """Go from one layout to another, one axis after the other."""
+        """Convert a value from one layout to another, one axis after the other."""
         current = dict(source)
         for axis, place in self._steps(node, source, target):
             written = self._step(written, node, current, axis, place, stage, stage.made)
@@ -59,7 +59,7 @@ class Converter:
         made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
         dtype: torch.dtype | None = None,
     ) -> fx.Node:  # fmt: skip
-        """The value with another place on one axis, which `made` has from then on."""
+        """Convert a value to another placement on one axis, and update `made`."""
         layout = tuple({**current, axis: place}.items())
         if (node, layout) not in made:
             made[node, layout] = self._convert_axis(written, node, current, axis, place, stage, options)
@@ -67,8 +67,10 @@ class Converter:
         return made[node, layout]
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
-        """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
-        gathered first over axes that are joined, which the target does not name."""
+        """Return the axes on which the placement changes between two layouts, in order.
+
+        A parameter is first gathered over flattened axes, which the target layout does not have.
+        """
         current = dict(source)
         whole = R_GRAD_P if facts(node)["needs_grad"] else R
         named = dict(target)
@@ -88,7 +90,7 @@ class Converter:
         stage: StageDraft,
         options: Mapping[str, Any],
     ) -> fx.Node:
-        """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
+        """Convert a value to another placement on one axis. `options`: of the operator, dtypes of a parameter."""
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
@@ -112,7 +114,7 @@ class Converter:
         )
 
     def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """The size of a dim over one axis alone, of which other axes cut their parts."""
+        """Return the size of a dim before this axis shards it, after the other axes have."""
         beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
         others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
         in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
@@ -121,29 +123,29 @@ class Converter:
         return full // others
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
-        """The layout in which a value goes from stage to stage."""
+        """Return the layout in which a value is sent between stages."""
         parts = in_parts(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
 
     def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
-        """Put a value together, where it was received in parts."""
+        """Gather a value that was received in shards (scatter-gather sends)."""
         sent = self.sent(node, produced)
         if sent != produced:
             facts(self.convert(received, node, sent, produced, stage))["received"] = True
 
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
-        """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""
+        """Return the storage dtype of a parameter whose compute or reduction dtype differs, else None."""
         precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
         if precision is None or not stored.is_floating_point:
             return None
         return None if stored == precision.compute == precision.reduce else stored
 
     def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
-        """A parameter in a layout, in the dtype that is computed in; `produced`: the layout it is stored in.
+        """Return a parameter in a layout, in the compute dtype. `produced`: the layout of its storage.
 
-        It is cast by the first conversion that gathers it, so that the cast value is what travels; what goes before
-        are conversions of its gradient alone, which have that in the dtype it is stored in. One that gathers casts and
-        sums in one operator: between two, autograd would round the sum to the dtype that is computed in.
+        The first conversion that gathers it also casts it, so that the smaller dtype is communicated. Conversions
+        before that one concern the gradient alone, which is in the storage dtype there. Gather and cast are one
+        operator: between two operators autograd would round the reduced gradient to the compute dtype.
         """
         computed, precision = value(node).dtype, self.trace.precision
         stored = dtype = self.stored_dtype(node)
@@ -165,7 +167,7 @@ class Converter:
 
 
 def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """The error for one axis that is to cut or gather what several cut as one."""
+    """Return the error for one axis that would shard or gather a dim that several axes shard as one."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
         f"{axis} cannot cut or gather dim {dim} of {name} alone",
@@ -176,15 +178,17 @@ def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> 
 
 
 def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """What an all-to-all is told of cuts in zigzag."""
+    """Return the arguments of an all-to-all for zigzag shards."""
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together: on
-    axes over which a parameter is gathered as one, it has no gradient before."""
+    """Order the steps between two layouts: those of the gradient alone first, if nothing must be gathered.
+
+    On axes over which a parameter is gathered as one, it has no gradient before.
+    """
     all_steps, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
                    if axis not in joined and source[axis].is_replicated and place.is_replicated]  # fmt: skip
@@ -192,9 +196,12 @@ def _gradient_first(
 
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
-    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
-    one that an axis cuts where another is to cut it. Else the shards would be put together in another order. Where an
-    axis outside changes how it cuts what one inside cuts alike, that one cuts it again behind."""
+    """Return the gathers that must come before all other steps.
+
+    A dim that several axes shard is gathered innermost axis first, and so is a dim that moves from one axis to another.
+    Otherwise shards would be concatenated in the wrong order. If an outer axis changes how it shards a dim that an
+    inner axis shards equally before and after, the inner axis shards it again at the end.
+    """
     axes = list(current)
     for axis in reversed(axes):
         place = current[axis]

@@ -1,9 +1,9 @@
 """Write the program of every stage: a pure function of the annotated graph and the decisions.
 
-Every value is made in the layout its operator's strategies give it and converted, once per target layout, to what its
-consumers want. What depends on the inputs alone is made on every stage that needs it, in the layout asked for: whole
-values in the stage's prologue (once per call, on the global batch), rows of the batch in the stage graph. Weights are
-read where they are used. Everything else that a later stage needs travels through the stages between.
+Each value is computed in the layout of its operator's strategies and converted, once per target layout, to what its
+consumers need. Values that depend on inputs alone are computed on every stage that needs them: replicated values in the
+stage's prologue (once per call, on the global batch), samples of the batch in the stage graph. Weights are read where
+they are used. Everything else that a later stage needs is sent through the stages between.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ def lower(
     trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast",
     beside: Sequence[Any] = (), local_rows: bool = False,
 ) -> Program:  # fmt: skip
-    """The program that computes `outputs` (nodes of the graph, or constants) under these decisions.
+    """Return the program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
-    `whole_outputs`: bring outputs to their global value over the rows (for a call); else leave them as they are, such
-    as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
-    `local_rows`: what is whole is so but for its rows, of which every rank gets its own.
+    Args:
+        whole_outputs: gather outputs over the batch axes (for a call). Otherwise they keep their placement, such as a
+            partial sum of the loss (for a training step, which reduces once).
+        beside: further outputs, after `outputs`, always gathered.
+        local_rows: gathered outputs keep the local samples of each data rank.
     """
     writer = _Writer(trace, decisions, rng, local_rows)
     ends = [o for o in (*outputs, *beside, *trace.buffer_updates.values()) if isinstance(o, fx.Node)]
@@ -85,7 +87,7 @@ def lower(
 
 
 def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """The noise of dropout of values that depend on a parameter: each rank draws it for the rows and shards it has."""
+    """Let each rank draw dropout noise for its own shard, for values that depend on a parameter."""
     return {
         node for node in random
         if node.users and all(can_draw(n) and facts(n)["role"] == ACTIVE for n in node.users)
@@ -93,21 +95,21 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raises OptionError where the numbers that one device draws cannot be drawn without the model's values."""
+    """Raise OptionError if single-device random numbers cannot be drawn without the model's values."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
 
 
 def write_local(call: LocalCall) -> fx.Node:
-    """Write a call for one rank: in its local form, if it has one, else as it was traced."""
+    """Write a call for one rank: in its local form if its rule has one, else as traced."""
     local = local_form(call.node)
     written = local(call) if local is not None else None
     return call.as_traced() if written is None else written
 
 
 class _Writer:
-    """Writes all stage graphs side by side."""
+    """Writer of all stage graphs at once."""
 
     def __init__(self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False):
         self.trace, self.decisions, self.local_rows = trace, decisions, local_rows
@@ -137,13 +139,16 @@ class _Writer:
     # Layouts
 
     def key(self, node: fx.Node, places: Layout) -> Key:
-        """A layout over the axes there are, `R` on those not named; gradients of values that have none do not count."""
+        """Return a layout over all axes, `R` on those without a placement.
+
+        Gradients of values without one are ignored.
+        """
         grad = facts(node)["needs_grad"]
         every = {axis: places.get(axis, R) for axis in self.sizes}
         return tuple((axis, R if place == R_GRAD_P and not grad else place) for axis, place in every.items())
 
     def produced(self, node: fx.Node) -> Key:
-        """The layout in which a value is made."""
+        """Return the layout in which a value is computed."""
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
             return self.key(source, {})
@@ -156,7 +161,7 @@ class _Writer:
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
-        """The layout in which an operator takes an input."""
+        """Return the layout in which an operator takes an input."""
         return self.key(used, {axis: on[node].inputs[position] for axis, on in self.chosen.items()})
 
     # Emitting
@@ -176,7 +181,7 @@ class _Writer:
         return emit
 
     def seed(self, stage: StageDraft) -> fx.Node:
-        """The random seed of the microbatch, a keyword input of the stage."""
+        """Return the random seed of the microbatch, a keyword input of the stage."""
         if stage.seed is None:
             assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
@@ -186,7 +191,7 @@ class _Writer:
         return stage.seed
 
     def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
-        """Note on a written node which traced value it holds, in which layout; `dtype`: in another than traced."""
+        """Record on a written node which traced value it holds, in which layout and `dtype`."""
         written.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         written.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -200,7 +205,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator, and note the block that it is in on all that is written for it."""
+        """Write one operator, and record its block on all nodes written for it."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -209,7 +214,7 @@ class _Writer:
             written.meta.update(block_facts)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
-        """Write one operator on its stage, with its inputs converted to what it takes."""
+        """Write one operator on its stage, with its inputs converted to the layouts that it takes."""
         stage = stage or self.stages[self.decisions.stage_of[node]]
         positions = iter(range(len(tensor_inputs(node))))
 
@@ -240,7 +245,7 @@ class _Writer:
                 self._keep(part, user, self.produced(user), stage)
 
     def _keep(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Note what a stage has made of a traced value, for all who ask for it in this layout."""
+        """Record the node of a traced value in a layout on a stage, for later consumers."""
         self.mark(written, node, layout)
         stage.made[node, layout] = written
         return written
@@ -248,7 +253,7 @@ class _Writer:
     # Reading
 
     def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """A value in a layout on a stage: made before, converted, received, or made now."""
+        """Return a value in a layout on a stage: computed before, converted, received, or computed now."""
         if (node, layout) in stage.made:
             return stage.made[node, layout]
         role = facts(source_of(node)[0])["role"]
@@ -267,7 +272,7 @@ class _Writer:
         return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """A layout that is made already and differs in that of the gradient alone, for those who give none."""
+        """Return an existing layout that differs in the gradient's placement alone, for consumers without a gradient."""
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
             if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
@@ -275,7 +280,9 @@ class _Writer:
         return layout
 
     def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """The value as it is made: a parameter or a weight's view made here, or a value from an earlier stage."""
+        """Return the value as it is computed: a parameter or a weight's view on this stage, or a value of an earlier
+        stage.
+        """
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
@@ -290,8 +297,7 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """A value of an earlier stage in the layout in which it is sent: let it travel here from the stage before, and
-        there from the one before it."""
+        """Return a value of an earlier stage in the layout in which it is sent, passed on by each stage between."""
         assert stage.index > 0, f"{node.name} is used before it is made"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
@@ -305,11 +311,11 @@ class _Writer:
         return self._keep(stage.placeholder(node.name), node, sent, stage)
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
-        """Whether an earlier stage makes a value."""
+        """Return True if an earlier stage computes the value."""
         return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
 
     def _check_input_gradient(self, node: fx.Node) -> None:
-        """Raises InputError where a gradient would have to come back through time or other stages."""
+        """Raise InputError if a gradient of an input would have to be sent back over microbatches or stages."""
         if len(self.stages) == 1 and MICROBATCH_AXIS not in self.sizes:
             return
         through = "a pipeline" if len(self.stages) > 1 else "microbatches"
@@ -333,7 +339,7 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Compute only the rows asked for, where the operator's rule allows it."""
+        """Compute only the requested samples, if the operator's rule allows it."""
         shards = math.prod(self.sizes[axis] for axis in self.row_axes)
         strategy = rows_of(node, batch, shards)
         if strategy is None:
@@ -349,7 +355,7 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
+        """Return a keyword input of the stage graph: its prologue computes the full value and the runtime shards it."""
         rows = "" if batch is None or not self.row_axes else "_rows"
         placeholder = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)
@@ -358,7 +364,7 @@ class _Writer:
         return placeholder
 
     def _whole(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """The global value in the stage's prologue."""
+        """Return the full value in the stage's prologue."""
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
@@ -377,7 +383,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """The program of these outputs, each with whether it is to be whole over the rows."""
+        """Return the program of these outputs, each with whether it is gathered over the batch axes."""
         last = self.stages[-1]
         results: list[Output] = []
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
@@ -408,7 +414,7 @@ class _Writer:
         )  # fmt: skip
 
     def _made_of(self, output: fx.Node) -> frozenset[str]:
-        """The inputs of the model that an output is made of, where its rows are those of a rank."""
+        """Return the model inputs that an output depends on, if its samples are local."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}
@@ -416,7 +422,7 @@ class _Writer:
         return frozenset(name for name, node in inputs if node in used)
 
     def _update(self, name: str, node: fx.Node) -> None:
-        """Let the stage that makes a new value of a buffer give it out, whole."""
+        """Add the full new value of a buffer to the outputs of the stage that computes it."""
         source, _ = source_of(node)
         if facts(source)["role"] in (INPUT, DATA):
             first = self.stages[0]
@@ -427,7 +433,7 @@ class _Writer:
         home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
 
     def _first_reader(self, source: fx.Node) -> int:
-        """The first stage that holds what a parameter, or a view of parameters, is made of."""
+        """Return the first stage that holds the ancestors of a parameter or a view of parameters."""
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
         names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
@@ -448,6 +454,6 @@ class _Writer:
         return tuple(places.items())
 
     def _readers(self) -> dict[str, set[int]]:
-        """The stages that read each parameter."""
+        """Return the stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)

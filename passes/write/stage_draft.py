@@ -1,4 +1,4 @@
-"""One pipeline stage while it is written, and how it becomes a `Stage`."""
+"""One pipeline stage under construction, and its conversion to a `Stage`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = tuple[tuple[str, Placement], ...]
 
 @dataclass
 class StageDraft:
-    """One stage being written."""
+    """One stage under construction."""
 
     index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -44,26 +44,30 @@ class StageDraft:
     seed: fx.Node | None = None
 
     def placeholder(self, name: str) -> fx.Node:
-        """A new argument of the graph; its name is changed where there is one of that name."""
+        """Add an argument to the graph. Its name is changed if it is taken."""
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
 
     def parameter(self, node: fx.Node) -> fx.Node:
-        """A parameter as it is stored."""
+        """Return a parameter in its stored layout."""
         self.parameters[node.target] = None
         return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
-        """End the graphs: with `values`, what the prologue makes for the graph, and new values of buffers."""
+        """End the graphs. `values`: outputs of the prologue for the graph, and new values of buffers."""
         new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip
         self.graph.output((*values, *new[False]))
         self.prologue.output((*self.prologue_outputs, *new[True]))
 
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
-        """The stage, its graphs having their outputs; `sizes` are those of the mesh axes. `mark` may write on its graph
-        and order it otherwise."""
+        """Return the stage, after its graphs have outputs.
+
+        Args:
+            sizes: sizes of the mesh axes.
+            mark: a function that may rewrite and reorder the graph.
+        """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
         for placeholder in reversed([*received, *keywords]):  # received values come first
@@ -81,7 +85,7 @@ class StageDraft:
 
 
 def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
-    """A module around a graph: parameters and buffers without data, constants of the trace with theirs."""
+    """Return a module for a graph: parameters and buffers without data, constants of the trace with data."""
     attributes: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
         constant = trace.constants.get(node.target)
@@ -104,7 +108,10 @@ def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
 
 
 def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: int) -> dict[str, set[int]]:
-    """The stages that read each parameter, directly or through a view of it. The last gives the model's outputs."""
+    """Return the stages that read each parameter, directly or through a view.
+
+    The last stage has the model's outputs.
+    """
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):
         for used in node.all_input_nodes:
