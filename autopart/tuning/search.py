@@ -1,8 +1,8 @@
-"""The search for a mesh and a way to run on it: every one is swept over closed formulas, the best are simulated.
+"""Search for a mesh and its options: closed formulas sweep all candidates, the best are simulated.
 
-Of the model a copy with few of its repeated blocks is traced once; its operators are counted under the layouts that
-the solver chooses with and without `tp`, sequence parallelism, `cp` and `ep`, and each recomputation. From these tables
-come the formulas (`cost.formula`) that are swept, and the stages and steps that are simulated (`cost.table`).
+A copy of the model with few of its repeated blocks is traced once. Its operators are counted for each kind of layout
+(with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation. From these tables come the formulas
+(`cost.formula`) of the sweep, and the simulated stages and steps (`cost.predict.table`).
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ ACTIONS = 50_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and how to run on it, with its predicted step.
-
-    `simulation`: None where the formula alone was asked.
-    """
+    """A mesh with its options and predicted step. `simulation`: None if only the formula was evaluated."""
 
     mesh: Mesh
     schedule: Schedule
@@ -83,7 +80,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `autopart.plan` that ask for it."""
+        """Return the options of `autopart.plan` for this candidate."""
         asked: dict[str, Any] = {"microbatches": self.schedule.microbatches, "recompute": self.recompute}
         if self.schedule.name is not None:
             asked |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
@@ -113,7 +110,7 @@ class Candidate:
         return f"{', '.join(parts)}: {cost}"
 
     def planned(self, plan: Plan) -> Candidate:
-        """The candidate with the step and the memory of its plan in place of estimates."""
+        """Return the candidate with the step and memory of its plan in place of estimates."""
         step = simulate(plan)
         return replace(
             self, step_time_s=step.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=step
@@ -121,10 +118,7 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """What kinds of axes the layouts of a table are for.
-
-    `context`: ranks of `cp` that they are chosen for.
-    """
+    """Kinds of axes that the layouts of a table are chosen for. `context`: number of `cp` ranks."""
 
     tensor: bool
     sequence_parallel: bool
@@ -133,13 +127,13 @@ class LayoutKind(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
-        """That of a mesh. From eight ranks of `cp` on attention may be cheaper in another way."""
+        """Return the kind of a mesh. From eight `cp` ranks on, another attention strategy may be cheaper."""
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
-        """On which the model is counted."""
+        """The mesh on which the model is counted."""
         sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
         return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
 
@@ -149,12 +143,12 @@ class LayoutKind(NamedTuple):
 
 @dataclass
 class Space:
-    """A model's tables and formulas on one kind of hardware, for one global batch of `rows`.
+    """Tables and formulas of a model for one hardware profile and one global batch of `rows` samples.
 
-    `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
-    `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
-    `precision`: what is computed in. `methods`: what data-parallel ranks may send each other in place of gradients.
-    `balance`, `sequence_dims`: as of `autopart.plan`.
+    `fused`: count the operators between two matrix products or collectives as one kernel. `assumed`: fields of
+    `cost.predict.run_setting.Setting` that differ from autopart's runtime (`state_bytes`, `receives_held`, ...).
+    `precision`: compute dtypes. `methods`: gradient synchronization methods to try. `balance`, `sequence_dims`: as
+    `autopart.plan`.
     """
 
     model: nn.Module
@@ -190,7 +184,7 @@ class Space:
         self.tables.clear()
 
     def table(self, kind: LayoutKind, recompute: Word) -> Table:
-        """The table for layouts of a kind, counted when first asked for."""
+        """Return the table for a kind of layouts, counted on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
@@ -208,8 +202,10 @@ class Space:
         return self.tables[kind, recompute]
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
-        """Every way to arrange so many devices that keeps `tp` in a node, divides the batch over `dp` and `ep`, the
-        experts over `ep`, and leaves ranks of `cp` sequences that are worth it.
+        """Yield the meshes for a number of devices.
+
+        `tp` stays in a node, `dp` and `ep` divide the batch, `ep` divides the experts, and `cp` leaves each rank a
+        sequence of useful length.
         """
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
@@ -225,17 +221,17 @@ class Space:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a row of the batch."""
+        """Tokens of a sample."""
         return tokens(self._traced)
 
     @cached_property
     def num_experts(self) -> int:
-        """What divides the experts of every layer that has some; 1 where there are none."""
+        """A number that divides the experts of every layer with experts; 1 without any."""
         return math.gcd(*(expert_counts(self._traced.graph) or [1]))
 
     @cached_property
     def num_blocks(self) -> int:
-        """As many stages as there may be: one for each repeated block."""
+        """The largest number of stages: one per repeated block."""
         return max([len(like) for like in self._like.values()], default=4)
 
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
@@ -254,10 +250,9 @@ class Space:
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Every candidate by the formulas, the fastest first.
+        """Return every candidate by the formulas, fastest first.
 
-        Of schedules, 1F1B and interleaved 1F1B (GPipe where
-        there are too few microbatches): `rescheduled` has the others.
+        Schedules are 1F1B and interleaved 1F1B, or GPipe with too few microbatches. `rescheduled` adds the others.
         """
         if devices in self._sweeps:
             return self._sweeps[devices]
@@ -292,12 +287,12 @@ class Space:
                     yield Candidate(mesh, schedule, kind.sequence_parallel, recompute, zero, *figures)
 
     def _uneven(self, num_stages: int) -> float:
-        """How much heavier than the mean a stage is whose blocks can be halved and no more."""
+        """Return the imbalance of stages if a block can be halved but not split further."""
         halves = 2 * self.num_blocks
         return num_stages * math.ceil(halves / num_stages) / halves if num_stages > 1 else 1.0
 
     def simulated(self, candidate: Candidate) -> Candidate:
-        """The candidate with its own stages and schedule, simulated."""
+        """Return the candidate with its stages and schedule, simulated."""
         table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
@@ -306,7 +301,7 @@ class Space:
         return replace(candidate, step_time_s=step.step_time_s, memory_bytes=fullest_bytes, simulation=step)
 
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate under every other schedule that can run it, simulated."""
+        """Yield the candidate under every other schedule that can run it, simulated."""
         pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
         for name in FLUSHING if pp > 1 else ():
             for virtual in VIRTUAL_STAGES:
@@ -320,15 +315,18 @@ class Space:
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with every method that may be, simulated: ranks hold whole models, or whole gradients."""
+        """Yield the candidate with every applicable gradient method, simulated.
+
+        Ranks have full models, or full gradients.
+        """
         for method in self.methods if candidate.mesh.along("rows") else ():
             if candidate.zero == 0 or (candidate.zero == 1 and not method.changes_models):
                 yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:
-        """The candidates that fit, simulated, each faster than all that take less memory; the fastest first.
+        """Return the simulated candidates on the Pareto front of time and memory that fit, fastest first.
 
-        Raises MemoryLimitError where none fits.
+        Raises MemoryLimitError if none fits.
         """
         swept = self.sweep(devices)
         able = [candidate for candidate in swept if candidate.memory_bytes <= memory]
@@ -363,7 +361,7 @@ class Space:
 
 
 def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The fastest of every mesh and kind of recomputation and storage."""
+    """Return the fastest candidate of every mesh, recomputation and ZeRO level."""
     seen = set()
     for candidate in candidates:
         key = str(candidate.mesh), candidate.recompute, candidate.zero
@@ -373,7 +371,7 @@ def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those for which nothing else is both faster and smaller, the fastest first."""
+    """Return the candidates for which no other is both faster and smaller, fastest first."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -392,26 +390,26 @@ def search(
     dp_sync: Sequence[str | Mapping[str, Any]] = (),
     **options: Unpack[SearchOptions],
 ) -> list[Plan]:
-    """The best plans for a number of devices, fastest first, each faster than all that take less memory.
+    """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
 
-    Every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO stage is swept over closed
-    formulas; the best are cut into stages and simulated, also under the other schedules; the first `count` of those
-    are planned whole.
+    Closed formulas sweep every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO level.
+    The best are split into stages and simulated, also under the other schedules. The first `count` of them are planned
+    in full.
 
     Args:
         model: may be on `meta`.
         devices: ranks, in nodes of the hardware's size.
-        global_batch: rows of a step. None: those of the example.
-        example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
-        count: how many plans to make.
-        dp_sync: methods of data parallelism that may be used, `["powersgd:4", "local:8"]`, as `plan` takes them. They
-            change what is learned: none but these is tried, and which of them learns as well is not predicted.
+        global_batch: samples of a step. None: those of the example.
+        example_kwargs: a call of the model with any batch size. None: tokens, for language models of transformers.
+        count: number of plans to make.
+        dp_sync: gradient synchronization methods to try, `["powersgd:4", "local:8"]`, as in `plan`. They change what
+            the model learns, which is not predicted, so no others are tried.
         **options: `SearchOptions`.
     Returns:
-        Plans in the order of their simulated steps, whose last note says what is predicted and why it is on the list;
-        the notes before, of the fastest, why the configurations that everybody knows lose to it.
+        Plans in the order of their simulated steps. The last note of each says what is predicted and why it is listed.
+        The notes before it, of the fastest, say why well-known configurations are slower.
     Raises:
-        MemoryLimitError where nothing fits, OptionError for numbers that cannot be, InputError without an example.
+        MemoryLimitError if nothing fits, OptionError for invalid numbers, InputError without an example.
 
     Example:
         >>> plans = autopart.search(model, 64, hardware="a100-80gb-sxm", global_batch=512)    # doctest: +SKIP
@@ -444,7 +442,7 @@ def search(
 
 
 class _Planned(NamedTuple):
-    """A candidate with the figures of its plan, and as it was estimated before."""
+    """A candidate with the figures of its plan, and its earlier estimate."""
 
     candidate: Candidate
     estimated: Candidate
@@ -454,7 +452,7 @@ class _Planned(NamedTuple):
 def _planned(
     model: nn.Module, traced: Trace, candidates: Sequence[Candidate], options: Options, limit: float, count: int
 ) -> list[_Planned]:
-    """The first `count` of the candidates that fit when counted exactly, by the figures of their plans."""
+    """Return the first `count` candidates that fit by exact counts, ordered by the figures of their plans."""
     best: list[_Planned] = []
     for estimated in candidates:
         if len(best) == count:
@@ -474,7 +472,7 @@ def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
     precision: Precision | None = None, methods: Sequence[DpSync] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
-    """What `search` searches. Raises as `search`."""
+    """Return the search space of `search`. Raises the errors of `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
     example_rows = _given_rows(example)
     rows = global_batch if global_batch is not None else example_rows
@@ -484,7 +482,10 @@ def space_of(
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:
-    """The rows of an example call: what most of its tensors have. Raises InputError where none has any."""
+    """Return the batch size of an example call: the first dim of most tensors.
+
+    Raises InputError without any.
+    """
     sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
     if not sizes:
         raise InputError("search() needs an example call with rows", hint="example_kwargs={'input_ids': ids}")
@@ -492,7 +493,7 @@ def _given_rows(example: Mapping[str, Any]) -> int:
 
 
 def _rows_of(x: Any, rows: int, wanted: int) -> Any:
-    """A tensor with other rows, without values where it gets more."""
+    """Return a tensor with another batch size; new samples have no values."""
     if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
         return x
     return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()
