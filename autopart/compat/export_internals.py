@@ -1,4 +1,4 @@
-"""Private parts of torch for what a trace takes in another form: conditions, transforms, lazy modules."""
+"""Private parts of torch.export: nested traces, conditions, transforms, lazy modules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from autopart.common.scoped import attributes
 
 
 def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
-    reads of the trace is an attribute. What nothing reads is left out."""
+    """Trace a function of tensors of the present trace into a graph of its own.
+
+    Other values of the present trace that it reads become attributes. Unused ones are left out.
+    """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
         with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
@@ -43,26 +45,30 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def quiet_shapes() -> AbstractContextManager[None]:
-    """Inside, an operator that refuses what it is called with raises as ever, and torch does not log it as well."""
+    """Silence torch's log of operators that reject their arguments; the errors are raised as ever."""
     return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
 
 
 def compiled_when_called() -> AbstractContextManager[None]:
-    """Graphs that are made in it turn into Python when they are first called, not at every change. torch's compiler
-    makes its graphs so; `torch.export` compiles each of its own about thirty times and calls none."""
+    """Generate the Python code of new graphs when they are first called, not at every change.
+
+    torch's compiler builds its graphs so. `torch.export` generates code about thirty times per graph and calls none.
+    """
     return _use_lazy_graph_module(True)
 
 
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
-    """Inside, the lines that a trace notes of an operator are looked up no further out than the function `outermost`.
-    torch looks up every frame of the process for each operator, and keeps those of the model's call."""
+    """Limit the stack trace that is recorded for each operator to the frames inside the function `outermost`.
+
+    torch resolves every frame of the process for each operator, but only the frames of the model's call are kept.
+    """
     if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
         return nullcontext()
     return attributes({(fx.proxy, "CapturedTraceback"): _Stack(outermost)})
 
 
 class _Stack:
-    """What a trace asks of torch's `CapturedTraceback`."""
+    """Substitute for torch's `CapturedTraceback` in a trace."""
 
     def __init__(self, outermost: CodeType):
         self.outermost = outermost
@@ -71,7 +77,7 @@ class _Stack:
         return self
 
     def summary(self) -> StackSummary:
-        """The frames from the outermost on. The text of a line is read when it is asked for."""
+        """Return the frames, outermost first. The text of a line is read on use."""
         frames = list[FrameSummary]()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -82,7 +88,10 @@ class _Stack:
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
-    """What a call gives; the operators that it adds to the innermost trace have `note` in their meta."""
+    """Return the result of a call.
+
+    The operators that it adds to the innermost trace have `note` in their metadata.
+    """
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
     before = len(graph.nodes)
@@ -93,7 +102,7 @@ def noted(call: Callable[[], Any], note: str) -> Any:
 
 
 def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
+    """Replace `torch.cond(condition, a, b, operands)` of a tensor by `to(condition, a, b, operands)`."""
     name = "_hop_compile_and_call"
     original: Any = getattr(higher_order, name, None)
     if original is None:  # a torch in which torch.cond is refused
@@ -108,9 +117,10 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, what does the work of `torch.func`'s transforms is `to(name, original, args, kwargs)`, for torch's own.
+    """Replace the functions behind `torch.func`'s transforms by `to(name, original, args, kwargs)`, for torch's own
+    too.
 
-    A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
+    A Hessian uses `jacrev` alone: fake tensors have no forward derivative of a backward.
     """
     places = [(functorch_apis, "vmap_impl")]
     places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
@@ -123,19 +133,19 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Let a lazy module become what it is once it was called with these."""
+    """Initialize a lazy module as a first call with these arguments would."""
     if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
         lazy: Any = module
         lazy._infer_parameters(lazy, args, dict(kwargs))
 
 
 def keep_calls(target: Any) -> None:
-    """Let calls of an operator stay in a graph although nothing reads what they give."""
+    """Keep calls of an operator in graphs although their results are unused."""
     fx.node.has_side_effect(target)
 
 
 def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
-    """Inside, `tensor.tolist()` is `to(tensor)` of a tensor of a trace, where that is not None."""
+    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`, unless that is None."""
 
     def instead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def tolist(tensor: Any) -> Any:
@@ -149,7 +159,10 @@ def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[Non
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Take off the hooks on what autograd saves, and put them back. `torch.func` refuses to run inside any."""
+    """Take off the hooks on what autograd saves, and put them back.
+
+    `torch.func` refuses to run inside any.
+    """
     autograd: Any = torch._C._autograd
     hooks = []
     while top := autograd._top_saved_tensors_default_hooks(True):

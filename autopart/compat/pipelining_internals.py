@@ -1,4 +1,4 @@
-"""Private parts of torch's pipelining: its schedules, a stage, and a batch whose microbatches run one at a time."""
+"""Private parts of torch.distributed.pipelining: schedules, a stage, and 1F1B one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _SCHEDULES = {
 
 
 def schedule_class(schedule: str) -> Any:
-    """Torch's class for a schedule. Here as below, pipelining is imported where it is used: it brings torch.compile,
-    which takes as long as torch itself."""
+    """Return torch's class of a schedule.
+
+    Pipelining is imported on use, here and below: it imports torch.compile, which takes as long as torch itself.
+    """
     from torch.distributed import pipelining
 
     if schedule == "1f1b_2bw":
@@ -29,9 +31,9 @@ def schedule_class(schedule: str) -> Any:
 
 
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
-    """{rank: what torch's schedule runs there, in order}, by its own code, without processes.
+    """Return {rank: the actions of torch's schedule, in order}, by torch's code, without processes.
 
-    The part of its construction that adds sends and receives is left out: it takes minutes for large pipelines.
+    The part that adds sends and receives is skipped: it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -52,8 +54,11 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 
 @functools.cache
 def stage_class() -> Any:
-    """A pipeline stage that does not greet itself: in torch 2.11 neighbouring stages on one rank (zbv, dualpipev) do,
-    which gloo refuses. `after_backward` is called where a microbatch's backward has reached the weights."""
+    """Return the class of a pipeline stage without torch's initial peer-to-peer handshake.
+
+    In torch 2.11 neighbouring stages on one rank (zbv, dualpipev) would do one with themselves, which gloo rejects.
+    `after_backward` is called when a microbatch's backward has reached the weights.
+    """
     from torch.distributed import pipelining
 
     class PipelineStage(pipelining.PipelineStage):
@@ -72,15 +77,17 @@ def stage_class() -> Any:
             return done
 
         def after_backward(self) -> None:
-            """For its maker to set."""
+            """Hook that the owner sets."""
 
     return PipelineStage
 
 
 @functools.cache
 def batch_class() -> Any:
-    """1F1B of one batch on one stage, whose forwards and backwards run one by one, when they are called: `step` takes
-    the batch in and runs nothing."""
+    """Return a 1F1B schedule of one batch on one stage whose forwards and backwards are called one by one.
+
+    `step` takes the batch and runs nothing.
+    """
     from torch.distributed import pipelining
 
     class Batch(pipelining.Schedule1F1B):
@@ -95,7 +102,7 @@ def batch_class() -> Any:
             return self._stage.get_fwd_recv_ops(microbatch)
 
         def forward(self, microbatch: int) -> list[dist.P2POp]:
-            """Returns what is to be sent."""
+            """Run the next forward, and return the sends."""
             output = self._stage.forward_one_chunk(microbatch, *self.arguments[microbatch], save_forward_output=False)
             self._maybe_compute_loss(self._stage, output, self.targets, microbatch)
             return self._stage.get_fwd_send_ops(microbatch)
@@ -104,14 +111,14 @@ def batch_class() -> Any:
             return self._stage.get_bwd_recv_ops(microbatch)
 
         def backward(self, microbatch: int) -> list[dist.P2POp]:
-            """Returns what is to be sent."""
+            """Run the next backward, and return the sends."""
             loss = self._maybe_get_loss(self._stage, microbatch)
             is_last = microbatch == self._n_microbatches - 1
             self._stage.backward_one_chunk(microbatch, loss=loss, last_backward=is_last)
             return self._stage.get_bwd_send_ops(microbatch)
 
         def losses(self) -> list[torch.Tensor]:
-            """Of each microbatch, on the last stage."""
+            """Losses of the microbatches, on the last stage."""
             losses: list[torch.Tensor] = []
             self._update_losses(self._stage, losses)
             return losses
@@ -121,10 +128,10 @@ def batch_class() -> Any:
 
 @functools.cache
 def split_backward_counts_twice() -> bool:
-    """Whether pipelining's split backward (zero bubble) is wrong for a parameter that one stage reads twice.
+    """Return True if pipelining's split backward (zero bubble) is wrong for a parameter with two uses in one stage.
 
-    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. Tried here
-    rather than looked up by version: z = (x + w) + w has gradient 2 by w.
+    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. This is
+    tested, not looked up by version: z = (x + w) + w has gradient 2 with respect to w.
     """
     from torch.distributed.pipelining import _backward
 

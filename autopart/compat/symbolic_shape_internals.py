@@ -1,5 +1,4 @@
-"""Private parts of torch that have to do with sizes and numbers that depend on values, beside
-`autopart/compat/torch_internals.py`."""
+"""Private parts of torch's symbolic shapes: data-dependent sizes and scalars."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def is_symbol(size: Any) -> bool:
 
 
 def expression(size: Any) -> Any:
-    """A size or number of a trace as sympy has it; a plain number as it is."""
+    """Return a size or scalar of a trace as a sympy expression; a plain number stays."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     known = size.node.expr  # with what torch has found out since
@@ -36,7 +35,7 @@ def expression(size: Any) -> Any:
 
 
 def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """A value of a trace, as fake tensors, with these sizes in place of torch's symbols; others stay open."""
+    """Return a traced value, as fake tensors, with these sizes for torch's symbols. Other symbols stay."""
     if isinstance(value, (tuple, list)):
         return type(value)(with_sizes(part, sizes) for part in value)
     if isinstance(value, torch.SymInt):
@@ -51,22 +50,25 @@ def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def symbolic_functions() -> dict[Any, str]:
-    """What torch writes in a graph for `math.sqrt` and the like of a number that is not known, by operator."""
+    """Return the functions that torch writes to a graph for `math.sqrt` and others of a symbolic scalar, by operator."""
     names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 
 
 def free_symbols(size: Any) -> set[Symbol]:
-    """torch's symbols in a size."""
+    """Return torch's symbols in a size."""
     return getattr(expression(size), "free_symbols", set())
 
 
 def many_elements(
     answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
 ) -> AbstractContextManager[None]:
-    """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
-    not: kernels are right for such sizes too. Code of the model that asks for the truth of a comparison is told what
-    `answer_model` says of its frame and of what makes that truth a tensor; where that is None, that nobody knows."""
+    """Answer questions about data-dependent sizes during a trace.
+
+    torch's own code that asks whether such a size is 0 or 1 gets "no": kernels are right for these sizes too. Code of
+    the model that asks for the truth of a comparison gets the answer of `answer_model`, which is passed the frame and
+    a function that makes the truth a tensor. None means that the truth is unknown.
+    """
     ask: Any = ShapeEnv.evaluate_expr
 
     def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +92,13 @@ def many_elements(
 
 
 def all_selected() -> AbstractContextManager[Any]:
-    """Inside, a mask without values is taken to be true everywhere."""
+    """Assume that a mask without values is true everywhere."""
     patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
     return patch
 
 
 def _truth(env: Any, asked: Any) -> torch.Tensor:
-    """A comparison of numbers that a trace does not know, as a tensor."""
+    """Return a comparison of symbolic scalars as a tensor."""
     left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
     kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
     tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
@@ -104,7 +106,7 @@ def _truth(env: Any, asked: Any) -> torch.Tensor:
 
 
 def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A number that a trace does not know, as a tensor of it."""
+    """Return a symbolic scalar as a tensor."""
     return torch.full((), number, dtype=dtype)
 
 
@@ -118,7 +120,7 @@ _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
 def _asking_frame() -> types.FrameType | None:
-    """The frame of the code that needs the answer."""
+    """Return the frame of the code that needs the answer."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Private parts of torch are touched here, and in the other files `compat_*.py`, alone. Each name says what it is."""
+"""Private parts of torch that several packages use. Each name says what it is."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ tree_unflatten = pytree.tree_unflatten
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name, as functional collectives name it."""
+    """Return the process group with this name, as functional collectives name it."""
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """The function compiled; in torch's caches on disk what has been compiled is found under the same tag alone."""
+    """Compile a function. In torch's caches on disk, its code is found under the same tag alone."""
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
 
@@ -58,35 +58,34 @@ def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]
 
 
 def is_operator(target: Any) -> bool:
-    """Whether a node's target is an operator of torch's dispatcher."""
+    """Return True if a node's target is an operator of torch's dispatcher."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def targets_in(graph: fx.Graph) -> list[Any]:
-    """What the calls of a graph call, each once; also what they called before a pass."""
+    """Return the targets of a graph's calls, each once, including those before a pass."""
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
 def is_composite(target: Any) -> bool:
-    """Whether an operator, or a plain function, is written in terms of others."""
+    """Return True if an operator, or a plain function, is implemented by other operators."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether a node's target is a higher-order operator, which holds a region of the graph."""
+    """Return True if a node's target is a higher-order operator, which holds a subgraph."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def keeping_draws() -> Any:
-    """A context in which tracing keeps calls that draw random numbers although nothing reads them: the model itself
-    makes them, and they move its generator on."""
+    """Keep unused calls that draw random numbers in a trace: the model makes them, and they advance its generator."""
     import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor; of a sparse one those of the entries it holds, and of their places."""
+    """Return the bytes of a tensor; of a sparse tensor, those of its entries and indices."""
     if not tensor.is_sparse:
         return tensor.nbytes
     return tensor._indices().nbytes + tensor._values().nbytes
@@ -98,7 +97,7 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def decomposition(target: Any) -> Callable[..., Any] | None:
-    """Torch's own way of computing an operator by smaller ones, or None where it has none."""
+    """Return torch's decomposition of an operator, or None."""
     if target in _decompositions():
         return _decompositions()[target]
     is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
@@ -106,35 +105,37 @@ def decomposition(target: Any) -> Callable[..., Any] | None:
 
 
 def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The operators that a function of fake tensors calls, every composite one as its parts."""
+    """Trace a function of fake tensors, with every composite operator decomposed."""
     with torch.no_grad():
         return make_fx(function)(*tensors)
 
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Inside, operators run as they do outside of a trace, on real tensors. Python's dispatcher is off too: of padding,
-    it makes a tensor that requires grad also under `no_grad`."""
+    """Run operators on real tensors during a trace, without the Python dispatcher.
+
+    For padding, the dispatcher would return a tensor that requires grad even under `no_grad`.
+    """
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The operators that a function calls on tensors like these, outside of any trace that is being made."""
+    """Trace a function of tensors like these, outside of any present trace."""
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
 
 
 class Tracing:
-    """A trace that torch is making at this moment: its graph, and which node each tensor is."""
+    """The trace that torch is making: its graph, and the node of each tensor."""
 
     def __init__(self, tracer: Any):
         self.tracer = tracer
 
     @classmethod
     def current(cls) -> Tracing | None:
-        """The innermost one; None outside of any, or where no modules are noted."""
+        """Return the innermost trace; None outside of any, or if modules are not recorded."""
         made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
         tracer = made_by.fx_tracer if made_by is not None else None
         return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
@@ -150,7 +151,7 @@ class Tracing:
         return cast(fx.Node, self.tracer.graph._root.prev)
 
     def nodes_after(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that were added after one."""
+        """Return the nodes that were added after one."""
         nodes = []
         while node.next is not self.tracer.graph._root:
             node = node.next
@@ -162,7 +163,7 @@ class Tracing:
         return cast(fx.Node, slot.proxy.node) if slot is not None else None
 
     def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
-        """Add a call on a list of tensors that gives those of `tensors`."""
+        """Add a call on a list of tensors whose results are `tensors`."""
         name = operator_name(target)
         create = self.tracer.create_node
         with torch._C.DisableTorchFunction():
@@ -174,20 +175,21 @@ class Tracing:
         return cast(fx.Node, whole)
 
     def tracked(self) -> list[torch.Tensor]:
-        """All tensors that are nodes of the trace, and still there."""
+        """Return all live tensors that are nodes of the trace."""
         return list(self.tracer.tensor_tracker.keys())
 
     def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
-        """Add a call of `base` that gives this tensor, which is no node as yet."""
+        """Add a call of `base` whose result is this tensor, which is no node yet."""
         with torch._C.DisableTorchFunction():
             args, name = (self.node_of(base), *options), operator_name(target)
             node = self.tracer.create_node("call_function", target, args, {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
     def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
-        """Let what reads `tensor`, now or later, read `replacement` instead, which is made of it by one call.
+        """Replace the uses of `tensor`, present and future, by `replacement`, the result of one call on it.
 
-        False where the call needs something that is younger than a reader. `before`: {what was put in place: of what}.
+        Returns False if the call depends on a node that is later than a use. `before`: {replacement: the replaced
+        tensor}.
         """
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
@@ -209,12 +211,12 @@ class Tracing:
         return True
 
     def counts(self) -> Any:
-        """How often which module has run so far, and which run now."""
+        """Return how often each module has run, and which modules run now."""
         tracer, scope = self.tracer, self.tracer.scope
         return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
 
     def restore(self, counts: Any) -> None:
-        """Go back to what `counts` gave."""
+        """Restore the state that `counts` returned."""
         tracer = self.tracer
         for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
             held.clear()
@@ -223,19 +225,22 @@ class Tracing:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, calls are not part of the trace."""
+        """Run calls outside of the trace, for a `with` block."""
         with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
             yield
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """A context in which what is asked of a tensor reaches it without passing through any mode."""
+    """Call methods of tensors without any `__torch_function__` mode."""
     return cast(AbstractContextManager[Any], torch._C.DisableTorchFunction())
 
 
 def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, whatever a trace meets goes through `to(run, tracer, function, args, kwargs)`: every operator, and every
-    entry into and exit from a region of a grad mode or of autocast. `run()` is what torch does."""
+    """Pass everything in a trace through `to(run, tracer, function, args, kwargs)`.
+
+    That is every operator, and every entry into and exit from a region of a grad mode or of autocast. `run()` does
+    what torch does.
+    """
     mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
     dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
     kept = {GRAD_MODE, *AUTOCAST}
@@ -254,7 +259,7 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 class _Redirected:
-    """Holds the code that `torch.autograd.Function.apply` has inside `redirected_functions`."""
+    """Code of `torch.autograd.Function.apply` inside `redirected_functions`."""
 
     to: Callable[..., Any]
     """What is called with torch's own `apply`, the class, and the call's arguments."""
@@ -270,9 +275,9 @@ class _Redirected:
 
 @contextmanager
 def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `F.apply(*args, **kwargs)` of every autograd.Function is `to(apply, F, args, kwargs)`.
+    """Replace `F.apply(*args, **kwargs)` of every autograd.Function by `to(apply, F, args, kwargs)`.
 
-    The code of `apply` is exchanged, so that this holds of `f = F.apply` as well, which was bound before.
+    The code object of `apply` is exchanged, so that this also holds for `f = F.apply` bound earlier.
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
@@ -290,13 +295,15 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 def exporting() -> AbstractContextManager[None]:
-    """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
+    """Make `torch.compiler.is_exporting()` true, as while `torch.export` runs a model."""
     return attributes({(torch.compiler, flag): True for flag in ("_is_exporting_flag", "_is_compiling_flag")})
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Inside, `torch.utils.checkpoint(function, ..., use_reentrant=False)` is a plain call of the function, in
-    `around(function)`: it saves and draws nothing."""
+    """Make `torch.utils.checkpoint(function, ..., use_reentrant=False)` a plain call, in `around(function)`.
+
+    It then saves no random state and draws nothing.
+    """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with around(function):
@@ -306,63 +313,63 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> A
 
 
 def gather_collective() -> Callable[..., Any]:
-    """Gathers one tensor into one tensor; torch 2.13 has given it another name."""
+    """All-gather into one tensor; torch 2.13 renamed it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def scatter_collective() -> Callable[..., Any]:
-    """Sums one tensor and scatters it into one tensor; torch 2.13 has given it another name."""
+    """Reduce-scatter into one tensor; torch 2.13 renamed it."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group moves tensors of this device with gloo, which on a GPU can only all-reduce and broadcast."""
+    """Return True if the group uses gloo for this device. On a GPU gloo can only all-reduce and broadcast."""
     return group._get_backend(device).name() == "gloo"
 
 
 def runs_on_host(group: dist.ProcessGroup) -> bool:
-    """Whether the group has a backend for tensors in the host's memory."""
+    """Return True if the group has a backend for CPU tensors."""
     return runs_on(group, torch.device("cpu"))
 
 
 def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors on this kind of device."""
+    """Return True if the group has a backend for tensors on this kind of device."""
     return torch.device(device.type) in group._device_types
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds numbers, and not its form alone."""
+    """Return True if a tensor has data, unlike fake and meta tensors."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def fake_mode() -> AbstractContextManager[Any]:
-    """A context in which tensors have shapes, strides and memory of their own, but no data."""
+    """Return a mode in which tensors have shapes, strides and storages, but no data."""
     return cast(AbstractContextManager[Any], FakeTensorMode())
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """How long a rank of the group waits for the others; the device mesh's own groups have no argument for it."""
+    """Set the timeout of a group; the device mesh's own groups have no argument for it."""
     _set_pg_timeout(timeout, group)
 
 
 def default_store() -> dist.Store:
-    """The store in which torch.distributed's processes have met."""
+    """Return the store of torch.distributed's default process group."""
     return _get_default_store()
 
 
 def clone_of(store: dist.Store) -> dist.Store:
-    """Another client of the same store, for another thread."""
+    """Return another client of the same store, for another thread."""
     return cast(dist.Store, cast(Any, store).clone())
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Never destroy these objects: a process group that is destroyed waits for its pending collectives."""
+    """Keep objects alive until the process ends: destroying a process group waits for its pending collectives."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """The leaves of a call's arguments with readable names: `mask`, `batch.ids`, `states.0`."""
+    """Return the leaves of a call's arguments with readable names: `mask`, `batch.ids`, `states.0`."""
     if _is_flat(arguments):
         return list(arguments.items())
     named = []
@@ -373,12 +380,12 @@ def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 
 def structure_of(arguments: Mapping[str, Any]) -> Hashable:
-    """What a call's arguments are made of, beside their leaves."""
+    """Return the tree structure of a call's arguments."""
     return tuple(arguments) if _is_flat(arguments) else str(tree_flatten(dict(arguments))[1])
 
 
 def _is_flat(arguments: Mapping[str, Any]) -> bool:
-    """Whether no argument is made of others, as in most calls: torch's trees are slow Python."""
+    """Return True if no argument is a container, as in most calls: torch's pytrees are slow Python."""
     return all(isinstance(value, _LEAVES) for value in arguments.values())
 
 
@@ -390,21 +397,24 @@ WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
 
 def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
-    """A tensor of class `kind` without memory of its own, of the shape, strides, type and device of `like`."""
+    """Return a tensor of class `kind` without storage, with the shape, strides, dtype and device of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         kind, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
     )
 
 
 def operator_name(func: Any) -> str:
-    """The name of an operator without its namespace and overload: `add`."""
+    """Return the name of an operator without namespace and overload: `add`."""
     return cast(str, func._schema.name.rpartition("::")[2])
 
 
 @functools.cache
 def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
-    """Lets what `StateDictOptions(full_state_dict=True)` gathers pass `put_together` before, and what
-    `broadcast_from_rank0=True` has filled from the first rank's pass `check_loaded` after."""
+    """Hook into torch's full state dicts.
+
+    State dicts that `StateDictOptions(full_state_dict=True)` gathers pass `put_together` first. Those that
+    `broadcast_from_rank0=True` has filled from the first rank pass `check_loaded` afterwards.
+    """
     from torch.distributed.checkpoint import state_dict as state_dicts
 
     gather, broadcast = state_dicts._gather_state_dict, state_dicts._broadcast_state_dict
@@ -423,18 +433,21 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 
 
 def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [m, n] of float8 matrices [m, k] and, by columns, [k, n], each times a scale []."""
+    """Multiply float8 matrices [m, k] and, column-major, [k, n], each with a scale [].
+
+    Returns bfloat16 [m, n].
+    """
     return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
 
 
 def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of what softmax over the last dim has made weights of, in the place of theirs."""
+    """Return the gradient of the input of a softmax over the last dim, in place of the gradient of its output."""
     return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
 
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Inside an operator of one's own, which autograd does not look into, what is called is recorded for it again."""
+    """Record autograd inside a custom operator, which autograd itself does not look into."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:

@@ -1,4 +1,4 @@
-"""Private parts of torch that a training loop meets: norms of gradients and the scaling of a loss."""
+"""Private parts of torch for training loops: end of backward, gradient norms, loss scaling."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run this when the backward that runs now has ended, as DistributedDataParallel does."""
+    """Run a function at the end of the present backward, as DistributedDataParallel does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def current_transform() -> str:
-    """The innermost transform of `torch.func` that runs now, such as "grad" or "vmap", or forward-mode AD; else ""."""
+    """Return the innermost running transform of `torch.func`, such as "grad" or "vmap", or forward-mode AD; else ""."""
     level: Any = torch._C._functorch.peek_interpreter_stack()
     if level is not None:
         return str(level.key().name).lower()
@@ -34,7 +34,7 @@ def current_transform() -> str:
 
 
 class _Norms:
-    """Holds the code that two functions of `torch.nn.utils` have once `redirect_norms` has run, and torch's own."""
+    """Code of two functions of `torch.nn.utils` after `redirect_norms`, and torch's own."""
 
     clip: Callable[..., Any]
     total: Callable[..., Any]
@@ -81,7 +81,8 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
 
 def redirect_unscale(to: Callable[..., Any]) -> None:
     """From now on every `torch.amp.GradScaler` that divides an optimizer's gradients by the scale, and looks for
-    infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}."""
+    infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}.
+    """
     scalers: Any = torch.amp.GradScaler
     original = scalers._unscale_grads_
     if hasattr(original, "__wrapped__"):

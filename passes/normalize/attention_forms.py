@@ -59,7 +59,8 @@ class _Formula(NamedTuple):
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """What `explicit_attention_dropout` wrote out is one operator in a stage graph where its mask is drawn in place (by
-    `node`) and no collective came between."""
+    `node`) and no collective came between.
+    """
     formula = _formula_of(node)
     if formula is None:
         return
@@ -76,7 +77,8 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 def _formula_of(dropped: fx.Node) -> _Formula | None:
     """The formula whose weights a call drops; None where there is none, or where a part of it is not beside the next,
-    or is read by others."""
+    or is read by others.
+    """
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
     for targets in _STEPS:
@@ -121,7 +123,8 @@ def _is_of(node: Any, dropped: fx.Node) -> bool:
 @on_calls("aten::scaled_dot_product_attention")
 def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
     """Causal attention is attention with a mask, as all is: what its kernel does with it is decided where it runs, by
-    the queries that are there (`ops/stage_masks.py`)."""
+    the queries that are there (`ops/stage_masks.py`).
+    """
     if not argument(node, "is_causal"):
         return
     with graph.inserting_before(node):

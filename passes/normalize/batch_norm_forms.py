@@ -1,4 +1,4 @@
-"""Batch normalisation in training as its formula, so that its statistics are sums like any other."""
+"""Batch normalization in training as a formula, so that its statistics are ordinary sums."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 
 @on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, *_OF_LIBRARIES, "aten::batch_norm")
 def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
-    """A batch norm that takes its statistics from the batch becomes mean, centred square mean and products.
+    """Rewrite a batch norm in training as mean, centered mean square and products.
 
-    The mean over rows is then a sum, all-reduced over data parallelism in both directions: what SyncBatchNorm does by
-    hand. New running statistics (Ioffe and Szegedy 2015, the variance unbiased) are computed from the same values.
+    The mean over samples is then a sum, all-reduced over data ranks in both directions, as SyncBatchNorm does by hand.
+    New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same values.
     """
     name = operator_name(node)
     if is_counted(node):  # of selected rows, whose number is not known: torch's own, on all of them
@@ -53,9 +53,9 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Formula:
-    """The statistics of one batch norm over all dims but the channels, and what is made of them.
+    """Statistics of one batch norm over all dims but the channels, and the outputs computed from them.
 
-    Statistics are float32 at least. They keep dims of size 1, so that they broadcast against the input.
+    Statistics are at least float32. They keep dims of size 1, so that they broadcast against the input.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, source: fx.Node, eps: float):
@@ -83,7 +83,7 @@ class _Formula:
         return self._cast(result, self.dtype)
 
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
-        """The outputs of the fused operator by position: result, mean, inverse deviation, new running statistics."""
+        """Return the outputs of the fused operator by index: result, mean, inverse deviation, new running statistics."""
         outputs = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
         if mean is not None:
             unbiased = self.count / max(self.count - 1, 1)
@@ -92,7 +92,7 @@ class _Formula:
         return outputs
 
     def _moved(self, running: fx.Node, batch: fx.Node, momentum: float, factor: float) -> fx.Node:
-        """`(1 - momentum) * running + momentum * batch`, without gradient."""
+        """Return `(1 - momentum) * running + momentum * batch`, without gradient."""
         kept = self._emit(aten.mul.Tensor, running, 1 - momentum)
         new = self._flat(self._emit(aten.detach.default, batch))
         new = self._emit(aten.mul.Tensor, new, momentum * factor)

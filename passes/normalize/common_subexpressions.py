@@ -14,11 +14,12 @@ aten = torch.ops.aten
 
 
 def alike_once(graph: fx.Graph) -> None:
-    """Calls of an operator on the same values become one, such as the masked bias that all blocks of a T5 add to their
-    scores: one value is kept for the backward, and its gradients are summed before its own backward. Views are left:
-    they cost nothing, and a gradient is summed over what they expand before it meets others.
+    """Merge equal calls of an operator, such as the masked bias that all blocks of a T5 add to their scores.
 
-    What is computed again in the backward stays apart from what is computed elsewhere: it is not to be kept."""
+    One value is saved for the backward, and its gradients are summed before its own backward. Views are not merged:
+    they cost nothing, and a gradient is summed over an expanded dim before it meets others. Calls in different
+    recomputed regions are not merged either: their results must not be saved.
+    """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") != "aten" or node.target.is_view or draws_random_numbers(node):

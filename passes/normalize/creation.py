@@ -1,4 +1,4 @@
-"""New tensors that take no values from others."""
+"""Creation of tensors without reading the values of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILLED = {
 
 @on_calls("aten::where")
 def plain_numbers(graph: fx.Graph, node: fx.Node) -> None:
-    """`where(condition, x, scalar_tensor(0))` takes the number itself: then it is known to be 0."""
+    """Rewrite `where(condition, x, scalar_tensor(0))` with the number itself, which rules then know to be 0."""
     if node.target is not aten.where.self:
         return
     condition, *choices = node.args
@@ -46,7 +46,10 @@ def _is_number(node: fx.Node) -> bool:
 
 @on_calls(*_FILLED)
 def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
-    """`x.new_zeros(shape)` and the like become `full`, which depends on no other value; what is not set yet is zero."""
+    """Rewrite `x.new_zeros(shape)` and similar calls as `full`, which reads no value.
+
+    Uninitialized values become zero.
+    """
     fill = _FILLED[operator_name(node)]
     fill = argument(node, "fill_value") if fill is None else fill
     if isinstance(fill, fx.Node) or is_counted(node):

@@ -1,4 +1,4 @@
-"""Operators without a rule, taken apart into operators that have one."""
+"""Decomposition of operators without a rule into operators with one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from autopart.passes.rules.call_keys import Kinds
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
-    """What depends on a parameter and has no sharding rule becomes the operators that torch defines it by.
+    """Decompose operators that depend on a parameter and have no sharding rule, by torch's definitions.
 
-    `depth`: how many times the parts of an operator are taken apart again.
+    Args:
+        depth: number of times that parts are decomposed again.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
@@ -66,7 +67,7 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 
 
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
-    """The graph of an operator's parts, its inputs the tensors among its arguments; None where torch cannot say."""
+    """Return the graph of an operator's decomposition, with its tensor arguments as inputs; None if torch has none."""
     whole = decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
@@ -94,7 +95,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Some of torch's definitions choose by whether there will be a gradient."""
+    """Copy tensors with `requires_grad`: some of torch's definitions depend on it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -104,7 +105,7 @@ def _is_write(node: fx.Node) -> bool:
 
 
 def _without_writes(graph: fx.Graph) -> None:
-    """`x.sqrt_()` of a value that nothing else shares becomes `x.sqrt()`, which every later reader of `x` reads."""
+    """Rewrite `x.sqrt_()` of an unshared value as `x.sqrt()`, which all later uses of `x` read."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_write(node):
             continue
@@ -120,7 +121,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Whether another value may lie in the same memory: the node is an input or a view, or has a view."""
+    """Return True if another value may share the memory: the node is an input or a view, or has a view."""
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

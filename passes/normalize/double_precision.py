@@ -1,4 +1,4 @@
-"""Let the graph of a model compute in float64 throughout."""
+"""Conversion of a graph to float64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
-    """Let a model compute in float64 throughout, whatever precision it was traced in: its inputs, weights and buffers
-    are taken to be float64, and casts of what is made of them to a lower precision (losses and norms that work in
-    float32, autocast) keep float64. What is made from nothing (`zeros`, positions, constants, random numbers) is made
-    as it was traced, and cast where it meets a value of the same precision that was lifted. Returns the precisions
-    that were lifted, but for that of float32 weights."""
+    """Make a graph compute in float64, whatever precision it was traced in.
+
+    Inputs, weights and buffers become float64. Casts of their descendants to a lower precision (losses and norms that
+    work in float32, autocast) keep float64. Values without inputs (`zeros`, positions, constants, random numbers) are
+    created as traced, and cast when they meet an upcast value of the same precision. Returns the upcast precisions,
+    without that of float32 weights.
+    """
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
     lifted: set[torch.dtype] = set()
     changed: set[fx.Node] = set()
@@ -48,7 +50,7 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
 
 
 def _lifted_result(node: fx.Node) -> Any:
-    """What a call makes of lifted operands."""
+    """Return the result of a call on upcast operands."""
     with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
         if operator_name(node) in _WITHOUT_DOUBLE:
             with fake_mode([node]):
@@ -57,7 +59,7 @@ def _lifted_result(node: fx.Node) -> Any:
 
 
 def _lift_value(node: fx.Node) -> None:
-    """Let an input or a weight be float64."""
+    """Make an input or a weight float64."""
     tensor = value(node)
     with fake_mode([node]), torch.no_grad():
         lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
@@ -65,7 +67,10 @@ def _lift_value(node: fx.Node) -> None:
 
 
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
-    """Let a call make float64 where it is asked for less; what it was asked for."""
+    """Make a call that casts to a lower precision cast to float64.
+
+    Returns the precision that it asked for.
+    """
     asked: set[torch.dtype] = set()
 
     def lift(argument: Any) -> Any:
@@ -81,7 +86,7 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
 
 
 def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Let a value be written to a tensor of its own precision, where it was one of less: that is a cast too."""
+    """Cast a value that is written to a tensor of its own precision, if that tensor had a lower one."""
     if operator_name(node) != "aten::copy":
         return set()
     written, source, *rest = node.args
@@ -102,8 +107,7 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Operands of one precision stay of one: what was made in float32 from nothing (`zeros`, `eye`, positions) is cast
-    where it meets a lifted value."""
+    """Upcast float32 operands without inputs (`zeros`, `eye`, positions) that meet an upcast value."""
     operands = [n for n in node.all_input_nodes if is_floating(n)]
     if len({_real(traced[n]) for n in operands}) > 1:
         return
@@ -113,7 +117,7 @@ def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Let a call read an operand in another precision."""
+    """Cast an operand of a call to another precision."""
     with node.graph.inserting_before(node):
         cast = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, dtype)
     traced[cast] = traced[operand]
@@ -121,5 +125,5 @@ def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[f
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """The precision of the real and imaginary parts."""
+    """Return the precision of the real and imaginary parts."""
     return dtype.to_real() if dtype.is_complex else dtype

@@ -1,8 +1,8 @@
-"""Mixtures of experts with the way of rows to their experts and back written out.
+"""Mixtures of experts with explicit dispatch of tokens to experts and back.
 
-Between `to_experts` and `from_experts` every operator works on each row by itself, so that a rank may have the rows of
-its own experts alone (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a limit of rows an expert:
-Gale et al. 2022, arXiv:2211.15841).
+Between `to_experts` and `from_experts` every operator works on each token alone. So a rank may have the tokens of its
+own experts alone (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale et al.
+2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _PRODUCT = autopart_ops.expert_linear.default
 
 @on_calls("aten::bmm")
 def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
-    """The product of every row with the matrix that is looked up for it becomes `expert_linear`, without a copy of the
-    matrix for every row."""
+    """Rewrite the product of each token with its expert's matrix as `expert_linear`, without a copy of the matrix per
+    token.
+    """
     first, second = node.args
     is_left = _is_looked_up(first) and shape(second)[2] == 1
     if not is_left and not (_is_looked_up(second) and shape(first)[1] == 1):
@@ -46,7 +47,7 @@ def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_looked_up(node: Any) -> bool:
-    """Whether it is a matrix for each of some rows, by one index into a stack of matrices."""
+    """Return True for one matrix per token, selected by one index from a stack of matrices."""
     if not isinstance(node, fx.Node) or short_name(node) != "index" or len(shape(node.args[0])) != 3:
         return False
     indices = node.args[1]
@@ -54,8 +55,9 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Write `to_experts` before the products by the matrix of a row's expert, and `from_experts` behind what works on
-    their rows one by one."""
+    """Insert `to_experts` before the products with experts' matrices, and `from_experts` after the token-wise
+    operators.
+    """
     calls = list(graph.find_nodes(op="call_function", target=_PRODUCT))
     groups = dict.fromkeys(node.args[2] for node in calls if operator_name(node.args[2]) != "autopart::to_experts")
     for experts in groups:
@@ -64,7 +66,7 @@ def rows_to_experts(graph: fx.Graph) -> Any:
 
 
 class _Region:
-    """What is computed of the rows that some experts are chosen for: the products, and what follows row by row."""
+    """Operators on tokens with selected experts: the products, and the token-wise operators after them."""
 
     def __init__(self, graph: fx.Graph, experts: fx.Node, products: list[fx.Node]):
         self.graph, self.experts, self.products = graph, experts, products
@@ -82,7 +84,7 @@ class _Region:
                         self._leave(node)
 
     def _send(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """A value that has a row for each that goes to an expert, as the experts have it."""
+        """Return a value with one row per dispatched token, at the experts."""
         source, times = _repeated(value)
         if (source, times) not in self.sent:
             at_experts = autopart_ops.to_experts.default
@@ -91,7 +93,7 @@ class _Region:
         return self.sent[source, times]
 
     def _by_row(self, node: fx.Node) -> bool:
-        """Write an operator for rows at their experts; whether it works on them one by one."""
+        """Write an operator for tokens at their experts. Returns False if it does not work on tokens alone."""
         if node.target is operator.getitem:
             self.own[node] = getitem(self.graph, self.own[node.args[0]], node.args[1])
             return True
@@ -108,7 +110,7 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """An operand that has rows, as the experts have it; what is looked up by a row's expert is looked up there."""
+        """Return a token-wise operand at the experts. A lookup by a token's expert is done there."""
         if used in self.own:
             return self.own[used]
         if short_name(used) == "index" and list(used.args[1]) == [self.experts] and len(shape(used.args[0])) == 2:
@@ -116,7 +118,7 @@ class _Region:
         return self._send(node, used)
 
     def _leave(self, node: fx.Node) -> None:
-        """Let an operator have what it reads back as it was; the sum of each token's rows is taken on the way."""
+        """Give an operator its inputs combined again. The sum over a token's experts is part of that."""
         for used in [used for used in node.all_input_nodes if used in self.own]:
             times = _summed(node, used)
             if times:
@@ -134,7 +136,7 @@ class _Region:
 
 
 def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
-    """Of a value whose rows are those of another, each several times: the other, and how often."""
+    """Return the value whose rows are repeated, and how often."""
     if short_name(node) == "reshape" and short_name(node.args[0]) == "expand":
         wide = node.args[0]
         if short_name(wide.args[0]) == "unsqueeze" and wide.args[0].args[1] == 1:
@@ -145,7 +147,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """How many rows a token has, where a view that takes them apart is read by their sum alone; else 0."""
+    """Return the number of experts per token, if a view that separates them is only read by a sum; else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

@@ -1,4 +1,4 @@
-"""Losses and whole means as sums over constants, so that they can be partial sums."""
+"""Losses and full means as sums over constants, so that they can be partial sums."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NONE, MEAN = 0, 1
 
 @on_calls("aten::cross_entropy_loss")
 def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
-    """`cross_entropy(logits[:, :-1], labels)` becomes that of all positions, of which the last have no label.
+    """Rewrite `cross_entropy(logits[:, :-1], labels)` over all positions, with ignored labels at the last.
 
-    Where positions are cut, the logits then stay as they are cut; and none are copied.
+    If the sequence is sharded, the logits keep their shards, and none are copied.
     """
     cut, views = _views_of_slice(node.args[0])
     if cut is None or argument(node, "reduction") == NONE or is_floating(node.args[1]):
@@ -48,8 +48,10 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The slice that leaves the last of some logits out, and what views and casts make of it, the last first: a
-    reshape into [positions, classes] alone, or transposes."""
+    """Return the slice that drops the last logits, and the views and casts of it, last first.
+
+    Accepted are a reshape to [positions, classes], or transposes.
+    """
     views: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function":
         name = short_name(node)
@@ -67,10 +69,10 @@ def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
 
 @on_calls(*LOSS_REDUCTIONS)
 def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
-    """The mean of a loss becomes a sum over the count of all labels that are not ignored.
+    """Rewrite the mean of a loss as a sum over the number of labels that are not ignored.
 
-    The count depends on the inputs alone, so it is known for the whole batch on every rank: the loss stays the mean
-    over ALL tokens, however they fall over microbatches and ranks.
+    The number depends on inputs alone, so every rank knows it for the global batch. The loss stays the mean over ALL
+    tokens, however they are distributed over microbatches and ranks.
     """
     reduction = argument(node, "reduction")
     labels = operator_name(node) in ("aten::cross_entropy_loss", "aten::nll_loss_nd")
@@ -94,7 +96,7 @@ def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::mean")
 def whole_means(graph: fx.Graph, node: fx.Node) -> None:
-    """`mean()` over everything becomes a sum over a constant, so that it can be a partial sum of unequal parts."""
+    """Rewrite `mean()` over all elements as a sum over a constant, so that it can be a partial sum of unequal shards."""
     if node.target is aten.mean.default:
         with graph.inserting_before(node):
             total = emit(graph, node, aten.sum.default, node.args[0])

@@ -1,4 +1,4 @@
-"""Matrix products in one form each."""
+"""Matrix products in canonical forms."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul"
 
 @on_calls("aten::bilinear", "aten::mm", "aten::matmul", *(f"aten::{name}" for name in _PRODUCTS))
 def plain_products(graph: fx.Graph, node: fx.Node) -> None:
-    """`beta * bias + alpha * product` in one call becomes its parts; `mv` and `dot` become `matmul`, `bilinear` an
-    `einsum`, a product of a sparse matrix `_sparse_mm`. A plain `addmm` is left to `one_linear`."""
+    """Split `beta * bias + alpha * product` into its parts.
+
+    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. A plain
+    `addmm` is left to `one_linear`.
+    """
     name = short_name(node)
     with graph.inserting_before(node):
         if name in ("mm", "matmul"):
@@ -44,7 +47,7 @@ def plain_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_sparse_product(node: fx.Node) -> bool:
-    """Whether a call multiplies a sparse matrix by a matrix that is not."""
+    """Return True if a call multiplies a sparse matrix by a dense one."""
     left, right = node.args
     return is_sparse(left) and not is_sparse(right) and len(shape(left)) == len(shape(right)) == 2
 
@@ -73,9 +76,10 @@ def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def one_linear(graph: fx.Graph) -> None:
-    """`addmm` and `mm` between two views become an n-d `linear`; biases of `linear` and convolutions become an `add`.
+    """Rewrite `addmm` and `mm` between two views as an n-d `linear`, and biases of `linear` and convolutions as an
+    `add`.
 
-    A merged `(batch sequence)` dim would hide the sequence, and a bias may be added only after a partial sum is whole.
+    A merged `(batch sequence)` dim would hide the sequence, and a bias must be added after a partial sum is reduced.
     """
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
@@ -96,7 +100,7 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """What `one_linear` took apart is put together again in a stage graph, where no collective came between."""
+    """Fuse the bias that `one_linear` split off again in a stage graph, if no collective came between."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return
     product, bias = node.args
@@ -116,14 +120,14 @@ def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Whether a node of a stage graph reads a parameter, gathers one where it is stored in parts, or casts one."""
+    """Return True if a node of a stage graph reads a parameter, gathers a sharded one, or casts one."""
     reads = operator_name(node) in ("autopart::cast", "autopart::all_gather", "autopart::all_gather_sum")
     return node.op == "get_attr" or (reads and node.args[0].op == "get_attr")
 
 
 @on_calls("aten::einsum")
 def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
-    """An `einsum` of more than two operands becomes a chain of two each, from the left as torch itself computes it."""
+    """Split an `einsum` of more than two operands into a chain of pairs, from the left as torch computes it."""
     if len(node.args[1]) < 3:
         return
     terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
@@ -155,7 +159,7 @@ def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Nod
 
 
 def _unmerged(node: fx.Node) -> fx.Node | None:
-    """The value behind a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
+    """Return the value behind a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
     if node.op != "call_function" or operator_name(node) != "aten::reshape":
         return None
     source = node.args[0]

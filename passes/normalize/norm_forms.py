@@ -1,4 +1,4 @@
-"""Normalisations in one form each."""
+"""Normalizations in canonical forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::native_layer_norm", "aten::native_group_norm")
 def plain_norms(graph: fx.Graph, node: fx.Node) -> None:
-    """Norms that also give their statistics become plain ones where nobody reads them."""
+    """Replace norms that also return their statistics by plain ones, if the statistics are unused."""
     if any(_index(user) != 0 for user in node.users):
         return
     with graph.inserting_before(node):

@@ -1,7 +1,7 @@
-"""Random numbers as data: draws that read nothing which the model computes.
+"""Random operators as data: draws that do not read values of the model.
 
-A draw then can be made whole, for the global batch, in the order of the model and from the same stream of the
-generator as the model's own. Its stream depends on operator, shape, dtype and order in memory, so these stay as traced.
+Such a draw can be made for the global batch, in the order of the model and from the same generator stream as the
+model's own. The stream depends on operator, shape, dtype and memory layout, so these stay as traced.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ _SHAPE_ALONE = frozenset(
 
 
 def draws_as_data(graph: fx.Graph) -> None:
-    """Let every draw read an empty tensor where it read a value of the model for its shape alone; write out the
-    others whose distribution the model's values scale or shift: a draw without them, and then a formula."""
+    """Make every draw independent of the model's values.
+
+    A draw that reads a value for its shape alone reads an empty tensor instead. A draw whose distribution the model's
+    values scale or shift becomes a standard draw followed by a formula.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
             continue
@@ -56,7 +59,7 @@ def draws_as_data(graph: fx.Graph) -> None:
 
 
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
-    """An uninitialised tensor of the shape, dtype and order in memory that `empty_like(of, **options)` has."""
+    """Return an uninitialized tensor with the shape, dtype and memory layout of `empty_like(of, **options)`."""
     empty = torch.empty_like(of, **options)
     empty_node = emit(
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
@@ -71,14 +74,14 @@ def _stride(empty: Tensor) -> list[int]:
 
 
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
-    """`source` times the noise of a dropout, under the name that dropout has in plans."""
+    """Return `source` times the noise of a dropout, under the name of a dropout in plans."""
     dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
     facts(dropped)["named"] = "dropout"
     return dropped
 
 
 def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
-    """The noise (0 or 1 / (1 - p)) that dropout of a value like `of` draws: what it makes of ones."""
+    """Return the noise (0 or 1 / (1 - p)) of a dropout of a value like `of`: the dropout of ones."""
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
     if is_counted(like):
@@ -98,7 +101,7 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """What `dropout` becomes when torch makes a graph functional; that it keeps the mask is a call of the user's."""
+    """Rewrite the functional form of `dropout`. A call of the user's that keeps the mask stays."""
     source, p = node.args[0], argument(node, "p")
     read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()
     if read.get(1):
@@ -112,9 +115,9 @@ def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A coin with the probability that the model computes: whether a uniform number is below it.
+    """Rewrite a coin with a computed probability: compare a uniform number with it.
 
-    On the CPU that is what torch compares. On a GPU the same numbers come in another order.
+    On the CPU torch does the same comparison. On a GPU the same numbers come in another order.
     """
     probability = node.args[-1] if len(node.args) > 1 else node.args[0]
     if _from_inputs_alone(probability):
@@ -130,13 +133,13 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _from_inputs_alone(node: fx.Node) -> bool:
-    """Whether no trained parameter is upstream."""
+    """Return True if a value depends on no trained parameter."""
     made_of = {node, *nx.descendants(reads(node.graph), node)}
     return not any(n.op == "get_attr" and value(n).requires_grad for n in made_of)
 
 
 def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`mean + std * z`, in torch's own order. Neither gets a gradient, as in torch."""
+    """Rewrite as `mean + std * z`, in torch's own order. Neither gets a gradient, as in torch."""
     mean, std = argument(node, "mean"), argument(node, "std")
     scales = isinstance(std, fx.Node)
     like = template(graph, node, value(node), memory_format=torch.contiguous_format)
@@ -149,7 +152,7 @@ def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _multinomial(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The classes with the largest probability over an exponential number, as torch draws without replacement."""
+    """Rewrite as the classes with the largest probability over an exponential number, torch's draw without replacement."""
     weights, number = node.args[0], argument(node, "num_samples")
     if number > 1 and argument(node, "replacement"):
         return None

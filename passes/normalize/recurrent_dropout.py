@@ -1,4 +1,4 @@
-"""Recurrent layers that drop values between them, one layer at a time."""
+"""Recurrent layers with dropout between them, as single layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
 def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Recurrent layers with dropout between them become single layers, so that dropout is an operator of its own."""
+    """Split recurrent layers with dropout between them into single layers, so that dropout is a separate operator."""
     if not draws_random_numbers(node) or argument(node, "batch_first") is None:  # None: packed sequences
         return
     before = node.prev
@@ -29,7 +29,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The outputs of the stack: the last layer's, and the states of all layers (one tensor, or two for an LSTM)."""
+    """Return the outputs of the stack: the last layer's, and the states of all layers (one tensor, or two for an LSTM)."""
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]
@@ -58,7 +58,7 @@ def _layer(graph: fx.Graph, node: fx.Node, x: fx.Node, states: list[fx.Node], we
 
 
 def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
-    """Dropout between two layers, whose mask is drawn in the order (sequence, batch, features)."""
+    """Write dropout between two layers. Its mask is drawn in the order (sequence, batch, features)."""
     batch_first = argument(node, "batch_first")
     order = value(x).transpose(0, 1) if batch_first else value(x)
     p = argument(node, "dropout")

@@ -1,7 +1,7 @@
-"""Mixtures of experts whose rows are sorted by expert, with the rows in their own order.
+"""Mixtures of experts that sort tokens by expert, rewritten to work in token order.
 
-Sorting mixes the rows of the batch: no rank and no microbatch could do it alone. What is computed between the sort and
-its undoing works on every row by itself, so it may as well be computed in the order that the rows come in.
+Sorting mixes the batch: no rank and no microbatch could do it alone. The operators between the sort and its inverse
+work on each token alone, so they may run in token order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 @on_calls("aten::sort")
 def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
-    """`sort` of the rows by expert, a grouped product a layer, and the way back: `expert_linear` in the rows' order."""
+    """Rewrite a sort by expert, grouped products and the inverse sort as `expert_linear` in token order."""
     if len(shape(node.args[0])) == 1:
         for sorted_back, rows in _Sorted(graph, node).rewritten().items():
             replace(sorted_back, rows)
 
 
 class _Sorted:
-    """What comes after one sort: which values lie in the sorted order, and what they are in the rows' own order."""
+    """Values after one sort: which are in sorted order, and their counterparts in token order."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node):
         self.graph, self.sort, self.experts = graph, sort, sort.args[0]
@@ -43,7 +43,7 @@ class _Sorted:
         self.offsets: set[fx.Node] = set()
 
     def rewritten(self) -> dict[fx.Node, fx.Node]:
-        """The values that are back in the rows' order, and what they become; nothing where the pattern is another."""
+        """Return {value back in token order: its replacement}, empty if the pattern does not match."""
         back: dict[fx.Node, fx.Node] = {}
         before = set(self.graph.nodes)
         for node in list(self.graph.nodes):
@@ -65,7 +65,7 @@ class _Sorted:
         return any(n is self.sort or any(n in group for group in marked) for n in node.all_input_nodes)
 
     def _order(self, node: fx.Node) -> bool:
-        """The sorted experts, the order itself, what counts in it, and what undoes it."""
+        """Handle the sorted experts, the order itself, counts in it, and its inverse."""
         name, first = short_name(node), node.args[0]
         if first is self.sort and node.args[1] == 0:
             self.own[node] = self.experts
@@ -87,7 +87,7 @@ class _Sorted:
         return node.target is aten.arange.default and argument(node, "end") == self.num_rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """How many rows every expert has, and where its rows begin: the same in any order."""
+        """Handle the number of tokens of each expert, and their offsets: equal in any order."""
         name, first = short_name(node), node.args[0]
         counts = name in ("histc", "bincount") and self._is_experts(first)
         if not counts and not (name in ("cumsum", "to", "_to_copy") and first in self.offsets):
@@ -102,7 +102,7 @@ class _Sorted:
         return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
-        """An operator on sorted rows: into their order, on every row by itself, a product by expert, or out of it."""
+        """Handle an operator on sorted tokens: a sort, a token-wise operator, a product by expert, or the inverse sort."""
         name = short_name(node)
         if name == "index" and len(node.args[1]) == 1:
             source, place = node.args[0], node.args[1][0]
@@ -122,14 +122,14 @@ class _Sorted:
         return self._alone(node)
 
     def _repeated(self, node: fx.Node, source: fx.Node, times: int) -> bool:
-        """`x[order // k]` is every row `k` times, sorted."""
+        """Handle `x[order // k]`: every token `k` times, sorted."""
         if source in self.own or shape(source)[0] * times != self.num_rows:
             return False
         self.own[node] = repeat_each(self.graph, node, source, 0, times) if times > 1 else source
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Copy an operator whose rule says that every row is computed by itself."""
+        """Copy an operator whose rule says that every token is computed alone."""
         if node.target is operator.getitem:
             if node.args[0] not in self.own:
                 return False
@@ -150,8 +150,13 @@ class _Sorted:
 
 
 def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
-    """The inputs of a call that have rows, which it computes each by itself: those are the first dim of all results and
-    of these inputs, and no other dim. `known`: some of the inputs that have. Empty where it mixes rows."""
+    """Return the inputs of a call that have tokens, if the call computes each token alone; else nothing.
+
+    Tokens are then the first dim of all results and of these inputs, and no other dim.
+
+    Args:
+        known: some of the inputs that have tokens.
+    """
     row = pattern.inputs[min(known)][:1]
     if not row or len(row[0]) != 1 or row[0][0] in pattern.whole or any(dims[:1] != row for dims in pattern.outputs):
         return set()

@@ -1,4 +1,4 @@
-"""Copies, casts, views and cuts in one form each."""
+"""Copies, casts, views and splits in canonical forms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove what changes neither values nor gradients: copies on a device, casts to the same type, dropout that drops
-    nothing."""
+    """Remove calls that change neither values nor gradients: copies on a device, casts to the same dtype, dropout of 0."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -49,7 +48,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """The values through which a gradient can flow to a parameter or an input."""
+    """Return the values through which a gradient can flow to a parameter or an input."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -67,7 +66,7 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
 
 
 def positional_arguments(graph: fx.Graph) -> None:
-    """Arguments given by name move to their position where the operator has one, so that all passes find them there."""
+    """Move keyword arguments to their position if the operator has one, so that all passes find them there."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not node.kwargs:
@@ -82,8 +81,10 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """`copy(a, b)`, which a write in place through a view becomes, is `b` in the shape and dtype of `a`; `view_as`,
-    `expand_as` and `type_as` name the shape or dtype they mean."""
+    """Rewrite `copy(a, b)`, the functional form of a write through a view, as `b` in the shape and dtype of `a`.
+
+    `view_as`, `expand_as` and `type_as` get the shape or dtype itself.
+    """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]
     reshapes = name in ("aten::view_as", "aten::reshape_as")
@@ -98,7 +99,7 @@ def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::slice_scatter", "aten::select_scatter")
 def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
-    """A part of a complex tensor is overwritten by `index_copy`, which torch can differentiate."""
+    """Rewrite a write to a part of a complex tensor as `index_copy`, which torch can differentiate."""
     if not value(node).is_complex():
         return
     source, dim = node.args[1], argument(node, "dim") % len(shape(node))
@@ -117,7 +118,7 @@ def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
-    """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
+    """Rewrite every view that merges or splits dims as `reshape` with its full shape (a shard may not be viewable)."""
     if node.target is aten.view.dtype:  # the bits of each number, read as another one
         return
     is_open = is_counted(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
@@ -132,7 +133,7 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::squeeze")
 def exact_squeeze(graph: fx.Graph, node: fx.Node) -> None:
-    """`squeeze` names the dims that go: a shard of another one may be of size 1 too."""
+    """Name the dims of a `squeeze`: a shard of another dim may have size 1, too."""
     before = shape(node.args[0])
     asked = node.args[1] if len(node.args) > 1 else range(len(before))
     asked = [asked] if isinstance(asked, int) else asked
@@ -143,7 +144,7 @@ def exact_squeeze(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::repeat")
 def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
-    """`repeat` becomes an `expand` into new dims, merged by a `reshape`."""
+    """Rewrite `repeat` as an `expand` to new dims and a `reshape` that merges them."""
     source, times = node.args
     before = [1] * (len(times) - len(shape(source))) + list(shape(source))
     pairs = [(1, size) for size in before]
@@ -156,7 +157,7 @@ def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::broadcast_tensors")
 def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
-    """`broadcast_tensors` (in losses) becomes an `expand` of what is not of the full shape already."""
+    """Rewrite `broadcast_tensors` (in losses) as an `expand` of the tensors that lack the full shape."""
     for part in list(node.users):
         source = node.args[0][part.args[1]]
         with graph.inserting_before(part):
@@ -166,7 +167,7 @@ def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::cat")
 def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
-    """`cat` leaves out operands of shape [0], which it takes beside any others (an empty cache of keys)."""
+    """Remove operands of shape [0] from `cat`, which accepts them beside any others (an empty cache of keys)."""
     parts = [part for part in node.args[0] if shape(part) != (0,)]
     if len(parts) == 1:
         replace(node, parts[0])
@@ -175,7 +176,7 @@ def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def one_split(graph: fx.Graph) -> None:
-    """`split`, `chunk` and runs of slices that tile a dim all become `split_with_sizes`."""
+    """Rewrite `split`, `chunk` and slices that tile a dim as `split_with_sizes`."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
