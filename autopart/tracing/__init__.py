@@ -1,1 +1,1 @@
-"""From a model to an annotated graph: one call, traced by `torch.export`."""
+"""Tracing: from a model and one call to a flat graph, with `torch.export`."""

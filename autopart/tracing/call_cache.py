@@ -1,4 +1,4 @@
-"""Which calls are the same call, so that one trace serves them all."""
+"""Keys of calls: calls with one key share one trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """A dictionary that keeps the `size` entries used last. `find` chooses one of several entries of a key.
+    """A dictionary that keeps the `size` most recently used entries.
+
+    `find` chooses one of several entries of a key.
 
     >>> recent = Recent(2)
     >>> for key in "abac": recent.get(key, key.upper)
@@ -66,7 +68,7 @@ class Recent(Generic[Made]):
         return None
 
     def add(self, key: Hashable, entry: Made) -> Made:
-        """Keep a new entry, the first of its key."""
+        """Add an entry as the first of its key."""
         while len(self) >= self.size:
             self._drop_oldest()
         self._entries.setdefault(key, []).insert(0, entry)
@@ -74,14 +76,14 @@ class Recent(Generic[Made]):
         return entry
 
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return the entry of a key, made now if there is none."""
+        """Return the entry of a key. Makes it if there is none."""
         if key not in self._entries:
             return self.add(key, make())
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
     def of(self, key: Hashable) -> Sequence[Made]:
-        """Return all entries of a key, the one used last first."""
+        """Return all entries of a key, most recently used first."""
         return self._entries.get(key, ())
 
     def _drop_oldest(self) -> None:
@@ -100,11 +102,11 @@ class Recent(Generic[Made]):
 def call_key(
     arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
 ) -> Hashable:
-    """What a trace depends on: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
+    """Return the key of a call: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
 
     Args:
         call: `arguments` flattened.
-        numbers: compare the values of numbers too, and not only their types.
+        numbers: include the values of numbers, not only their types.
     """
     tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
@@ -113,7 +115,10 @@ def call_key(
 
 
 def _value_key(value: Any, numbers: bool) -> Hashable:
-    """Equal for values that a trace cannot tell apart; what is not plain data is only equal to itself."""
+    """Return a key that is equal for values that a trace cannot distinguish.
+
+    An object that is not plain data equals only itself.
+    """
     if not numbers and is_number(value):
         return type(value), "a number"
     if isinstance(value, PLAIN):
@@ -124,7 +129,10 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 
 
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
-    """A lambda or local function made anew in every step has the code, defaults and closure of the one before."""
+    """Return the key of a function.
+
+    A lambda defined again in every step has equal code, defaults and closure.
+    """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)
     if isinstance(function, functools.partial):
@@ -141,7 +149,7 @@ def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashabl
 
 
 def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
-    """`input_ids i64[8,12], labels i64[8,12]`."""
+    """Return `input_ids i64[8,12], labels i64[8,12]`."""
     return ", ".join(
         f"{name} {DTYPE_NAMES.get(t.dtype, t.dtype)}[{','.join(map(str, t.shape))}]"
         for name, t in zip(names, tensors, strict=True)
@@ -149,7 +157,7 @@ def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
 
 
 def warn_of_many(number: int, seconds: float) -> None:
-    """Warn once, when so many calls have been traced that something is probably not as meant."""
+    """Warn once when so many calls were traced that this is probably unintended."""
     if number == MANY_CALLS:
         warnings.warn(
             f"autopart has traced {number} calls that differ in shapes, options or loss function; each new one takes "
@@ -159,7 +167,7 @@ def warn_of_many(number: int, seconds: float) -> None:
 
 
 def warn_of_copies(rows: int, mesh: Mesh) -> None:
-    """Warn that data parallelism does nothing for a batch."""
+    """Warn that data parallelism has no effect for a batch."""
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(

@@ -1,4 +1,4 @@
-"""How a model is called for a trace: with its tensors alone, whatever else its call and its outputs are made of."""
+"""Wrapper of a model for a trace: it takes the tensors of a call alone."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ PREFIX = "model."
 
 
 class Entry(nn.Module):
-    """A model with everything but the tensors of one call fixed: options may be of any type.
+    """A model with all arguments of one call fixed but the tensors; options may be of any type.
 
-    Its inputs are called as in `tensor_names`; its outputs are the model's. `autocast`: what it is
-    made in. `state`: what forward did besides.
+    Inputs are named as in `tensor_names`; outputs are the model's. `autocast`: the autocast state of the call.
+    `state`: the side effects of forward.
     """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
@@ -56,7 +56,7 @@ class Entry(nn.Module):
         self.tensor_names = tensor_names(names)
 
     def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
+        """Return the result of `function.apply(*args, **kwargs)` in a trace. `apply` is torch's own."""
         if function is CheckpointFunction:
             return self.checkpoints.apply(apply, function, args, kwargs)
         return apply_as_operator(apply, function, args, kwargs, self.semantics.spend)
@@ -96,7 +96,7 @@ class Entry(nn.Module):
 
 
 def tensor_names(names: Sequence[str]) -> list[str]:
-    """Names for arguments, one for each input: `pair.0` is none."""
+    """Return one name per input tensor; a name with a dot (`pair.0`) is changed."""
     plain: list[str] = []
     for name in names:
         new = name.replace(".", "_")
@@ -105,9 +105,9 @@ def tensor_names(names: Sequence[str]) -> list[str]:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Let torch look into the dataclasses in a value that hold tensors, as into tuples and dicts.
+    """Register the dataclasses with tensors in a value as pytree nodes.
 
-    What is registered already stays as it is.
+    Registered classes stay as they are.
     """
     for leaf in tree_flatten(value)[0]:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):

@@ -1,4 +1,4 @@
-"""Modes of the caller that a trace must not run under: inference mode, and hooks on what autograd saves."""
+"""Modes of the caller that a trace must not run under: inference mode, and saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from autopart.compat.torch_internals import tree_map
 
 @contextmanager
 def traced_apart() -> Iterator[None]:
-    """Leave inference mode, and hide what is saved inside from the caller's hooks.
+    """Leave inference mode, and disable the caller's saved-tensor hooks.
 
-    `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves others than the call itself.
+    `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves other tensors than the call
+    itself.
     """
     with torch.inference_mode(False), without_saved_tensors_hooks():
         yield

@@ -1,4 +1,4 @@
-"""A model as it computes in mixed precision, for a trace of it: the very model, with parameters of another dtype."""
+"""Mixed precision in a trace: the model with parameters in the compute dtype."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from autopart.tracing.with_loss import users_model
 
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision | None, kept: Collection[str] = ()) -> Iterator[None]:
-    """Inside, the parameters of a model have the dtype that is computed in, floating inputs are cast to it at the
-    model's door, and outputs to float32. Afterwards the model is as it was, its values untouched.
+    """Give the parameters of a model the compute dtype, for a `with` block.
+
+    Floating-point inputs of the model are cast to it, and outputs to float32. Afterwards the model is unchanged.
 
     Args:
-        kept: parameters that keep their dtype: those that a forward writes.
-    Raises OptionError where there is nothing to cast, or `torch.autocast` is on.
+        kept: parameters that keep their dtype, because a forward writes them.
+    Raises OptionError if nothing can be cast, or `torch.autocast` is on.
     """
     if precision is None:
         yield
@@ -45,7 +46,7 @@ def computing_in(model: nn.Module, precision: Precision | None, kept: Collection
 
 @contextmanager
 def at_the_door(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, a call of the model casts its floating inputs, and what it returns to float32."""
+    """Cast the floating-point inputs of the model's call, and its outputs to float32, for a `with` block."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda leaf: precision.cast(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -62,7 +63,7 @@ def at_the_door(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def check_precision(model: nn.Module, precision: Precision) -> None:
-    """Raises OptionError where a model cannot be computed in another precision."""
+    """Raise OptionError if a model cannot be computed in another precision."""
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise OptionError(
             f"precision='{precision.name}' finds nothing to cast",
@@ -80,7 +81,7 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str, ...]:
-    """A line on the parameters that are not cast."""
+    """Return a note of the parameters that are not cast."""
     if precision is None:
         return ()
     kept = [f"'{name}'" for name, parameter in users_model(model).named_parameters() if parameter.is_complex()]
@@ -89,7 +90,7 @@ def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str,
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in another dtype; of a skeleton's parameter, which has no memory, a form without any."""
+    """Return the value in another dtype; for a parameter without memory, one without memory."""
     if value.is_meta or value.untyped_storage().nbytes() or not value.numel():
         return value.to(dtype)
     form = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)

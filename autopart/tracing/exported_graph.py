@@ -1,4 +1,4 @@
-"""From what `torch.export` gives to one flat `torch.fx` graph of functional operators."""
+"""Conversion of an exported program to one flat `torch.fx` graph of functional operators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONSTANT = "_constant_"
 
 
 def functional(program: Any) -> Any:
-    """The exported program without writes in place."""
+    """Return the exported program without in-place writes."""
     graph_module = program.graph_module
     if not any(_writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
         return program
@@ -54,10 +54,10 @@ def functional(program: Any) -> Any:
 
 
 def inline_regions(module: Any) -> None:
-    """Put the bodies of `no_grad` and autocast regions into the graph that calls them, in place.
+    """Inline the bodies of `no_grad` and autocast regions.
 
-    What the grad mode means is written in the bodies already (`EagerSemantics`). Autocast is entered and left by calls,
-    which `run_decompositions` turns into casts.
+    `EagerSemantics` has written the meaning of the grad mode into the bodies already. Autocast is entered and left by
+    calls, which `run_decompositions` turns into casts.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -88,14 +88,14 @@ def inline_regions(module: Any) -> None:
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Remove the checks of dtypes that torch.export puts before casts: they compute nothing."""
+    """Remove the dtype checks that torch.export inserts before casts."""
     for node in list(graph.nodes):
         if operator_name(node) == "aten::_assert_tensor_metadata":
             graph.erase_node(node)
 
 
 def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocast: Any) -> Any:
-    """Copy the calls of a region's body; its outputs."""
+    """Copy the calls of a region's body, and return its outputs."""
     enter, leave = AUTOCAST
     opened = graph.call_function(enter, autocast) if autocast is not None else None
     outputs = graph.graph_copy(body.graph, values)
@@ -105,8 +105,10 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Let what has several names, a buffer or a parameter, be read by its first one alone: torch cannot make writes to
-    it functional otherwise."""
+    """Read a buffer or parameter with several names by its first one.
+
+    Otherwise torch cannot functionalize writes to it.
+    """
     first: dict[int, fx.Node] = {}
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -124,13 +126,13 @@ def _one_name_each(program: Any) -> None:
 
 
 def _written_out(node: fx.Node) -> bool:
-    """Kinds of dropout that torch writes out as their formula when it makes a graph functional."""
+    """Return the kinds of dropout that torch decomposes when it functionalizes a graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _FORMULAS and draws_random_numbers(node)
 
 
 def _is_no_operator(node: fx.Node) -> bool:
-    """Whether a call enters or leaves something that changes what operators do: autocast, vmap."""
+    """Return True for a call that enters or leaves a mode of operators: autocast, vmap."""
     known = is_operator(node.target) or node.target is operator.getitem
     return node.op == "call_function" and not known
 
@@ -148,8 +150,10 @@ def _writes(node: fx.Node) -> bool:
 def own_graph(
     module: fx.GraphModule, attributes: Mapping[str, str], parameters: Collection[str], call: Call
 ) -> fx.Graph:
-    """A copy of the exported graph in which parameters (`parameter`), buffers and constants are `get_attr`
-    nodes, inputs stay placeholders."""
+    """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
+
+    Inputs stay placeholders. `parameter`: the name of a parameter in the model.
+    """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
     known: dict[str, fx.Node] = {}
@@ -186,7 +190,7 @@ def own_graph(
 
 
 def _tell_as_users_do(node: fx.Node) -> None:
-    """Note where a node comes from as its author knows it: modules without the entry, lines without ours."""
+    """Record the origin of a node in the user's terms: modules without the wrapper, lines without autopart's."""
     inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
     facts(node)["nn_module_stack"] = {
         key: (path.removeprefix(PREFIX) if path != PREFIX[:-1] else "", kind) for key, (path, kind) in inside
@@ -197,17 +201,17 @@ def _tell_as_users_do(node: fx.Node) -> None:
 
 @lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
-    """A stack trace without the frames of torch and autopart, so that it ends in the user's code, if there is any."""
+    """Return a stack trace without the frames of torch and autopart, so that it ends in the user's code, if any."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
     users_frames = [f for f in frames if "/torch/" not in f]
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
-    """Leave the model's own outputs as the output node's first argument, new values of buffers and
-    parameters as its second.
+    """Make the model's outputs the output node's first argument, and new values of buffers and parameters its second.
 
-    `users_name`: from the name of a tensor in the exported program to the user's.
+    Args:
+        users_name: maps a tensor's name in the exported program to the user's.
     """
     output = graph.output_node()
     kept: list[Any] = []
@@ -229,7 +233,7 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Call
 
 
 def _detached(update: fx.Node) -> fx.Node:
-    """A new value of a buffer without its gradient: what a buffer keeps outlives the backward."""
+    """Detach a new value of a buffer: a buffer outlives the backward."""
     if update.op != "call_function" or not is_floating(update):
         return update
     with update.graph.inserting_after(update):

@@ -1,8 +1,8 @@
-"""Whether a trace gives every parameter and input the gradient that the model gives it.
+"""Check that a trace gives every parameter and input the gradient that the model gives it.
 
-The model's own Python runs once more outside of the trace, without values (`meta_run`), and its autograd graph says
-which parameters its outputs and its loss depend on. The trace's graph says the same of itself. Where the two differ,
-both are differentiated: what counts is who has a gradient.
+The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph says which
+parameters the outputs and the loss depend on; so does the trace's graph. If the two differ, both are differentiated:
+what counts is which tensors get a gradient.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of a model or of its graph: flat outputs, and what may need a gradient, by id and by name."""
+    """A run of a model or of its graph: flat outputs, and tensors that may need a gradient, by id and by name."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]
     tensors: Mapping[str, Tensor]
 
     def reached(self, outputs: Sequence[Any]) -> set[str]:
-        """What some outputs depend on, by the graph that autograd keeps."""
+        """Return the names that some outputs depend on, by autograd's graph."""
         names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
         todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
         seen = set(todo)
@@ -60,7 +60,7 @@ class _Run:
         return names
 
     def with_gradient(self, outputs: Sequence[Any], names: set[str]) -> set[str]:
-        """Those of some names that have a gradient once these outputs are differentiated."""
+        """Return the names that get a gradient when these outputs are differentiated."""
         differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
         if not differentiable or not names:
             return set()
@@ -74,10 +74,10 @@ class _Run:
 def with_gradients_checked(
     model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None
 ) -> Trace:
-    """The trace, once every parameter is known to have the gradient in it that the model gives it.
+    """Return the trace, after a check that every parameter gets the same gradient in it as in the model.
 
-    Also notes what the model checkpoints, which a trace with repeated blocks may not see; and why nothing was compared,
-    where the model does not run without values. Raises TraceError where a gradient is lost, or made up.
+    Also records the model's own checkpoints, which a trace with repeated blocks may miss, and a note if the model does
+    not run on meta tensors and nothing was compared. Raises TraceError if a gradient is lost, or extra.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
@@ -105,7 +105,7 @@ def with_gradients_checked(
 
 
 def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
-    """What the model gives for its call, by its own Python."""
+    """Return the model's result for its call, by its own Python."""
     weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
 
     def apply(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -119,7 +119,7 @@ def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tenso
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every place of a parameter or buffer: tied ones once for every module that has them, a module once."""
+    """Return every position of a parameter or buffer: a tied one once per module that has it."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -129,7 +129,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _compare(
     name: str, eager: _Run, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
 ) -> None:
-    """Raises TraceError for the first parameters of which the trace says something else than the model."""
+    """Raise TraceError for the first parameters whose dependence differs between trace and model."""
     outputs = list(traced.graph.output_node().args[0])
     reached = _static(traced)
     graph: _Run | None = None
@@ -150,7 +150,7 @@ def _compare(
 
 
 def _static(traced: Trace) -> dict[fx.Node, set[str]]:
-    """{value of the graph: what it depends on by floating-point values that are not detached}."""
+    """Return {value of the graph: its ancestors by floating-point values that are not detached}."""
     reached: dict[fx.Node, set[str]] = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
@@ -168,7 +168,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
-    """The trace's graph, run as the model was; in the precision of the graph, which may be another."""
+    """Run the trace's graph as the model was run, in the precision of the graph."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device):

@@ -1,4 +1,4 @@
-"""A call with one rank's own rows, and the call of all ranks together that it is a part of."""
+"""Calls with local batches: the call of one rank, and the global call that it is a part of."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autopart.ir.trace import Call
 
 
 def num_rows(call: Call) -> int:
-    """How many rows a batch has: the first dim of most of its inputs; 0 where none has dims."""
+    """Return the batch size: the first dim of most inputs; 0 if none has dims."""
     sizes = [tensor.size(0) for tensor in call.tensors if tensor.dim()]
     return max(sizes, key=sizes.count, default=0)
 
 
 def are_rows(call: Call) -> list[bool]:
-    """Of every input, whether it is rows of the batch: its first dim has as many entries as the batch has rows."""
+    """Return for every input whether its first dim is the batch."""
     rows = num_rows(call)
     return [_is_rows(tensor, rows) for tensor in call.tensors]
 
 
 def all_ranks_call(arguments: Mapping[str, Any], call: Call, num_data_ranks: int) -> dict[str, Any]:
-    """Arguments of the shapes that the call of all data ranks has; `call` is `arguments` flattened.
+    """Return arguments with the shapes of the call of all data ranks. `call` is `arguments` flattened.
 
-    A trace reads no values, so each rank's rows stand for those of the others.
+    A trace reads no values, so the samples of this rank stand for those of other ranks.
     """
     rows = num_rows(call)
 

@@ -1,8 +1,8 @@
-"""A model without the values of its parameters, for later traces and for names once its parameters are cut.
+"""Copies of a model without parameter values, for later traces after the parameters were sharded.
 
-While the user's own code keeps the model, that is what is traced. When it lets go of it, the memory is free, and its
-skeleton takes its place: the same modules, with the same buffers, and cut parameters that have a shape, a device, and
-no memory. (On the meta device they would not go with the buffers in a trace.)
+While the user's own code keeps the model, the model itself is traced. When the user drops it, its memory is freed and
+the copy takes its place: the same modules and buffers, and sharded parameters with a shape and a device but no memory.
+(Parameters on the meta device would not work with the buffers in a trace.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class Source:
-    """The user's model: held until its parameters are cut, then only as long as somebody else does."""
+    """The user's model: kept alive until its parameters are sharded, then only as long as the user keeps it."""
 
     def __init__(self, model: nn.Module):
         self._held: nn.Module | None = model
@@ -35,12 +35,12 @@ class Source:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, or its skeleton once it is gone."""
+        """The user's model, or its copy once it is gone."""
         known = (self._held, self._own(), self._skeleton)
         return next(model for model in known if model is not None)
 
     def let_go(self, cut: Collection[str]) -> None:
-        """Hold no value of these parameters any longer. Warns, and holds the model, where it has no skeleton."""
+        """Drop the values of these parameters. Warns, and keeps the model, if it has no copy."""
         try:
             self._skeleton = skeleton_of(self.model, cut)
             self._held = None
@@ -53,14 +53,14 @@ class Source:
 
 
 class NoSkeleton(Exception):
-    """Why a model cannot be copied without its parameters."""
+    """The reason why a model cannot be copied without its parameters."""
 
 
 def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
-    """A deep copy of a model in which `shared` stands for what has these ids.
+    """Return a deep copy of a model in which `shared` replaces the objects with these ids.
 
-    What cannot be copied is the same in the copy: functions of TorchScript, locks, open files. Of a tensor that was
-    computed with a gradient, wherever the model keeps one, the copy has its values.
+    Objects that cannot be copied are shared: functions of TorchScript, locks, open files. A tensor that was computed
+    with a gradient is copied by value.
     """
     for thing in _reachable(model):
         if _is_tensor(thing) and thing.requires_grad and not thing.is_leaf:
@@ -83,7 +83,7 @@ def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has values that may be read: not on the meta device, and not of a skeleton."""
+    """Return True if a tensor has values: it is not on the meta device and not a parameter of a copy."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return not tensor.is_meta
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
@@ -92,10 +92,11 @@ def has_memory(tensor: Tensor) -> bool:
 def skeleton_of(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor] | None = None
 ) -> nn.Module:  # fmt: skip
-    """A copy of a model that shares its tensors, but for the parameters of some names, which have no memory.
+    """Return a copy of a model that shares its tensors, except the named parameters, which have no memory.
 
-    `instead`: what stands for tensors of the model in the copy, by their ids.
-    Raises NoSkeleton where a copy would not be the same model, or would hold the original's parameters.
+    Args:
+        instead: replacements for tensors of the model in the copy, by id.
+    Raises NoSkeleton if the copy would differ from the model, or would refer to the original's parameters.
     """
     try:
         shared, originals = _twins(model, cut, instead or {})
@@ -116,7 +117,9 @@ def skeleton_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """What stands for every tensor of a model in its skeleton, by id; and what no skeleton may refer to."""
+    """Return the replacement of every tensor of a model in its copy, by id, and the tensors that a copy must not refer
+    to.
+    """
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -147,14 +150,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _named(model: nn.Module) -> list[tuple[str, int]]:
-    """All names of parameters and buffers; tied ones have the same number."""
+    """Return all names of parameters and buffers; tied ones have the same number."""
     first: dict[int, int] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(id(tensor), number)) for number, (name, tensor) in enumerate(tensors)]
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """What an object refers to: attributes, entries, and what functions hold of their surroundings."""
+    """Return the objects that an object refers to: attributes, entries, and the closures of functions."""
     seen: set[int] = set()
     todo = [root]
     while todo:

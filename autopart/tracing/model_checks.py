@@ -1,4 +1,4 @@
-"""Whether a model is one that can be traced at all, before it is called."""
+"""Checks, before a call, that a model can be traced at all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autopart.errors import Refusal, TraceError
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Give the lazy modules of a model their weights, as its first call does, without what else a call changes.
+    """Initialize the lazy modules of a model as its first call does, without other effects of a call.
 
-    A copy of the model is called, and each lazy module is then initialized for what its copy was called with, in that
-    order. Raises TraceError where the call fails.
+    A copy of the model is called. Each lazy module is then initialized for the inputs of its copy, in that order.
+    Raises TraceError if the call fails.
     """
     paths = [path for path, module in model.named_modules() if _is_lazy(module)]
     if not paths:
@@ -58,7 +58,7 @@ def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
 
 
 def check_model(model: Any) -> None:
-    """Raises TraceError for what is not an nn.Module, or holds a part that has no Python or no shapes."""
+    """Raise TraceError for an object that is no nn.Module, or has a part without Python code or shapes."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises TraceError for hooks on gradients, which a trace of the forward does not see."""
+    """Raise TraceError for hooks on gradients, which a trace of the forward does not see."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(

@@ -1,4 +1,4 @@
-"""Which sparse tensors a model may have: buffers, which every rank holds whole."""
+"""Sparse tensors of a model: buffers may be sparse, as every rank has them in full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raises TraceError for a sparse tensor that no rank can be given: an input, and a buffer in compressed form."""
+    """Raise TraceError for a sparse tensor that ranks cannot get: an input, or a buffer in compressed form."""
     for name, tensor in inputs.items():
         if tensor.layout is not torch.strided:
             raise TraceError(

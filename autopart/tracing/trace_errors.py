@@ -1,4 +1,4 @@
-"""Why a model cannot be traced, in its author's terms: which line, in which module, by which value, and what to do."""
+"""Errors of a trace in the user's terms: the line, the module, the value, and what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.par
 
 
 class Lost(Exception):
-    """Something in a forward that a trace would lose: reported with the line that was being run."""
+    """A part of a forward that a trace would lose, reported with the running line."""
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
@@ -29,7 +29,7 @@ class Lost(Exception):
 
 
 class _Kind(NamedTuple):
-    """What torch says (a regular expression), and what it means."""
+    """A message of torch (a regular expression), and its meaning."""
 
     refusal: Refusal
     pattern: str
@@ -69,7 +69,7 @@ _OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory
 
 
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
-    """What to tell the user. `origin`: what the last value is made of that Python asked for."""
+    """Return the error for the user. `origin`: ancestors of the last value that Python asked for."""
     wrapped, model = model, users_model(model)
     name = type(model).__name__
     frame, line = _innermost(error)
@@ -105,7 +105,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
 
 
 def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:
-    """An operator whose output's shape depends on the values in a tensor."""
+    """Return the error for an operator whose output shape depends on the values of a tensor."""
     model = users_model(model)
     return TraceError(
         f"{type(model).__name__} cannot be traced",
@@ -121,7 +121,7 @@ def _from(origin: str) -> str:
 
 
 def _both_sides(path: str, model: nn.Module) -> str:
-    """What stays possible: the modules before and after the line on their own, the first of them as an example."""
+    """Return a hint: the modules before and after the line can be partitioned alone, the first as an example."""
     inside = model.get_submodule(path).named_children()
     part = next((name for name, child in inside if any(True for _ in child.parameters())), "")
     full = ".".join(filter(None, (path, part))) or "encoder"
@@ -140,7 +140,7 @@ def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
 
 
 def _innermost(error: Exception) -> tuple[FrameType | None, int]:
-    """The innermost frame below the model's entry that is neither torch's nor autopart's, and its line."""
+    """Return the innermost frame below the model's call that belongs to the user, and its line."""
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("call_signature.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
@@ -156,7 +156,7 @@ def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
 
 
 def path_of_frame(frame: FrameType | None, model: nn.Module) -> str:
-    """The path of the module whose code runs in a frame, or around it."""
+    """Return the path of the module whose code runs in a frame, or around it."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

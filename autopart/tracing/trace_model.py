@@ -1,7 +1,7 @@
-"""From a model and an example call to a flat `torch.fx` graph of functional operators.
+"""Trace of a model: from an example call to a flat `torch.fx` graph of functional operators.
 
-`trace` uses `torch.export` (non-strict): the model's own Python runs once on fake tensors. The result keeps the
-user's source lines and module paths on every node; parameters and buffers are `get_attr` nodes under their own names.
+`trace` uses `torch.export` (non-strict): the model's own Python runs once on fake tensors. Every node keeps the user's
+source line and module path. Parameters and buffers are `get_attr` nodes under their own names.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 
 
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, in the order of the model's `forward`; those of `*args` in a tuple.
+    """Return the call's arguments by name, in the order of the model's `forward`; `*args` as a tuple.
 
-    Raises InputError where the call does not fit the signature, TraceError where the model is none that can be traced.
+    Raises InputError if the call does not fit the signature, TraceError if the model cannot be traced.
     """
     if isinstance(model, nn.Module):
         give_lazy_weights(model, args, kwargs)
@@ -65,7 +65,7 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 def bind_next_call(
     model: nn.Module, signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`bind_call` of a model that has been traced: its modules, of which there may be thousands, are not looked at."""
+    """Bind a call like `bind_call` for a model that was traced before, without a walk over its modules."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -89,7 +89,7 @@ def bind_next_call(
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """Whether a model may return a cache, also one that hands its arguments on to another (peft)."""
+    """Return True if a model may return a cache, also if it passes its arguments to another model (peft)."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
     return _NO_CACHE in signature.parameters or (hands_on and configured)
@@ -109,7 +109,7 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
 
 
 def check_values(call: Call) -> None:
-    """Raises InputError where an input of a call that computes has no values."""
+    """Raise InputError if an input of a call that computes has no values."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta:
             raise InputError(
@@ -124,7 +124,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     Args:
         model: any module; its parameters may be on `meta`.
         arguments: the call by name, from `bind_call`.
-        written: frozen parameters that another call writes, and which are buffers of this one too.
+        written: frozen parameters that another call writes; they are buffers of this call, too.
     Raises:
         TraceError: the model cannot be traced, with the user's line and what to try.
     """
@@ -177,7 +177,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """The program, if Python's random numbers decide nothing in it; else one that draws them by torch."""
+    """Return the program if Python's random numbers decide nothing in it; else trace again with torch's random numbers.
+    """
 
     def check(program: Any) -> None:
         check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
@@ -196,7 +197,7 @@ def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any)
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    """The exported program without regions, blocks that repeat traced once where they can be."""
+    """Return the exported program without regions, with repeated blocks traced once if possible."""
     while True:
         try:
             return _export_blocks(entry, example)
@@ -260,7 +261,7 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raises TraceError where a shape depends on values: nothing can be planned for it."""
+    """Raise TraceError if a shape depends on values: such a graph cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
@@ -314,9 +315,10 @@ def _from_exported(
 
 @contextmanager
 def _quiet(skipped: SkippedWrites) -> Iterator[None]:
-    """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails.
+    """Silence torch.export's warnings about itself, and the graph that it prints when it fails.
 
-    Sizes that depend on values are many (`many_elements`), and lines that only skip writes are told that they run.
+    Data-dependent sizes are assumed to be larger than 1 (`many_elements`), and data-dependent branches that only skip
+    writes are taken.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
@@ -333,7 +335,7 @@ def _quiet(skipped: SkippedWrites) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark the operators of the loss function (`loss`), and name modules as the user's model has them."""
+    """Mark the operators of the loss function (`loss`), and name modules as in the user's model."""
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}
         facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
@@ -341,7 +343,7 @@ def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
 
 
 def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
-    """The trace with the frozen parameters that are written among its buffers: every rank holds them whole."""
+    """Return the trace with written frozen parameters among its buffers: every rank has them in full."""
     for node in traced.graph.find_nodes(op="get_attr"):
         facts(node)["parameter"] = bool(facts(node).get("parameter")) and node.target not in written
     parameters = {name: p for name, p in traced.parameters.items() if name not in written}
@@ -350,21 +352,20 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 
 
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The constants that are a parameter or buffer, which the model also keeps in a list or dictionary and reads there:
-    their names as such."""
+    """Return the names of constants that are parameters or buffers, which the model also keeps in a list or dict."""
     names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
     return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """Where in memory a tensor is, also one without values."""
+    """Return the memory location of a tensor, also of one without values."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
-    """Parameters by the name `named_parameters()` gives, with the other names of tied ones."""
+    """Return parameters by the names of `named_parameters()`, with the other names of tied ones."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(users_name(model, name))

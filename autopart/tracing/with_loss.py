@@ -1,4 +1,4 @@
-"""How a model is called, alone or with the user's loss function behind it; and the user's names for its parts there."""
+"""Wrapper of a model with the user's loss function, and the user's names inside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DETACHING = ("detach", "detach_", "__get__")
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model with its arguments by name, as `bind_call` gives them; by position where they have to be."""
+    """Call a model with its arguments by name, as `bind_call` returns them; by position if necessary."""
     signature = inspect.signature(model.forward).parameters
     kinds = {name: parameter.kind for name, parameter in signature.items()}
     rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
@@ -35,7 +35,7 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 
 
 class WithLoss(nn.Module):
-    """A model that returns no loss, with the user's `loss_fn(output, target)` behind it.
+    """A model that returns no loss, followed by the user's `loss_fn(output, target)`.
 
     A `loss_fn` that is a module keeps its own mode. Its buffers and frozen parameters are buffers of the trace, under
     names that begin with `loss_name`. Raises TraceError if it has trained parameters that the model does not have.
@@ -65,7 +65,7 @@ class WithLoss(nn.Module):
 
 
 class WithLossAndOutputs(WithLoss):
-    """The same, which returns the loss and the model's own outputs."""
+    """A WithLoss that returns the loss and the model's own outputs."""
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         outputs = call_model(self.model, call)
@@ -76,8 +76,11 @@ _OF_MODEL: ContextVar[frozenset[Hashable] | None] = ContextVar("the model's para
 
 
 def check_criterion(func: Any, tensors: Iterable[Tensor]) -> None:
-    """Raise TraceError if a loss function reads a trained tensor that the model does not have: in a closure, an object
-    or a global, where `criterion_tensors` does not find it. `tensors`: of an operator in a trace."""
+    """Raise TraceError if a loss function reads a trained tensor that the model does not have.
+
+    The tensor may be in a closure, an object or a global, where `criterion_tensors` does not find it. `tensors`: of an
+    operator in a trace.
+    """
     of_model = _OF_MODEL.get()
     if of_model is None or not torch.is_grad_enabled() or getattr(func, "__name__", "") in _DETACHING:
         return
@@ -103,12 +106,12 @@ call_model = call  # `forward` has an input of the name that `call` has
 
 
 def users_model(model: nn.Module) -> nn.Module:
-    """The model as the user knows it, without the loss function behind it."""
+    """Return the user's model, without the wrapper of the loss function."""
     return model.model if isinstance(model, WithLoss) else model
 
 
 def users_name(model: nn.Module, name: str) -> str:
-    """What the user calls a module, parameter, buffer or attribute of `model` of this name."""
+    """Return the user's name of a module, parameter, buffer or attribute of `model`."""
     if not isinstance(model, WithLoss):
         return name
     if name.partition(".")[0] == "loss_fn":
@@ -117,13 +120,13 @@ def users_name(model: nn.Module, name: str) -> str:
 
 
 def users_input(model: nn.Module, name: str) -> str:
-    """What the user calls an input of `model` of this name."""
+    """Return the user's name of an input of `model`."""
     name = name.removeprefix(f"{NUMBERS}.")
     return name.removeprefix("call.") if isinstance(model, WithLoss) else name
 
 
 def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The user's modules by the user's paths; those of a loss function follow, as of `loss_fn`."""
+    """Return the user's modules by the user's paths, followed by those of a loss function, as of `loss_fn`."""
     for path, module in model.named_modules():
         if module is not model or not isinstance(model, WithLoss):
             yield users_name(model, path), module
@@ -147,7 +150,7 @@ def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def criterion_key(loss_fn: Any) -> Hashable:
-    """Return what a trace depends on of a loss function that is a module: its modes, and the kinds of its tensors."""
+    """Return the key of a loss function that is a module: its modes, and the kinds of its tensors."""
     if not isinstance(loss_fn, nn.Module):
         return None
     modes = tuple(module.training for module in loss_fn.modules())
