@@ -1,7 +1,7 @@
-"""What a forward assigns to the names of its modules' buffers: a trace sees writes, and no assignments.
+"""Assignments to buffer names in a forward: a trace sees in-place writes, but no assignments.
 
-A buffer that was None is a cache, filled in the first call and read in the next. It is allowed where every call would
-compute the same: then the program computes it in every call, and the model's own is None as before.
+A buffer that was None is a cache, filled in the first call and read in the next. It is allowed if every call would
+compute the same value. Then the program computes it in every call, and the model's own buffer stays None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Form(NamedTuple):
 class AssignedBuffers:
     """The buffers of a model around its forward.
 
-    `caches`: those that it fills. `are_filled`: whether forward shall find them filled.
+    `caches`: the buffers that it fills. `are_filled`: start the forward with filled caches.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,9 +36,10 @@ class AssignedBuffers:
 
     @contextmanager
     def written(self, known: KnownValues | None) -> Iterator[None]:
-        """Around a forward: what it assigns to a buffer's name is written into the buffer.
+        """Turn assignments to buffer names into in-place writes, around a forward.
 
-        `known`: what is known of its values in a trace; None outside of one.
+        Args:
+            known: constants of the trace; None outside of one.
         """
         before = [
             (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in self.model.modules()
@@ -97,9 +98,9 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raises TraceError where a forward that finds its caches filled does something else than one that fills them.
+    """Raise TraceError if a forward with filled caches differs from one that fills them.
 
-    That is tried: `again` traces once more with filled ones. What depends on inputs or parameters must be the same.
+    `again` traces once more with filled caches. Calls that depend on inputs or parameters must be equal.
     """
     if not buffers.caches:
         return
@@ -123,7 +124,7 @@ def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
 
 
 def computed(program: Any) -> Counter[tuple]:
-    """The calls that depend on inputs or parameters, each with its other arguments and the shapes that it gives."""
+    """Return the calls that depend on inputs or parameters, each with its constant arguments and result shapes."""
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
     depending: dict[fx.Node, bool] = {}
@@ -137,5 +138,5 @@ def computed(program: Any) -> Counter[tuple]:
 
 
 def _others(node: fx.Node) -> str:
-    """The arguments of a call that are no values of the graph."""
+    """Return the arguments of a call that are not values of the graph."""
     return str(fx.map_arg((node.args, node.kwargs), lambda _: "value"))

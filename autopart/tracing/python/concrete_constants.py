@@ -1,11 +1,11 @@
-"""Tensors that depend on nothing: Python may ask for their values in a trace, which has no values.
+"""Constant tensors of a trace whose values are computed when Python asks for them.
 
-`nn.Transformer` compares a mask with the causal one; others take the largest of a few positions. Such a tensor is made
-by functions like `torch.arange` from numbers alone, so it can be computed when it is asked for. That it is made like
-another tensor (`torch.ones_like(x)`, `steps.to(x)`) changes nothing: only the form of that one is read.
+`nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
+`torch.arange` create such a tensor from numbers alone, so its value can be computed on demand. Calls that only read the
+metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) stay constant.
 
-A tensor that the user's code holds, and that is neither a parameter nor a buffer nor an input, is known too: it is a
-constant of the trace, which refuses a forward that writes to it.
+A tensor that the user's code holds, and that is no parameter, buffer or input, is known, too: it is a lifted constant
+of the trace, which refuses a forward that writes to it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The call that made a tensor, which is `place` of its outputs. In its arguments, other such calls stand for the
-    tensors that they made."""
+    """The call that created a tensor, its output number `place`.
+
+    In its arguments, such calls replace constant tensors.
+    """
 
     func: Callable[..., Any]
     args: Any
@@ -53,17 +55,17 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """A tensor of which only this is read."""
+    """Metadata of a tensor whose values are not read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class KnownValues:
-    """Which tensors of a trace are known, and how they were made.
+    """The constant tensors of a trace, and how they were created.
 
-    `of_model`: its parameters, buffers and inputs, whose values may differ in the next call. `read`: the constants
-    whose values Python was told.
+    `of_model`: parameters, buffers and inputs, whose values may differ in the next call. `read`: the constants whose
+    values Python read.
     """
 
     def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
@@ -82,7 +84,7 @@ class KnownValues:
         return is_real and memory_of(tensor) not in self._changing
 
     def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
-        """Note a call of the tensors `inputs` that gave `output`."""
+        """Record a call of the tensors `inputs` that returned `output`."""
         func, args, kwargs = call
         name = getattr(func, "__name__", "")
         if name in _SHAPED_LIKE or name in _TYPED_LIKE:
@@ -102,20 +104,23 @@ class KnownValues:
         return self._made[leaf] if isinstance(leaf, Tensor) else leaf
 
     def forget(self, written: Sequence[Tensor]) -> None:
-        """These tensors are written: known ones in the same memory have other values from now on. What was computed of
-        them before keeps its own."""
+        """Record that tensors are written: constants in the same memory have other values from now on.
+
+        Values computed from them earlier stay constant.
+        """
         memory = {memory_of(tensor) for tensor in written}
         self._changing |= memory
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget how these were made."""
+        """Forget how tensors were created."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
     def sized(self, call: Call) -> Mapping[str, Any]:
-        """The keyword arguments of a call; of `repeat_interleave` with the size of the result, where the counts are
-        known."""
+        """Return the keyword arguments of a call; of `repeat_interleave` with the output size, if the counts are
+        constant.
+        """
         func, args, kwargs = call
         if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
             return kwargs
@@ -131,7 +136,7 @@ class KnownValues:
         return {**kwargs, "output_size": total}
 
     def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
+        """Return the Python value of a call on `inputs` if all of them are constant; else UNKNOWN."""
         func, args, kwargs = call
         asks = getattr(func, "__name__", "") in _ANSWERS
         if not asks or not inputs or not all(map(self._is_known, inputs)):
@@ -145,7 +150,7 @@ class KnownValues:
         return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
 
     def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
-        """What `compute` makes of what a recipe gives; UNKNOWN where random numbers are drawn for it."""
+        """Return `compute` of a recipe's value; UNKNOWN if the recipe draws random numbers."""
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
             result = compute(self._real(recipe, {}))
@@ -156,14 +161,13 @@ class KnownValues:
         return UNKNOWN
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """These tensors have values that a trace does not know, and the same in every call as long as none is
-        written."""
+        """Record tensors whose values a trace does not know, but which are equal in every call until one is written."""
         self._held = [(buffer, _Form(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the same in every call: made of constants, and of what is held and is not written."""
+        """Return True if a tensor is equal in every call: made of constants and of unwritten tensors given to `hold`."""
         if not self._is_known(tensor):
             return False
         recipe = self._made[tensor]
@@ -175,7 +179,7 @@ class KnownValues:
             return False
 
     def _forms_of(self, recipe: Any) -> set[int]:
-        """The identities of the forms that a recipe reads."""
+        """Return the identities of the tensors whose metadata a recipe reads."""
         forms, seen, todo = set[int](), set[int](), [recipe]
         while todo:
             leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
@@ -185,7 +189,7 @@ class KnownValues:
         return forms
 
     def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
-        """A call's arguments with real tensors, all on the CPU."""
+        """Return a call's arguments with real tensors, all on the CPU."""
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
@@ -208,8 +212,7 @@ class KnownValues:
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-    """Arguments with the form of the tensor that the new one is made like in its place, where that is all there is to
-    read."""
+    """Return arguments in which a tensor is replaced by its metadata, if the call reads no more."""
     place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
     like = args[place] if place < len(args) else kwargs.get(keyword)
     if not isinstance(like, Tensor):
@@ -224,7 +227,7 @@ def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[t
 
 
 def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to in place."""
+    """Return the tensors that a call writes in place."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = [*(args[:1] if in_place else ()), kwargs.get("out")]
@@ -232,7 +235,7 @@ def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value and in the containers that it consists of, in order."""
+    """Return the tensors in a value and its containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, dict)):
@@ -241,7 +244,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Equal for tensors in the same memory; None where torch does not say, as inside of `torch.func`."""
+    """Return a key that is equal for tensors in the same memory; None if torch does not say, as inside `torch.func`."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have several

@@ -1,9 +1,9 @@
-"""What `torch.export` forgets of how a model's Python runs, written into the trace while it runs.
+"""Semantics of eager Python that `torch.export` loses, written into the trace while it runs.
 
-Export marks `torch.no_grad()` regions, but loses the marks inside autocast regions and where writes in place are made
-functional; and it cannot trace through `.data`. `EagerSemantics` writes both as `detach`, which stays.
+Export marks `torch.no_grad()` regions, but loses the marks inside autocast regions and when writes are functionalized;
+and it cannot trace through `.data`. `EagerSemantics` writes both as `detach`, which stays.
 
-`traceable` lets the few modules of torch that cannot be traced run as code that can.
+`traceable` replaces the few modules of torch that cannot be traced by code that can.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
-    """Around a forward: what is read without grad mode, or through `.data`, carries no gradient.
+    """Dispatch mode around a forward: values read without grad mode, or through `.data`, carry no gradient.
 
     `tensors`: the model's parameters, buffers and inputs, as they are outside of the trace.
 
-    Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
-    mode to a value that has a gradient.
+    Raises TraceError for parts of a forward that a trace would lose: hooks on tensors, and in-place writes without
+    grad mode to a value with a gradient.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -149,7 +149,10 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def spend(self, tensor: Tensor) -> bool:
-        """Note that who reads a tensor afterwards finds something else. False where it is not made in the trace."""
+        """Record that later reads of a tensor would find another value.
+
+        Returns False for a tensor from outside the trace.
+        """
         memory = memory_of(tensor)
         made = tensor._base if tensor._base is not None else tensor
         if memory is None or made.grad_fn is None:
@@ -158,7 +161,7 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raises Lost where one is read."""
+        """Raise Lost if such a tensor is read."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise Lost(
                 "a tensor is read that an autograd.Function has written to",
@@ -168,7 +171,7 @@ class EagerSemantics(TorchFunctionMode):
             )
 
     def named(self, value: Any, name: str) -> None:
-        """Note what the tensors in a value are called in errors."""
+        """Record the names of the tensors in a value, for errors."""
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 self.origins[leaf] = (name,)
@@ -220,8 +223,9 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """What Python is told of a truth value that random numbers alone decide, or that decides only what is written;
-        None for others."""
+        """Return the truth value for Python of a tensor that random numbers alone decide, or that only skips writes;
+        else None.
+        """
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)
@@ -236,7 +240,7 @@ class EagerSemantics(TorchFunctionMode):
         return node is not None and is_by_chance(node)
 
     def condition(self, *arguments: Any) -> Any:
-        """`torch.cond` of these, in a trace."""
+        """Return the result of `torch.cond` in a trace."""
         if not self.may_rewrite:
             raise Rewrites
         self.both = True
@@ -254,7 +258,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
-    """Raises Lost where a parameter begins or ceases to need a gradient."""
+    """Raise Lost if `requires_grad` of a parameter changes."""
     if parameter.requires_grad != requires_grad:
         raise Lost(
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
@@ -271,11 +275,11 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 
 @contextmanager
 def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
-    """Inside, norms of the model that cannot be traced have another forward, which computes the same.
+    """Replace norms of the model that cannot be traced by equivalent code, for a `with` block.
 
-    A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function is one
-    operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
-    is nothing.
+    A SyncBatchNorm becomes a plain one: in a trace the batch is the global batch. A user's autograd.Function becomes
+    one operator (`apply` receives torch's own `apply`, the class, args and kwargs). A cast of a module to its own
+    dtype becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
@@ -295,8 +299,10 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`module.to(device, dtype)` in a forward: nothing where it is there and has that dtype; export could not replace
-    its parameters."""
+    """Replace `module.to(device, dtype)` in a forward by a no-op if the module has both.
+
+    Export could not replace the module's parameters.
+    """
     options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
     targets = [*args, *options.values()]
     devices = [torch.device(value) for value in targets if isinstance(value, (str, torch.device))]
@@ -321,7 +327,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:
-    """What `torch.autocast` casts to here; None outside of it."""
+    """Return the dtype of the present `torch.autocast`; None outside of one."""
     for kind in dict.fromkeys((device_type, "cuda")):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
@@ -329,8 +335,10 @@ def ambient_autocast(device_type: str) -> torch.dtype | None:
 
 
 def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
-    """Batch norm whose running statistics are the mean over all batches so far: torch reads the number of batches as a
-    Python number there."""
+    """Compute a batch norm whose running statistics are the mean over all batches.
+
+    Torch reads the number of batches as a Python number.
+    """
     module._check_input_dim(source)
     module.num_batches_tracked.add_(1)
     dims = [dim for dim in range(source.ndim) if dim != 1]
@@ -339,7 +347,10 @@ def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
 
 
 def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
-    """Instance norm that moves its running statistics: torch hides that in an operator that looks functional."""
+    """Compute an instance norm that updates its running statistics.
+
+    Torch hides the update in an operator that looks functional.
+    """
     module._check_input_dim(source)
     if source.dim() == module._get_no_batch_dim():
         return _tracking_instance_norm(module, source.unsqueeze(0)).squeeze(0)
@@ -349,7 +360,9 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
-    """Running mean and unbiased variance over `dims` (and then over rows), towards those of this batch by `share`."""
+    """Move the running mean and unbiased variance over `dims` (and then samples) towards those of this batch by
+    `share`.
+    """
     rows = source.to(module.running_mean.dtype)
     mean = rows.mean(dims, keepdim=True)
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)

@@ -44,7 +44,7 @@ _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
 
 class Change(NamedTuple):
-    """A value that differs from the trace; `slot`: where a number can be put in its place."""
+    """A value that differs from the trace; `slot`: where a number can be replaced."""
 
     path: str
     before: Any
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 
 class Guards:
-    """Compares all values that a trace depends on, beside tensors and the arguments of its call.
+    """Comparison of all values that a trace depends on, apart from tensors and the arguments of its call.
 
     Args:
         reads: the names that the user's code read in the trace.
@@ -108,7 +108,7 @@ class Guards:
         return len(self._flat) + of_others + len(self._tensors)
 
     def _flatten(self) -> None:
-        """Lay the values of all modules in one list: a call compares hundreds of them."""
+        """Collect the values of all modules in one list: a call compares hundreds of them."""
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
@@ -124,7 +124,7 @@ class Guards:
         return len(layers) == len(self._children) and all(map(is_, layers, [child() for child in self._children]))
 
     def hold(self) -> bool:
-        """Return True if every value is what it was for the trace."""
+        """Return True if every value equals its value in the trace."""
         if not self._has_same_layers() and self._has_other_layers():
             return False
         try:
@@ -279,7 +279,7 @@ def _no_layer() -> None:
 
 
 class _Values:
-    """Values under some names of one mapping."""
+    """Values of some names of one mapping."""
 
     def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):
         self.mapping, self.names = mapping, [*found]
@@ -309,7 +309,7 @@ class _Values:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Compare by value, and keep the objects of now for the next comparison."""
+        """Compare by value, and keep the present objects for the next comparison."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)

@@ -1,8 +1,8 @@
-"""Where a model's code keeps tensors beside its modules' attributes: globals, classes, closures, objects, containers
-and `functools.lru_cache`.
+"""Tensors that a model's code keeps outside of module attributes.
 
-A trace runs that code once, on tensors without values. What it would leave of them in such a place is taken out again,
-so that the user's model, and the next trace, find there what they left.
+Such places are globals, classes, closures, objects, containers and `functools.lru_cache`. A trace runs the code once,
+on fake tensors. Fake tensors that it leaves there are removed again, so that the user's model and the next trace find
+their own values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
 class Kept(NamedTuple):
-    """A tensor that was in a place before a forward, and is not there after it: `name` says where."""
+    """A tensor that was in a place before a forward, and is not there after it. `name`: the place."""
 
     name: str
     tensor: Tensor
 
 
 class Left(NamedTuple):
-    """A value with tensors that is in a place after a forward; `name` says where."""
+    """A value with tensors that is in a place after a forward. `name`: the place."""
 
     name: str
     place: Any
@@ -48,14 +48,14 @@ class Left(NamedTuple):
 
 
 class Caches:
-    """Inside, a model's forward may keep tensors wherever its code keeps some; at the end they are gone from there.
+    """Let a forward keep tensors in its places for a `with` block, and remove them at the end.
 
     Other values stay.
 
     Attributes:
-        replaced: tensors that forward took out of such a place, or put another tensor for.
+        replaced: tensors that forward removed from a place, or replaced by another tensor.
         left: values with tensors that forward put where no tensor was.
-        start: values to put into such places for the next forward.
+        start: values to put into places for the next forward.
     """
 
     def __init__(self, model: nn.Module):
@@ -96,16 +96,18 @@ class Caches:
 
 
 def places_of(model: nn.Module) -> list[Any]:
-    """Everything that forward can write to by the names in its code, and in the code that this calls: containers,
-    globals and attributes as dicts, classes, closures, caches of functions."""
+    """Return the places that forward can write to by the names in its code, and in the code that this calls.
+
+    They are containers, globals and attributes as dicts, classes, closures, caches of functions.
+    """
     return _Walk(model).places
 
 
 class _Walk:
-    """From a model to what its code may write to.
+    """Search from a model to the places that its code may write to.
 
-    A method or an attribute of an object is looked at where code that was reached has its name: most of a library is
-    not what a forward runs.
+    A method or an attribute of an object is followed only if reached code has its name: a forward runs little of a
+    library.
     """
 
     def __init__(self, model: nn.Module):
@@ -158,7 +160,9 @@ class _Walk:
             self._add(_parts(thing))
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        """Its closure, defaults and attributes, and what its code names: globals, and what is in modules so named."""
+        """Follow a function's closure, defaults and attributes, and the globals and module contents that its code
+        names.
+        """
         if not _is_own(function):
             return
         names = _names(function.__code__)
@@ -182,7 +186,7 @@ def _is_place(thing: Any) -> bool:
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether a function or class is of the user or of a library that may hold models."""
+    """Return True for a function or class of the user or of a library of models."""
     return _is_own_name(getattr(thing, "__module__", None))
 
 
@@ -191,7 +195,7 @@ def _is_own_name(module: Any) -> bool:
 
 
 def _parts(thing: Any) -> Iterable[Any]:
-    """What an object consists of, or wraps."""
+    """Return the objects that an object consists of, or wraps."""
     if isinstance(thing, dict):
         return dict.values(thing)
     if isinstance(thing, Mapping):
@@ -218,13 +222,13 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 @functools.lru_cache(100_000)
 def _names(code: CodeType) -> frozenset[str]:
-    """The names that code, and the functions that it makes, read from elsewhere."""
+    """Return the names that code, and the functions that it defines, read from outside."""
     inside = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return frozenset(code.co_names).union(*inside)
 
 
 def _content(place: Any) -> dict[Any, Any]:
-    """What is in a place, by key."""
+    """Return the content of a place, by key."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
@@ -240,7 +244,7 @@ def _content(place: Any) -> dict[Any, Any]:
 
 
 def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Put back what was under these keys."""
+    """Restore the values under these keys."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()
@@ -265,7 +269,7 @@ def _put_back(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether a tensor is in a value, in whatever containers and objects it is made of."""
+    """Return True if a value contains a tensor, in containers or objects."""
     seen: set[int] = set()
     todo = [value]
     while todo:

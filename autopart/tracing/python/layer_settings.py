@@ -15,7 +15,10 @@ from autopart.tracing.python.recorded_reads import PLAIN
 
 
 class Setting(NamedTuple):
-    """A plain attribute of the layer at `path`. `text` is its `repr`: 1, 1.0 and True are different settings."""
+    """A plain attribute of the layer at `path`.
+
+    `text` is its `repr`: 1, 1.0 and True are different settings.
+    """
 
     path: str
     name: str
@@ -27,8 +30,8 @@ class Settings(NamedTuple):
     """Differences of single layers from a model in one mode.
 
     Args:
-        layers: Paths of the layers that are in the other mode than the model.
-        values: Attributes that differ from the model's own.
+        layers: paths of the layers that are in the other mode than the model.
+        values: attributes that differ from the model's own.
     """
 
     layers: tuple[str, ...] = ()
@@ -40,7 +43,7 @@ NO_SETTINGS = Settings()
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for numbers, texts and their like, and tuples of them: a later change is an assignment."""
+    """Return True for numbers, texts, similar values, and tuples of them: a later change is an assignment."""
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
     return isinstance(value, PLAIN)
@@ -63,13 +66,13 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-    """Set attributes of layers, and put back the earlier ones at the end. Modes stay as they are."""
+    """Set attributes of layers, and restore the earlier ones at the end. Modes stay as they are."""
     return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 
 @contextmanager
 def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
-    """Set modes and attributes of a model's layers, and put back the earlier ones at the end."""
+    """Set modes and attributes of a model's layers, and restore the earlier ones at the end."""
     others = set(settings.layers)
     modes = {(layer, "training"): training != (path in others) for path, layer in model.named_modules()}
     with with_values(model, settings), attributes(modes):

@@ -1,6 +1,7 @@
-"""Python's and numpy's random numbers, drawn by torch: then a program draws them in every step, alike on all ranks.
+"""Random numbers of Python and numpy, drawn from torch's generator instead.
 
-Only functions that give one number between two others, and that are called as attributes of their modules.
+A program then draws them in every step, equal on all ranks. This covers functions that return one number between two
+others, called as attributes of their modules.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
 
 
 def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
-    """Inside, `random.random()`, `random.uniform(a, b)` and numpy's `rand()`, `random()` and `uniform(a, b)` draw from
-    torch's generator. `as_numbers`: and give numbers, not tensors: for a run of the model outside of a trace."""
+    """Draw from torch's generator in `random.random()`, `random.uniform(a, b)` and numpy's `rand()`, `random()`,
+    `uniform(a, b)`.
+
+    Args:
+        as_numbers: return numbers, not tensors: for a run of the model outside of a trace.
+    """
 
     def draw() -> Any:
         drawn = torch.rand((), dtype=torch.float64)

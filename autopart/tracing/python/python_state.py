@@ -1,4 +1,4 @@
-"""What a model's forward does beside computing tensors: a trace runs it once, and a program not at all."""
+"""Side effects of a model's forward: a trace runs it once, and a program not at all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 
 class PythonState:
-    """Inside, what the model's forward writes to its modules' attributes is noted, and whether it draws random numbers
-    from Python or numpy; at the end it is undone, and tensors are gone from where else its code keeps some."""
+    """Record the attributes that a forward writes, and its random draws from Python or numpy, for a `with` block.
+
+    At the end the writes are undone, and tensors are removed from the other places where its code keeps some.
+    """
 
     def __init__(self, model: nn.Module):
         self.modules = dict(users_modules(model))
@@ -90,13 +92,13 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What was changed and holds no tensor: forward may decide by it next time."""
+        """Changed attributes without tensors: forward may decide by them in the next call."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
 @contextmanager
 def same_containers(model: nn.Module) -> Iterator[None]:
-    """Put back the lists and dicts that are attributes of modules: torch.export replaces them by copies."""
+    """Restore the lists and dicts that are attributes of modules: torch.export replaces them by copies."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -108,13 +110,13 @@ def same_containers(model: nn.Module) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the generators that a forward may draw from, by their modules' names, as values to compare."""
+    """Return the states of the generators that a forward may draw from, by module name, as comparable values."""
     _, words, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Every attribute, with what is in it where it can be filled in place."""
+    """Return every attribute, with its content if it can be changed in place."""
     return {
         name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN
@@ -145,10 +147,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
-    """Raises TraceError where forward draws random numbers from Python or numpy and computes by them: a program would
-    repeat those of the trace.
+    """Raise TraceError if the result of a forward depends on random numbers of Python or numpy.
 
-    Whether it does is tried: `again` traces once more with the smallest draws there are, and with the largest.
+    A program would repeat the numbers of the trace. `again` traces once more with the smallest draws possible, and
+    with the largest.
     """
     drawn = state.drawn
     if not drawn:
@@ -168,7 +170,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 
 
 def _text(program: Any) -> str:
-    """All that a trace fixes: its graph and its constants."""
+    """Return everything that a trace fixes: its graph and its constants."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
@@ -183,14 +185,19 @@ def _text(program: Any) -> str:
 
 
 def _cast_of(constant: fx.Node) -> fx.Node | None:
-    """What reads a constant, if that is a cast alone."""
+    """Return the use of a constant, if its only use is a cast."""
     readers = list(constant.users)
     return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
 
 def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
-    """The text of a graph without what has nothing to do with its inputs, weights and outputs, such as the first values
-    of a module that forward makes. `constants`, without their names: {one: its cast, which is left out, or None}."""
+    """Return the text of a graph without the calls unrelated to its inputs, weights and outputs.
+
+    Such calls are, for example, initial values of a module that forward creates. Constants are left out by name.
+
+    Args:
+        constants: {constant: its cast, which is left out, or None}.
+    """
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
     ends = [node for node in graph.nodes if node.op != "call_function"]
     kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
@@ -212,8 +219,10 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
-    """The tensors among the attributes that forward changes which it casts, once and for all: a trace with what it left
-    there is the same but for the cast."""
+    """Return the changed attributes that forward only casts, once and for all.
+
+    A trace with the values that it left there is equal but for the cast.
+    """
     cast = {
         name: before.to(after.dtype) for name, (before, after) in state.changed.items()
         if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
@@ -237,7 +246,7 @@ def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], A
 
 
 def _zeros(leaf: Any) -> Any:
-    """Stand in for a tensor of a trace, which has no values."""
+    """Return a stand-in for a traced tensor, which has no values."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -247,12 +256,14 @@ def check_attributes(
     model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
+    """Raise TraceError if forward reads an attribute that it also changes: the next call would differ.
 
-    A tensor is read where the trace has its first value as a constant, or where Python was told its values. Of numbers,
-    and of tensors where there was none before, that is tried: `again` traces once more with what forward left there,
-    and must give the same graph. `computed`: what of the graph must be the same, by default all of it. Returns notes
-    for the user.
+    A tensor is read if the trace has its first value as a constant, or if Python read its values. For numbers, and for
+    tensors in places without one before, `again` traces once more with the values that forward left there, and must
+    give the same graph. Returns notes for the user.
+
+    Args:
+        computed: returns the part of a graph that must be equal, by default all of it.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     for attribute in _only_cast(state, program, again):

@@ -1,7 +1,7 @@
 """Record which attributes and globals the user's code reads while a model is traced.
 
-A program holds what Python read as constants. `record_reads` watches the frames of the user's code and notes the
-names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
+A program has the values that Python read as constants. `record_reads` watches the frames of the user's code and records
+the names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
 `autopart.tracing.python.guards` compares their values at each call.
 """
 
@@ -125,7 +125,7 @@ class Reads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if a value is another now than when the user's code read it first."""
+        """Return True if a value differs from when the user's code read it first."""
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -171,7 +171,10 @@ def record_reads() -> Iterator[Reads]:
 
 @contextmanager
 def watched_frames() -> Iterator[None]:
-    """Watch the frames of the user's code, inside `record_reads`. A debugger's trace function runs as before."""
+    """Watch the frames of the user's code, inside `record_reads`.
+
+    A debugger's trace function runs as before.
+    """
     reads, debugger = _Recording.reads, sys.gettrace()
     if reads is None:
         yield
@@ -328,7 +331,7 @@ def is_absent(holder: Any, name: str) -> bool:
 
 
 class Same:
-    """Is equal only to itself for one object, and keeps that object alive so that its id stays its own."""
+    """Key that equals only itself for one object, and keeps that object alive so that its id stays unique."""
 
     def __init__(self, thing: object):
         self.thing = thing

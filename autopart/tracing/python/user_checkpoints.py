@@ -35,7 +35,8 @@ class OwnCheckpoints:
     @property
     def found(self) -> tuple[str | None, ...]:
         """The modules that ran in a checkpoint, without those inside them, in the model's order; None for checkpoints
-        of functions that called no module."""
+        of functions that called no module.
+        """
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 

@@ -91,7 +91,8 @@ def asking_frame(frame: FrameType | None) -> FrameType | None:
 
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
     """Where the expression ends whose truth is asked for: a call that is running, or what a jump is about, which was
-    computed right before it."""
+    computed right before it.
+    """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
     return line, byte
