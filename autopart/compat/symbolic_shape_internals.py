@@ -50,7 +50,9 @@ def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def symbolic_functions() -> dict[Any, str]:
-    """Return the functions that torch writes to a graph for `math.sqrt` and others of a symbolic scalar, by operator."""
+    """Return the functions that torch writes to a graph for `math.sqrt` and others of a symbolic scalar, by
+    operator.
+    """
     names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 

@@ -53,10 +53,11 @@ class _Norms:
 
 
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
-    """From now on `torch.nn.utils.clip_grad_norm_(...)` is `clip(torch's own, ...)`, and `get_total_norm(...)` is
-    `total(torch's own, ...)`, under `torch.no_grad()`.
+    """Replace `torch.nn.utils.clip_grad_norm_(...)` by `clip(torch's own, ...)`, and `get_total_norm(...)` by
+    `total(...)`.
 
-    The code is exchanged, so that this holds of names that were imported before as well.
+    Both run under `torch.no_grad()`. The code objects are exchanged, so that this also holds for names imported
+    earlier.
     """
     if _Norms.own_clip is not None:
         return
@@ -70,7 +71,10 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
+    """Give a function another code object, and return a function with its own.
+
+    `names`: globals of the new code.
+    """
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
@@ -80,8 +84,9 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
 
 
 def redirect_unscale(to: Callable[..., Any]) -> None:
-    """From now on every `torch.amp.GradScaler` that divides an optimizer's gradients by the scale, and looks for
-    infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}.
+    """Replace the unscaling of every `torch.amp.GradScaler` by `to(torch's own, scaler, optimizer, ...)`.
+
+    It divides an optimizer's gradients by the scale, looks for infinities, and returns {device: 1.0 or 0.0}.
     """
     scalers: Any = torch.amp.GradScaler
     original = scalers._unscale_grads_
@@ -96,7 +101,7 @@ def redirect_unscale(to: Callable[..., Any]) -> None:
 
 
 def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of every tensor, in its dtype or float32, whichever is larger: a vector for each device and dtype."""
+    """Return the norm of every tensor, in its dtype or float32, whichever is larger: a vector per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -107,10 +112,10 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
 
 
 def before_wrappers(check: Callable[[Any, str], None]) -> None:
-    """From now on modules that DistributedDataParallel, DataParallel, FSDP and `fully_shard` wrap go to `check` first.
+    """Pass modules that DistributedDataParallel, DataParallel, FSDP and `fully_shard` wrap to `check` first.
 
     Args:
-        check: Is passed the module, or a list of modules, and what wraps it. Nothing is sent before.
+        check: receives the module, or a list of modules, and the wrapper. No communication happens before.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
@@ -136,7 +141,7 @@ def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
 
 
 class _FullyShard:
-    """Holds torch's own `fully_shard` once `before_wrappers` has run, and what is checked before it."""
+    """Torch's own `fully_shard` after `before_wrappers`, and the check that runs first."""
 
     own: Callable[..., Any] | None = None
     check: Callable[[Any, str], None]

@@ -1,7 +1,7 @@
-"""Attention in one form: that which drops weights written out, and put together again where it was written.
+"""Attention with dropout: decomposed for planning, and fused again in stage graphs.
 
-A mask of dropout that is data (`rng="exact"`) is drawn before the formula runs. Where ranks draw for themselves, the
-formula is one operator of a stage graph (`autopart.ops.attention_dropout`), whose kernel draws inside.
+With `rng="exact"` a dropout mask is data, drawn before the formula runs. If ranks draw their own masks, the formula is
+one operator of a stage graph (`autopart.ops.attention_dropout`), whose kernel draws inside.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 @on_calls("aten::scaled_dot_product_attention")
 def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Attention that drops weights becomes its formula, so that dropout is an operator of its own.
+    """Decompose attention with dropout, so that dropout is a separate operator.
 
-    The first new operator keeps the attention's name, so that a pipeline cut there is found in eval mode too.
+    The first new operator keeps the attention's name, so that a stage boundary there is found in eval mode too.
     """
     if dropout_probability(node):
         before = node.prev
@@ -40,13 +40,13 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _mark(before: fx.Node, node: fx.Node) -> None:
-    """Note on the calls between `before` and `node` that they are the formula of it."""
+    """Mark the calls between `before` and `node` as its formula."""
     while (before := before.next) is not node:
         facts(before)["attention"] = node.name
 
 
 class _Formula(NamedTuple):
-    """What an attention that was written out is made of (of keys their transpose), and the last of its calls."""
+    """The operands of a decomposed attention (keys transposed), and its last call."""
 
     query: fx.Node
     turned: fx.Node
@@ -58,8 +58,8 @@ class _Formula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """What `explicit_attention_dropout` wrote out is one operator in a stage graph where its mask is drawn in place (by
-    `node`) and no collective came between.
+    """Fuse a decomposed attention in a stage graph, if its mask is drawn in place (by `node`) without a collective
+    between.
     """
     formula = _formula_of(node)
     if formula is None:
@@ -76,8 +76,8 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _formula_of(dropped: fx.Node) -> _Formula | None:
-    """The formula whose weights a call drops; None where there is none, or where a part of it is not beside the next,
-    or is read by others.
+    """Return the formula whose weights a call drops; None if there is none, or its parts are not consecutive or used
+    elsewhere.
     """
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
@@ -101,7 +101,7 @@ def _formula_of(dropped: fx.Node) -> _Formula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """The keys whose transpose this is; what brought that together stays, where something did."""
+    """Return the keys of this transpose, with a gather of them if there is one."""
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)
@@ -115,15 +115,16 @@ _STEPS = ((aten.softmax.int,), _MASKS, (aten.mul.Tensor,), (aten.matmul.default,
 
 
 def _is_of(node: Any, dropped: fx.Node) -> bool:
-    """Whether a call was written for the same attention."""
+    """Return True if a call belongs to the same attention."""
     attention = facts(dropped).get("attention")
     return isinstance(node, fx.Node) and attention is not None and facts(node).get("attention") == attention
 
 
 @on_calls("aten::scaled_dot_product_attention")
 def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
-    """Causal attention is attention with a mask, as all is: what its kernel does with it is decided where it runs, by
-    the queries that are there (`ops/stage_masks.py`).
+    """Rewrite causal attention as attention with a mask.
+
+    `ops/stage_masks.py` decides at run time how kernels use it.
     """
     if not argument(node, "is_causal"):
         return

@@ -152,7 +152,9 @@ def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _multinomial(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Rewrite as the classes with the largest probability over an exponential number, torch's draw without replacement."""
+    """Rewrite as the classes with the largest probability over an exponential number, torch's draw without
+    replacement.
+    """
     weights, number = node.args[0], argument(node, "num_samples")
     if number > 1 and argument(node, "replacement"):
         return None

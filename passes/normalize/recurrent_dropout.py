@@ -29,7 +29,9 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the outputs of the stack: the last layer's, and the states of all layers (one tensor, or two for an LSTM)."""
+    """Return the outputs of the stack: the last layer's, and the states of all layers (one tensor, or two for an
+    LSTM).
+    """
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]

@@ -26,7 +26,9 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove calls that change neither values nor gradients: copies on a device, casts to the same dtype, dropout of 0."""
+    """Remove calls that change neither values nor gradients: copies on a device, casts to the same dtype, dropout of
+    0.
+    """
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""

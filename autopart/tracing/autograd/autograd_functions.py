@@ -1,14 +1,14 @@
-"""A user's `torch.autograd.Function` as one operator of a trace, with the backward that it defines.
+"""A user's `torch.autograd.Function` as one operator of a trace, with its own backward.
 
-While a model is traced, `Function.apply` calls an operator made for it in the namespace `autograd_function`: one
-overload for every class and signature. It runs the Function itself; its backward runs it again with gradients, whatever
-its style. It has no sharding rule: it runs whole on every rank, until the user gives its rule.
+While a model is traced, `Function.apply` calls a custom operator in the namespace `autograd_function`, with one
+overload for every class and signature. The operator runs the Function itself; its backward runs it again with
+gradients. It has no sharding rule: it is replicated until the user registers a rule.
 
-A Function is also traced on its own, forward and backward. What draws random numbers is refused. One that writes to its
-inputs works on copies, and who reads such an input afterwards is refused. Where both traces are made of pointwise
-operators of one shape alone, the operator is that trace: it computes the same on any shard, and carries torch's tag
-`pointwise`. The backward's trace also says whether it is linear in the gradients
-(`passes/rules/operators/autograd_function_rules.py`): one that clips them must not be given partial sums.
+A Function is also traced on its own, forward and backward. Random draws are refused. A Function that writes to its
+inputs works on copies, and later uses of such an input are refused. If both traces consist of pointwise operators of
+one shape, the operator is replaced by that trace: it is right on any shard, and has torch's tag `pointwise`. The
+backward's trace also tells whether it is linear in the gradients
+(`passes/rules/operators/autograd_function_rules.py`): a backward that clips them must not get partial sums.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A Function with everything but its tensors fixed. `arguments`: of the call, with `Tensor` for each tensor.
-    `dtypes`: of the tensors that it was called with; where it gets float64 instead, a proof computes in higher
-    precision, and what it makes itself is float64 as well. `written`: the numbers of the tensors that it writes to, of
-    which it gets copies."""
+    """A Function with all arguments fixed but its tensors.
+
+    `arguments`: of the call, with `Tensor` for each tensor. `dtypes`: of the tensors that it was called with; if it
+    gets float64 instead, a proof computes in higher precision, and tensors that it creates are float64 as well.
+    `written`: indices of the tensors that it writes to, of which it gets copies.
+    """
 
     function: Any
     arguments: tuple[Any, ...]
@@ -63,12 +65,12 @@ class UserFunction:
     written: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Its outputs, each with memory of its own."""
+        """Return the outputs, each with its own memory."""
         with torch.no_grad():
             return self.separate(self.outputs(tensors), tensors)
 
     def separate(self, outputs: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies of those outputs that share memory with an input or with another output."""
+        """Copy the outputs that share memory with an input or with another output."""
         copies: list[Tensor] = []
         for output in _as_tuple(outputs):
             shared = any(_storage(output) == _storage(other) for other in (*tensors, *copies))
@@ -78,7 +80,7 @@ class UserFunction:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the wanted inputs; None for the others, and where the Function gives none."""
+        """Return the gradients of the wanted inputs; None for others, and if the Function returns none."""
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
             outputs = _as_tuple(self.outputs(inputs))
@@ -92,7 +94,7 @@ class UserFunction:
         return tuple(next(gradients) if t.requires_grad else None for t in inputs)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
-        """What the Function returns."""
+        """Return the results of the Function."""
         remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
         is_lifted = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
@@ -112,10 +114,10 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Examined:
-    """A Function's own traces; `backward`: from tensors and the outputs' gradients to those of the inputs, None where
-    no input needs one.
+    """Traces of a Function's forward and backward.
 
-    `single`: it gives one tensor and no tuple of them. `is_pointwise`: all operators are, on tensors of one shape.
+    `backward`: from tensors and output gradients to input gradients; None if no input needs one. `single`: it returns
+    one tensor and no tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
     """
 
     forward: fx.GraphModule
@@ -130,7 +132,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Made:
-    """An operator that stands for a Function."""
+    """An operator that represents a Function."""
 
     operator: Any
     examined: Examined
@@ -142,19 +144,19 @@ _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
 
 def made_for(node: fx.Node) -> Made | None:
-    """What a node's operator was made of, if it stands for a Function."""
+    """Return the Function of a node's operator; None if it represents none."""
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
 def name_functions(graph: fx.Graph) -> None:
-    """Let the operators that stand for Functions be called as these are."""
+    """Name the nodes of such operators after their Functions."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
 
 
 class _Writes(Exception):
-    """A Function writes to tensors that it is given."""
+    """Raised if a Function writes to tensors that it was passed."""
 
     def __init__(self, tensors: frozenset[int]):
         super().__init__()
@@ -165,9 +167,11 @@ def apply_as_operator(
     apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any],
     spend: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> Any:  # fmt: skip
-    """`function.apply(*args, **kwargs)` in a trace. Raises Lost for a call that no operator can stand for.
+    """Return `function.apply(*args, **kwargs)` in a trace.
 
-    `spend` is called for a tensor that the Function writes to, and says whether nothing may read it afterwards.
+    Raises Lost for a call that no operator can represent.
+
+    `spend` is called for a tensor that the Function writes to. It returns whether later uses can be refused.
     """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
@@ -198,7 +202,10 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """What a Function of tensors alone computes, forward and backward, as code. Raises Lost, as `apply_as_operator`."""
+    """Return the forward and backward of a Function of tensors alone as code.
+
+    Raises Lost, as `apply_as_operator`.
+    """
     wanted = [t.requires_grad for t in tensors]
     try:
         user = UserFunction(function, (Tensor,) * len(tensors), None, tuple(t.dtype for t in tensors))
@@ -208,7 +215,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
 
 
 def is_of_a_model(function: type) -> bool:
-    """Whether a Function is what a model computes, and not how torch itself traces and differentiates."""
+    """Return True for a Function of a model, and False for those with which torch traces and differentiates."""
     name = function.__module__
     return not name.startswith("torch.") or name.startswith(_COMPUTING)
 
@@ -228,16 +235,16 @@ def _lost(function: type, why: str) -> Lost:
 
 
 def _a(value: Any) -> str:
-    """`a ModuleList`, `an Embedding`, `None`."""
+    """Return `a ModuleList`, `an Embedding`, `None`."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
-    """The operator for this Function and signature, made when it is first called for.
+    """Return the operator for this Function and signature. Registers a new one.
 
-    Its name and overload are the same in every process: they are made of names, values and shapes. Only a class that
-    has the name of another one of this process is numbered.
+    Its name and overload are equal in every process: they consist of names, values and shapes. A class is numbered
+    only if its name is that of another class of this process.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])
@@ -292,7 +299,7 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
 
 
 def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:
-    """What it computes. Raises Lost for what it must not do."""
+    """Trace a Function. Raises Lost for unsupported behaviour."""
     single = []
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -328,7 +335,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written."""
+    """Return how often each tensor was written."""
     return [t._version for t in tensors]
 
 
@@ -345,7 +352,7 @@ def _returned(trace: fx.GraphModule) -> Sequence[Any]:
 
 
 def _without_views(trace: fx.GraphModule) -> None:
-    """Drop the views of a tensor as one of its own shape, and what nothing reads."""
+    """Remove views of a tensor as one of its own shape, and unused calls."""
     for node in _calls(trace):
         if operator_name(node) in _VIEWS and value(node).shape == value(node.args[0]).shape:
             node.replace_all_uses_with(node.args[0])
@@ -354,7 +361,7 @@ def _without_views(trace: fx.GraphModule) -> None:
 
 
 def _is_pointwise(trace: fx.GraphModule, tensors: Sequence[Tensor]) -> bool:
-    """Whether it works element by element: every value is of one shape, and made by a pointwise operator of others."""
+    """Return True if every value has one shape and comes from a pointwise operator."""
     full = tensors[0].shape
     for node in trace.graph.nodes:
         if node.op == "output":

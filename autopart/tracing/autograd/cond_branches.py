@@ -1,7 +1,7 @@
-"""`torch.cond(condition, a, b, operands)` in a forward: both branches are computed, and the condition chooses.
+"""`torch.cond(condition, a, b, operands)` in a forward: both branches are computed, and the condition selects.
 
-The branch that is not taken must give no gradient, also where its own is infinite or not a number, which a product with
-zero keeps. So what a branch reads has a gradient there only where the branch is taken.
+The branch that is not selected must contribute no gradient, even if its own is infinite or NaN, which a product with
+zero would keep. So the inputs of a branch get a gradient from it only if it is selected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Branch = Callable[..., Any]
 
 
 def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands: Sequence[Any]) -> Any:
-    """What `torch.cond` gives. Raises Lost for branches that draw random numbers, write, or give unlike values."""
+    """Return the result of `torch.cond`.
+
+    Raises Lost for branches that draw random numbers, write, or differ in metadata.
+    """
     chosen = condition.reshape(())
     outputs = [_branch(branch, operands, partial(_where, chosen, side)) for branch, side in
                ((if_true, True), (if_false, False))]  # fmt: skip
@@ -34,7 +37,7 @@ def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands
 
 
 def _where(chosen: Tensor, side: bool, leaf: Any) -> Any:
-    """A tensor that has a gradient only where `chosen` is `side`."""
+    """Return a tensor that gets a gradient only if `chosen` is `side`."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return leaf
     taken, other = leaf, leaf.detach()
@@ -67,7 +70,7 @@ def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], An
 
 
 def _check(region: Sequence[fx.Node]) -> None:
-    """Raises Lost for what a branch may not do that is not taken."""
+    """Raise Lost for effects that a branch must not have when it is not selected."""
     for node in region:
         if draws_random_numbers(node):
             raise _lost("a branch draws random numbers, and would draw them also where it is not taken")

@@ -1,7 +1,7 @@
-"""Functions of torch in another form, which a trace can take: written out in operators that have rules.
+"""Decompositions of torch functions into operators that have rules and can be traced.
 
-What torch's own operator hides (which rows belong to which bag) or decides by values (how large a table is, how many
-values are distinct) is in the graph then.
+They make explicit what torch's operators hide (which rows belong to which bag) or decide by values (the size of a
+table, the number of distinct values).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
-    table is dense."""
+    """Decompose bags as summed rows of a table. Torch's operator hides which rows belong to which bag.
+
+    The gradient of the table is dense.
+    """
     if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
@@ -62,7 +64,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """The loss of all rows by an operator of our own: torch's makes tables as large as the values of the lengths."""
+    """Compute the loss with autopart's operator: torch's allocates tables as large as the values of the lengths."""
     if log_probs.ndim == 2:
         lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
         row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
@@ -75,8 +77,11 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Bags that lie one after the other, from their starts: every row is added to the bag that it is in. `counted`:
-    whether a row counts for a mean."""
+    """Sum consecutive bags, given their offsets: every row is added to its bag.
+
+    Args:
+        counted: whether a row counts for a mean.
+    """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
     total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
@@ -95,14 +100,14 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table whose gradient is dense, also where a sparse one is asked for: ranks add up dense ones."""
+    """Look up rows of a table with a dense gradient, even with `sparse=True`: ranks reduce dense gradients."""
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:  # fmt: skip
-    """As torch's, which decides by values whether a variance is negative, and bounds a copy of it in place."""
+    """Compute torch's loss without its check for negative variances by value, and without its in-place clamp."""
     if not isinstance(var, Tensor):
         var = var * torch.ones_like(input)
     if input.shape != var.shape == input.shape[:-1]:
@@ -115,7 +120,7 @@ def _gaussian_nll_loss(
 
 
 def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Bytes as a condition, which torch takes and its trace does not."""
+    """Accept bytes as a condition, as torch does and its trace does not."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
 
 
@@ -131,7 +136,7 @@ def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """The first of each of the sorted values, in a form whose size a trace knows to be open: a selection by a mask."""
+    """Return the first of each of the sorted values, selected by a mask, so that its size is data-dependent."""
     rows = _rows(input, dim)
     if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
@@ -144,18 +149,18 @@ def _unique(
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """The first of every run of values that are the same."""
+    """Return the first value of every run of equal values."""
     distinct, number = _runs(_rows(input, dim))
     return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """What is told apart: elements, or rows along a dim."""
+    """Return the items to compare: elements, or rows along a dim."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
 def _order(rows: Tensor) -> Tensor:
-    """Where the rows are that come one after the other when they are sorted, by their first elements first."""
+    """Return the indices that sort the rows, by their first elements first."""
     if rows.ndim == 1:
         return rows.sort().indices
     flat = rows.flatten(1)
@@ -166,7 +171,7 @@ def _order(rows: Tensor) -> Tensor:
 
 
 def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of each run of rows that are the same, and the number of the run that every row is in."""
+    """Return a mask of the first of each run of equal rows, and the run number of every row."""
     differs = rows[1:] != rows[:-1]
     first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
     first = first if rows.ndim == 1 else first.flatten(1).any(1)
@@ -176,7 +181,7 @@ def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _asked_for(
     input: Tensor, dim: int | None, distinct: Tensor, number: Tensor, inverse: Tensor | None, counts: bool
 ) -> Any:
-    """The distinct rows; where that is asked for, which of them each row of the input is, and how many are each."""
+    """Return the distinct rows, and on request the index of each input row in them, and their counts."""
     answer = [distinct if dim is None else distinct.movedim(0, dim)]
     if inverse is not None:
         answer += [inverse.view(input.shape) if dim is None else inverse]
@@ -188,7 +193,7 @@ def _asked_for(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """As many counts as are asked for, and an error where there is a larger value: torch's has as many as it finds."""
+    """Return as many counts as requested, with an error for a larger value: torch's size depends on the values."""
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -201,7 +206,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 def _cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """As torch's, which decides by values whether there are enough observations."""
+    """Compute torch's covariance without its check of the number of observations by value."""
     rows = torch.atleast_2d(input)
     weights = [w for w in (fweights, aweights) if w is not None]
     if not weights:
@@ -216,7 +221,7 @@ def _cov(
 
 
 def _corrcoef(input: Tensor) -> Tensor:
-    """As torch's, of real numbers; of complex ones it is torch's own."""
+    """Compute torch's correlation of real numbers; complex numbers use torch's own."""
     if input.is_complex():
         return torch.corrcoef(input)
     covariance = _cov(input)
@@ -227,7 +232,7 @@ def _corrcoef(input: Tensor) -> Tensor:
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Rows of the input's elements by their places, which no value decides: torch selects them by a mask."""
+    """Return combinations by index, which depends on no value. Torch selects them by a mask."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = list(choose(range(len(input)), r))
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]

@@ -1,7 +1,7 @@
 """`torch.func` in a forward: `grad`, `vjp`, `jvp`, `jacrev`, `jacfwd`, `hessian`, and `vmap` of these.
 
-What such a transform computes is traced on its own, where torch writes out its derivatives as operators, and these are
-called in its place. A `vmap` that holds none of the others is left as it is: its operators stay whole.
+Such a transform is traced on its own, where torch writes its derivatives as operators; these are then called in its
+place. A `vmap` without any of the others stays as it is: its operators are not decomposed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _running: ContextVar[str] = ContextVar("what a transform is run for: '', 'trace'
 
 
 class _Differentiates(Exception):
-    """A vmap holds a transform that differentiates."""
+    """Raised if a vmap contains a transform that differentiates."""
 
 
 class _Watch(TorchFunctionMode):
-    """Notes where the model's own code detaches. Raises Lost for what operators do not tell: that a part has no
-    gradient."""
+    """Record where the model's own code detaches.
+
+    Raises Lost for effects that operators do not show: a part without gradient.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -47,7 +49,7 @@ class _Watch(TorchFunctionMode):
 
 
 def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What torch's function `original` gives, which does the work of a transform; in a trace, by operators."""
+    """Return the result of torch's function `original`, which implements a transform; in a trace, by operators."""
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
@@ -61,7 +63,7 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
 
 
 def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
-    """Whether a vmap holds a transform that differentiates: it is run once outside of the trace."""
+    """Return True if a vmap contains a transform that differentiates. Runs it once outside of the trace."""
     try:
         with tracing.apart(), variable(_running, "look"):
             original(*args, **kwargs)
@@ -73,7 +75,7 @@ def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[s
 
 
 def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The outputs, and a function of their gradients that computes those of the inputs from the start."""
+    """Return the outputs, and a function from their gradients to those of the inputs, which recomputes them."""
     function, *primals = args
     outputs = function(*primals)
 
@@ -121,8 +123,10 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 
 
 def _attach(graph: fx.Graph) -> None:
-    """Leave out where autograd detaches what it has saved, which it knows the gradient of. Raises Lost for operators
-    whose own gradient is not known to be kept."""
+    """Remove the detaches of autograd's saved tensors, whose gradient is known.
+
+    Raises Lost for operators whose own gradient may be lost.
+    """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:
             node.replace_all_uses_with(node.args[0])
@@ -137,7 +141,7 @@ def _attach(graph: fx.Graph) -> None:
 def _layer_norm(
     source: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm, and its statistics as values that have a gradient: what autograd makes of its backward reads them."""
+    """Return the norm and its statistics as values with a gradient: the backward's own gradient reads them."""
     dims = list(range(source.ndim - len(shape), source.ndim))
     variance = source.var(dims, correction=0, keepdim=True)
     mean = source.mean(dims, keepdim=True)

@@ -1,9 +1,8 @@
-"""A run of a model's own Python that computes nothing: tensors have shapes, and autograd notes who is made of whom.
+"""A run of a model's own Python on meta tensors: no values are computed, and autograd records the dependences.
 
-Parameters and inputs are on the meta device, and say that they are where the model's are. What is made of numbers alone
-is real as long as it is small, so that Python can ask for its values. What a call gives is looked up where the same
-call was made before: torch takes long to work out a shape. A number that depends on values is one, and those of a list
-are zero, which is a place of any tensor.
+Parameters and inputs are on the meta device, and report the model's device. Small tensors made of numbers alone are
+real, so that Python can ask for their values. Results of repeated calls are looked up, because torch is slow to infer
+shapes. A data-dependent scalar is 1, and the entries of a list are 0, which is a valid index of any tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @contextmanager
 def meta_run(device: torch.device) -> Iterator[None]:
-    """Inside, operators on tensors of the meta device run as described above; these say that they are on `device`."""
+    """Run operators on meta tensors in a `with` block as described above; they report `device`."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), _Placed(device):
         yield
 
@@ -82,7 +81,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Listed(int):
-    """A number in a list of a tensor's: 0, and in a condition that skips writes one with which they run."""
+    """An entry of `tensor.tolist()`: 0, or in a condition that skips writes, a value that runs them."""
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
@@ -127,8 +126,11 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call gives only small tensors, or of a size that depends on values; and none with three dims, which
-        is a state or an activation: torch's recurrent layers want it where their input is."""
+        """Return True if all results of a call are small, or have a data-dependent size.
+
+        Results with three dims are excluded: they are states or activations, which torch's recurrent layers expect on
+        the device of their input.
+        """
         meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
         try:
             outputs = tensors_in(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
@@ -142,7 +144,7 @@ class _Forms(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives that writes nothing and gives no part of its inputs' memory."""
+        """Return the results of a call that writes nothing and returns no view of its inputs."""
         try:
             forms = self.known.get(key)
         except TypeError:  # an argument that cannot be a key
@@ -163,12 +165,12 @@ def _empty(form: Form) -> Tensor:
 
 
 def _on_meta(leaf: Any) -> Any:
-    """A tensor on meta; one number stays as it is, which any device takes."""
+    """Return a tensor on meta; a tensor with one number stays, as any device accepts it."""
     return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keyword arguments with which a call gives tensors on meta."""
+    """Return keyword arguments with which a call creates tensors on meta."""
     makes = not args or not any(isinstance(leaf, Tensor) for leaf in args)
     if kwargs.get("device") is None and not (makes and any(a.name == "device" for a in func._schema.arguments)):
         return kwargs
@@ -176,7 +178,7 @@ def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mappin
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """What a call's form depends on; the tensors in a value are added to a list."""
+    """Return the key of a call's result metadata, and add the tensors in a value to a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.is_meta

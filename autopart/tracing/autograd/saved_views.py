@@ -1,8 +1,8 @@
-"""Gradients inside a forward (`torch.autograd.grad`): what autograd has saved is found again in the trace.
+"""Gradients inside a forward (`torch.autograd.grad`): autograd's saved tensors are mapped to nodes of the trace.
 
-A composite operator such as `linear` is one node of a trace. Its backward reads what lies inside of it, mostly a view
-of one of its tensors: `weight.t()`. Others read their own output, which autograd gives them as another tensor object.
-Torch would take both for constants.
+A composite operator such as `linear` is one node of a trace. Its backward reads intermediate values, mostly a view of
+one of its tensors: `weight.t()`. Other operators read their own output, which autograd returns as another tensor
+object. Torch would lift both as constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Inside, a view of a tensor of the trace that an operator is given is a node too."""
+    """Add nodes for views of traced tensors that operators get as inputs, for a `with` block."""
     kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def saved_views() -> Iterator[None]:
 
 
 def _adopt(tracing: Tracing, tensor: Tensor) -> None:
-    """Write a tensor as a view of one that the trace has, where it is one."""
+    """Add a tensor to the trace as a view of a traced tensor, if it is one."""
     memory = memory_of(tensor)
     for base in tracing.tracked() if memory is not None else ():
         if memory_of(base) != memory or not _is_made_of(tensor, base):
@@ -53,7 +53,7 @@ def _adopt(tracing: Tracing, tensor: Tensor) -> None:
 
 
 def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
-    """Whether autograd has the one as the other, or as made of it by one step."""
+    """Return True if autograd has one tensor as the other, or as the result of one step on it."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
     if tensor.requires_grad != base.requires_grad:
@@ -67,7 +67,7 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _order(tensor: Tensor, base: Tensor) -> list[int] | None:
-    """The order of the dims of `base` in which it is `tensor`."""
+    """Return the permutation of the dims of `base` that gives `tensor`."""
     left = list(enumerate(zip(base.shape, base.stride(), strict=True)))
     order: list[int] = []
     for wanted in zip(tensor.shape, tensor.stride(), strict=True):

@@ -1,8 +1,8 @@
-"""`tensor.register_hook(hook)` in a forward: the hook as the backward of an operator that changes nothing itself.
+"""`tensor.register_hook(hook)` in a forward: the hook becomes the backward of an identity operator.
 
-The gradient that a hook is given is that of all uses of its tensor, also of those before the hook was registered. So
-every reader of the tensor in the trace reads the operator instead. The operator is that of an autograd.Function
-(`functions.py`): a hook that works element by element is run on shards, any other on the whole gradient.
+A hook gets the gradient of all uses of its tensor, also of those before it was registered. So every use of the tensor
+in the trace reads the operator instead. The operator is that of an autograd.Function (`autograd_functions.py`): a
+pointwise hook runs on shards, any other on the full gradient.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ _FUNCTIONS: dict[tuple[str, str], type] = {}
 
 
 class Rewrites(Exception):
-    """The forward changes what was traced before: blocks cannot be traced once for all of their kind."""
+    """Raised if a forward changes what was traced before, so that repeated blocks cannot be traced once."""
 
 
 class Removable:
-    """What `register_hook` gives in a trace."""
+    """Return value of `register_hook` in a trace."""
 
     def remove(self) -> None:
-        """Raises Lost: the trace holds the hook already."""
+        """Raise Lost: the trace has the hook already."""
         raise _lost("it is removed in the forward again", "register it only where it shall act")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx.Node, fx.Node]) -> str:
-    """Let readers of a traced tensor give it a gradient that passes through a hook.
+    """Pass the gradient of a traced tensor through a hook, for all of its uses.
 
-    The words of a note where the hook gives nothing, so that no gradient is changed. Raises Lost for a hook that is not
-    a function of the gradient and of tensors of the trace. `before`: {an operator of a hook: what it was put in place
-    of} of the trace.
+    Returns the text of a note if the hook returns nothing, so that no gradient changes. Raises Lost for a hook that is
+    not a function of the gradient and of traced tensors.
+
+    Args:
+        before: {operator of a hook: the value that it replaced} of the trace.
     """
     tracing = Tracing.current()
     if tensor.is_leaf or tracing is None or tracing.node_of(tensor) is None:
@@ -83,14 +85,14 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _captured(hook: Callable[..., Any], tracing: Tracing) -> list[tuple[int, Tensor]]:
-    """The tensors of the trace that a hook's code holds, each with the place of its cell."""
+    """Return the traced tensors in a hook's closure, each with the index of its cell."""
     cells = (hook.__closure__ or ()) if isinstance(hook, FunctionType) else ()
     contents = [(place, cell.cell_contents) for place, cell in enumerate(cells)]
     return [(i, t) for i, t in contents if isinstance(t, Tensor) and tracing.node_of(t) is not None]
 
 
 def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    """The hook with other tensors in some of its cells."""
+    """Return the hook with other tensors in some of its closure cells."""
     if not places:
         return hook
     assert isinstance(hook, FunctionType) and hook.__closure__ is not None
@@ -101,8 +103,11 @@ def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequenc
 
 
 def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[bool]) -> type:
-    """A Function of a tensor, and of those in the hook's cells, that gives the tensor. `answers`: whether the hook gave
-    another gradient, of every run."""
+    """Return a Function of a tensor, and of those in the hook's closure, that returns the tensor.
+
+    Args:
+        answers: receives, for every run, whether the hook returned another gradient.
+    """
 
     class Hooked(torch.autograd.Function):
         @staticmethod

@@ -1,10 +1,9 @@
-"""Trained parameters that a model changes in its forward, before it reads them: clamped, scaled, of one sign, or rows
-of a table that are scaled as they are looked up (`max_norm=` of an embedding).
+"""Trained parameters that a forward changes before it reads them.
 
-Such a change is taken out of the graph, and made before it runs, of what every rank stores of the parameter
-(`runtime/graphs/apply_weight_updates.py`). The graph then reads the parameter itself,
-    and its gradient is that of the new
-value, as in the model.
+They are clamped, scaled, made of one sign, or rows of a table are scaled at look-up (`max_norm=` of an embedding).
+Such an update is removed from the graph and applied before it runs to the shards of each rank
+(`runtime/graphs/apply_weight_updates.py`). The graph then reads the updated parameter, and its gradient is that of the
+new value, as in the model.
 """
 
 from __future__ import annotations
@@ -32,7 +31,11 @@ _RENORM = "aten::embedding_renorm"
 
 
 def with_weight_updates(traced: Trace, name: str) -> Trace:
-    """The trace with trained parameters changed before its graph. `name`: of the model. Raises TraceError."""
+    """Return the trace with the updates of trained parameters moved before its graph. Raises TraceError.
+
+    Args:
+        name: name of the model.
+    """
     changed = {n: new for n, new in traced.buffer_updates.items() if n in traced.parameters}
     updates = {parameter: _taken_out(traced.graph, parameter, new, name) for parameter, new in changed.items()}
     output = traced.graph.output_node()
@@ -42,7 +45,7 @@ def with_weight_updates(traced: Trace, name: str) -> Trace:
 
 
 def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> WeightUpdate:
-    """What makes the new value of a parameter, which the graph then reads in its place."""
+    """Remove the computation of a parameter's new value from the graph, and return it."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
     if (scaled := _row_norms(graph, weight, new)) is not None:
@@ -65,9 +68,9 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 
 
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
-    """The change of a table by look-ups alone, each of which scales its rows; None: it is another one.
+    """Return the update of a table by look-ups alone, each of which scales its rows; None for another update.
 
-    A row that one look-up has scaled is not scaled by the next to the same norm: all can be done at once, before any.
+    A row that one look-up has scaled is not scaled by the next one to the same norm. So all can be done at once, first.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:
@@ -91,7 +94,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
 
 
 def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.GraphModule:
-    """What makes the output, a node or a tuple of them, of values that are given."""
+    """Return the graph from given values to the output, a node or a tuple of nodes."""
     part = fx.Graph()
     values = {node: part.placeholder(node.name) for node in given}
     made = made_for(output if isinstance(output, tuple) else [output])
@@ -108,7 +111,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Whether a table between two look-ups is read only where its rows have been scaled."""
+    """Return True if a table between two look-ups is only read at rows that were scaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

@@ -1,8 +1,8 @@
-"""One call of a block as it is traced, recorded, and another one compared with it, call by call.
+"""Recording of one call of a block in a trace, and comparison of another call with it.
 
-A block that is compared runs its own Python, and is given tensors of the recorded metadata in place of results. What
-could not be told from the outside is refused in both: writes to what the block was given, attributes that change,
-random numbers of Python, results that outlive the block where nobody looks (`State`, `Template.leaked`).
+A compared block runs its own Python on tensors with the recorded metadata. Effects that are invisible from outside are
+refused in both: writes to inputs of the block, changed attributes, Python's random numbers, and results that outlive
+the block unnoticed (`State`, `Template.leaked`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ Ref = tuple[bool, int]
 
 
 class Differs(Exception):
-    """What a block does is not what was recorded, or nothing that can be compared."""
+    """Raised if a block differs from the recorded one, or cannot be compared."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One call of an operator: what is compared, and its results by their places. `is_factory`: it reads no tensor."""
+    """One call of an operator: its comparison key, and its results by index.
+
+    `is_factory`: it reads no tensor.
+    """
 
     key: tuple
     made: Any
@@ -48,8 +51,11 @@ class _Step:
 
 @dataclass
 class Template:
-    """A recorded block. `reads`: of every node the tensors among its arguments; `leaves`: what the block returns;
-    `parts`: the refs of the tensors that outlive it, first those among the leaves."""
+    """A recorded block.
+
+    `reads`: for every node, the tensors among its arguments. `leaves`: the results of the block. `parts`: references
+    to the tensors that outlive it, those among the leaves first.
+    """
 
     number: int
     key: tuple
@@ -66,23 +72,25 @@ class Template:
 
     @property
     def used(self) -> list[int]:
-        """The places of the given tensors that its nodes read."""
+        """Indices of the block's inputs that its nodes read."""
         refs = [*(ref for refs in self.reads for ref in refs), *(ref for _, ref in self.parts)]
         return sorted({place for is_own, place in refs if not is_own})
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """{id of a stand-in: its place}"""
+        """Return {id of a stand-in: its index}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Whether anything but this template refers to a stand-in."""
+        """Return True if anything outside this template refers to a stand-in."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
 class RecordedCall:
-    """One call of a block: its tensors in order (arguments, then its own parameters and buffers), and what must be
-    equal in another call that can be a repeat of it (`key`)."""
+    """One call of a block: its tensors in order (arguments, then own parameters and buffers).
+
+    `key`: what must be equal in another call that repeats it.
+    """
 
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
         self.block, self.arguments, self.tracing = block, arguments, tracing
@@ -107,13 +115,13 @@ class RecordedCall:
         return (type(leaf), *_metadata(leaf), leaf.is_leaf, self.tracing.node_of(leaf) is not None)
 
     def is_intact(self) -> bool:
-        """Whether its arguments are still the same objects."""
+        """Return True if its arguments are still the same objects."""
         leaves = tree_flatten(self.arguments)[0]
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 
 
 class _Comparing:
-    """What the running block calls, spelt such that it can be compared with another block."""
+    """Calls of the running block in a form that can be compared with another block."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         self.call, self.stop, self.failed = call, stop, False
@@ -124,12 +132,12 @@ class _Comparing:
         self._made: dict[int, weakref.ref] = {}
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """The place of a tensor that the block was given or has made."""
+        """Return the index of a tensor that the block was passed or has computed."""
         reference = self._made.get(id(tensor))
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Note the place of a result, and no reference to it: torch copies what it has made when others refer to it."""
+        """Record the index of a result without a reference to it: torch copies results that others refer to."""
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
 
@@ -142,7 +150,7 @@ class _Comparing:
 
 
 class Recording(_Comparing):
-    """A block that is traced as ever, recorded."""
+    """A block that is traced as usual, and recorded."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)
@@ -168,7 +176,7 @@ class Recording(_Comparing):
         return output
 
     def _check(self, function: Any, args: Any) -> None:
-        """Raises Differs for a call that does more than computing a value, but for writes to the block's own."""
+        """Raise Differs for a call with side effects, except writes to the block's own tensors."""
         if not is_operator(function):
             if function is not GRAD_MODE:
                 raise Differs
@@ -202,7 +210,7 @@ class Recording(_Comparing):
         return None
 
     def template(self, number: int, output: Any) -> Template:
-        """Raises Differs where no other block can be a repeat."""
+        """Return the recorded block. Raises Differs if no other block can repeat it."""
         if self.failed or not self.call.is_intact():
             raise Differs
         nodes = self.tracing.nodes_after(self.last)
@@ -237,7 +245,7 @@ class Recording(_Comparing):
 
 
 class Replay(_Comparing):
-    """A block that runs on stand-ins, compared call by call with a recorded one."""
+    """A block that runs on stand-ins, compared with a recorded one call by call."""
 
     def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)
@@ -277,14 +285,14 @@ class Replay(_Comparing):
         return type(recorded)(self._given_back(part, is_factory) for part in recorded)
 
     def leaked(self) -> bool:
-        """Whether a result is still known to anything else."""
+        """Return True if anything else still refers to a result."""
         if not any(ref() is not None for ref in self.own) and not self.template.leaked():
             return False
         gc.collect()
         return any(ref() is not None for ref in self.own) or self.template.leaked()
 
     def is_alike(self, output: Any) -> bool:
-        """Whether the block did and returned just what was recorded."""
+        """Return True if the block's calls and results equal the recorded ones."""
         leaves, spec = tree_flatten(output)
         try:
             spelt = [_spelt(leaf, self.place_of) for leaf in leaves]
@@ -294,7 +302,7 @@ class Replay(_Comparing):
         return done and spec == self.template.spec and spelt == self.template.leaves
 
     def finish(self, target: Any, meta: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Put one call of `target` for the whole block into the graph; {place: tensor} of what it makes."""
+        """Add one call of `target` for the entire block to the graph. Returns {index: tensor} of its results."""
         nodes = [node for p in self.template.used if (node := self.tracing.node_of(self.call.given[p])) is not None]
         num_given = self.template.num_given
         with self.tracing.apart():
@@ -319,7 +327,7 @@ def _ref(refs: Mapping[fx.Node, Ref], node: fx.Node | None) -> Ref:
 
 
 def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple:
-    """A value such that equal ones are the same in a call: tensors by their places, the rest by type and value."""
+    """Return a comparison key of a value: tensors by index, the rest by type and value."""
     kind = type(value)
     if kind in _PLAIN:
         return (kind, value)
@@ -338,7 +346,7 @@ def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple
 
 
 def frames_to(frame: Any, stop: Any) -> tuple:
-    """Where Python is: code and position of every frame out to that of `stop`."""
+    """Return the Python stack up to the frame of `stop`: code and position of every frame."""
     places: list[Any] = []
     while frame is not None and frame.f_code is not stop:
         places += (frame.f_code, frame.f_lasti)
@@ -347,7 +355,7 @@ def frames_to(frame: Any, stop: Any) -> tuple:
 
 
 def _ambient(tensors: Sequence[Tensor]) -> tuple:
-    """What changes how operators run without being an argument."""
+    """Return the global modes that change how operators run."""
     kinds = sorted({"cpu", "cuda", *(tensor.device.type for tensor in tensors)})
     casts = [
         (kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
@@ -365,7 +373,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A fake tensor like another one, on its own."""
+    """Return a new fake tensor with the metadata of another."""
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     alike = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
     if offset:
@@ -380,7 +388,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class State:
-    """What a block's modules hold, and Python's random numbers."""
+    """State of a block's modules, and of Python's random numbers."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules

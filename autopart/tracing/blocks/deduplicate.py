@@ -1,9 +1,9 @@
-"""A trace of a deep model with a few of its like blocks, one of which stands for all those that are left out.
+"""Deduplication of equal blocks in the trace of a deep model: one block represents those that are left out.
 
-Blocks that `Repeats` has found to be alike follow each other in a chain where each reads what the one before it makes,
-and besides that only its own parameters and what all of them read. Of a chain the first three, the last three and one
-between are kept: what is chosen, written and counted of that one holds for each that it stands for. Where pipeline
-stages begin inside of a chain, the blocks around are kept too, and one stands for others of its stage.
+Equal blocks found by `Repeats` form a chain: each reads the result of the previous one, its own parameters, and values
+that all of them read. The first three, the last three and one between are kept. Choices, programs and counts of that
+one hold for each block that it represents. If pipeline stages begin inside a chain, the blocks around are kept too,
+and one represents others of its stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ of them read."""
 
 
 class _Block(NamedTuple):
-    """One of a chain of like blocks: its container and number, and its calls in order."""
+    """One of a chain of equal blocks: its container and number, and its calls in order."""
 
     path: str
     number: int
@@ -43,9 +43,10 @@ class _Block(NamedTuple):
 
 
 def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
-    """The trace with one block for many, where it has so many that are alike; else itself.
+    """Return the trace with deduplicated blocks, if it has enough equal ones; else the trace itself.
 
-    `apart`: operators whose blocks are like no others, and stand between those before and those behind.
+    Args:
+        apart: operators whose blocks are kept, and separate the blocks before from those after.
     """
     if traced.weight_updates or traced.checkpointed or traced.by_chance:
         return traced
@@ -72,7 +73,7 @@ def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
 
 
 def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
-    """Runs of blocks of a chain of which one can stand for all."""
+    """Yield runs of blocks of a chain of which one can represent all."""
     path = chain[0].path
     touched = {Fold(path, 0, 1).block(name) for name in apart}
     run: list[_Block] = []
@@ -86,7 +87,7 @@ def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequenc
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a traced graph, to run passes on."""
+    """Return a copy of a traced graph, to run passes on."""
     other, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = other.node_copy(node, copies.__getitem__)
@@ -94,7 +95,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name begins with one of these, which end where a name of a block does."""
+    """Return True if a name begins with one of these prefixes, which end with a block's name."""
     prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
 
     def is_within(name: str) -> bool:
@@ -105,7 +106,7 @@ def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
-    """The runs of blocks that were traced as one, whose numbers follow each other."""
+    """Return the runs of blocks with consecutive numbers that were traced as one."""
     calls: dict[int, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
         if (place := (facts(node).get("custom") or {}).get("copied")) is not None:
@@ -121,7 +122,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
 
 
 def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
-    """Copies of one block, named by the first module of their stacks that is not the same, where it has a number."""
+    """Return the copies of one block, named by the first numbered module in which their stacks differ."""
     stacks = [[path for path, _ in (facts(calls[0]).get("nn_module_stack") or {}).values()] for calls in copies]
     blocks: list[_Block] = []
     for stack, other, calls in zip(stacks, [*stacks[1:], *stacks[-2:-1]], copies, strict=False):
@@ -133,8 +134,7 @@ def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
 
 
 def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
-    """Whether many blocks of a chain can be left out: they are wired alike, and what lies in them is read nowhere
-    else."""
+    """Return True if blocks of a chain can be left out: equal wiring, and no use of inner values elsewhere."""
     if len(chain) < 2 * _ENDS + 2 or not _is_in_one_piece(traced.graph, chain):
         return False
     place = {node: (k, i) for k, block in enumerate(chain) for i, node in enumerate(block.calls)}
@@ -153,7 +153,7 @@ def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
 
 
 def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
-    """Whether the calls of its blocks follow each other, with no other between."""
+    """Return True if the calls of its blocks are consecutive."""
     calls = [node for block in chain for node in block.calls]
     order = [node for node in graph.nodes if node.op == "call_function"]
     start = order.index(calls[0])
@@ -161,7 +161,7 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """The arguments of a call: what is its block's own, or of the one before, by what it is there."""
+    """Return a key of a call's arguments: values of its block, or of the previous one, by their position there."""
     index = place[node][0]
     prefix = chain[index].prefix
 
@@ -176,7 +176,7 @@ def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tupl
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls make values of the same form."""
+    """Return True if two calls have results with equal metadata."""
     if node.meta.get("val") is other.meta.get("val"):
         return True
     pairs = zip(tuple_values(node), tuple_values(other), strict=False)
@@ -192,7 +192,7 @@ def _form(value: Any) -> Any:
 def _have_like_parameters(
     traced: Trace, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]
 ) -> bool:  # fmt: skip
-    """Whether the blocks have parameters of the same names and forms, which nothing outside of a block reads."""
+    """Return True if the blocks' parameters have equal names and metadata, and no use outside of a block."""
     container = f"{chain[0].path}."
     held: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for name, parameter in traced.parameters.items():

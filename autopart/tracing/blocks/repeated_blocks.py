@@ -1,11 +1,11 @@
-"""Blocks of a model that repeat are traced once.
+"""Repeated blocks of a model, traced once.
 
-While `torch.export` runs a model's forward, the first call of a block (`Repeats`) is traced as ever, and what it calls
-is recorded. When another block of its kind is called alike, its own Python runs too, but every call of an operator is
-only compared with the recorded one (`recorded.py`): the operator, its constants, which tensors it reads (by position:
-inputs, own parameters, earlier results), the lines of Python and the modules it comes from. Where all is the same, the
-graph gets one node for the whole block, and `Repeats.expand` writes it out as the first block's operators. Where
-anything differs, the block is traced as ever; where that comes too late, the whole model is (`NotAlike`).
+While `torch.export` runs a model's forward, the first call of a block (`Repeats`) is traced as usual and recorded. A
+later block of its kind also runs its own Python, but each operator call is only compared with the recorded one
+(`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs, own parameters,
+earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the entire block, and
+`Repeats.expand` replaces it by copies of the first block's operators. If anything differs, the block is traced as
+usual; if that is detected too late, the entire model is (`NotAlike`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotAlike(Exception):
-    """A block was taken for a repeat of another, and is not one: the model has to be traced without `Repeats`."""
+    """Raised if a block was taken for a repeat and is none: the model must be traced without `Repeats`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Repeat:
 
 
 class Repeats:
-    """The blocks of one model that may be alike, while it is traced."""
+    """The blocks of one model that may be equal, during its trace."""
 
     def __init__(self, model: nn.Module, known: KnownValues):
         self.known = known
@@ -78,7 +78,7 @@ class Repeats:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, a call of a block that repeats another puts one node into the trace that is being made."""
+        """Add one node to the present trace for each call of a repeated block, for a `with` block."""
         watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
         with attributes(watched), intercepted(self._meet):
             yield
@@ -132,7 +132,7 @@ class Repeats:
         return output
 
     def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether a call repeats a recorded one, and if so what it gives."""
+        """Return whether a call repeats a recorded one, and its results."""
         self.tried = True
         state, counts = State(call.block), call.tracing.counts()
         self._active = replay = Replay(call, run.__code__, template)
@@ -162,7 +162,10 @@ class Repeats:
         return True, tree_unflatten(leaves, template.spec)
 
     def expand(self, graph: fx.Graph) -> None:
-        """Write out every node that stands for a block. Raises NotAlike where the recorded one has lost a part."""
+        """Replace every node of a block by its operators.
+
+        Raises NotAlike if the recorded block has lost a part.
+        """
         if self.lost:
             raise NotAlike
         tagged: dict[tuple[int, int], fx.Node] = {}
@@ -215,13 +218,13 @@ class Repeats:
 
 
 def base_name(node: fx.Node) -> str:
-    """A node's name without its number."""
+    """Return a node's name without its number."""
     stem, _, number = node.name.rpartition("_")
     return stem if stem and number.isdigit() else node.name
 
 
 def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str, tuple[str, str]]:
-    """A module stack inside one block as it is inside another."""
+    """Return a module stack inside one block as the stack inside another."""
     return {
         key.replace(old, new) if relative_path(path, old) != path else key: (relative_path(path, old, new), kind)
         for key, (path, kind) in stack.items()
@@ -229,7 +232,7 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 
 
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Modules with parts of their own that have a sibling like them, the outermost of them, and their kinds."""
+    """Return the outermost modules with children that have an equal sibling, and their kinds."""
     kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
     counts = Counter(kinds.values())
     for child, kind in kinds.items():

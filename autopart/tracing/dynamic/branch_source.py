@@ -1,8 +1,9 @@
-"""Code that a condition skips, read from its source: `if mask.any(): y[mask] += ...`, `if not len(token): continue`.
+"""Code that a data-dependent condition skips, analyzed in its source.
 
-A graph has no such decision. It needs none where the skipped code does nothing but write to places of tensors: then it
-is run in any case, and writes to no place where the model would skip it (`skipped_writes.py`). Here is what the source
-says of that: the skipped statements write to parts of tensors, and else make what they alone read.
+Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no such branch. It needs none if
+the skipped code only writes to parts of tensors: then the code always runs, and writes nothing when the model would
+skip it (`data_dependent_branches.py`). This file decides from the source: the skipped statements write to parts of
+tensors, and their other results are read by themselves alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _IS_EMPTY = re.compile(r"len\([^()]*\)( (==|!=|>) 0| (<|>=) 1)?")
 
 
 class Skipped(NamedTuple):
-    """The lines `first` to `last` of a file, which run where the condition in `line` has the value `runs_if`."""
+    """Lines `first` to `last` of a file, which run if the condition in `line` has the value `runs_if`."""
 
     file: str
     line: int
@@ -37,8 +38,7 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """One in the lines `first` to `last`: what is asked for its truth, what is skipped by the answer, and the names of
-    what is written there."""
+    """A condition in lines `first` to `last`: its expression, the statements that it skips, and the written names."""
 
     first: int
     last: int
@@ -47,18 +47,18 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Whether a frame asks for it, and what is written are tensors: of a list or dictionary no trace would know."""
+        """Return True if a frame evaluates it, and the written names are tensors: a trace does not see lists and dicts."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
 def skipped_by(frame: FrameType | None) -> Skipped | None:
-    """What the condition decides whose truth a frame asks for; None where it decides more than what is written."""
+    """Return the code that the condition of a frame skips; None if it affects more than writes."""
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """The same of a frame that asks for a length, to see whether it is 0."""
+    """Return the code that a frame skips if a length is 0; None if the length affects more than writes."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -68,7 +68,7 @@ def _condition(frame: FrameType) -> _Condition | None:
 
 
 def _is_tensor(frame: FrameType, name: str) -> bool:
-    """Whether a name, or attribute of one, is a tensor to a frame."""
+    """Return True if a name, or an attribute of one, is a tensor in a frame."""
     first, *attributes = name.split(".")
     thing = frame.f_locals.get(first, frame.f_globals.get(first))
     for attribute in attributes:
@@ -78,7 +78,7 @@ def _is_tensor(frame: FrameType, name: str) -> bool:
 
 @functools.lru_cache(64)
 def _conditions(code: CodeType) -> list[_Condition]:
-    """Those in a function that only decide what is written."""
+    """Return the conditions of a function that only affect writes."""
     function, above = _source(code)
     conditions = []
     for statement, path in _ifs(function.body, ()) if function is not None else ():
@@ -101,7 +101,7 @@ def _conditions(code: CodeType) -> list[_Condition]:
 
 
 def _source(code: CodeType) -> tuple[Any, int]:
-    """The function of some code as a tree, and how many lines of its file are above it; None where it has no source."""
+    """Return the syntax tree of a function and the number of lines above it; None without source."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -116,7 +116,7 @@ _Path = tuple[tuple[ast.AST | None, Sequence[ast.stmt]], ...]
 
 
 def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -> Iterator[tuple[ast.If, _Path]]:
-    """The conditions in a block."""
+    """Yield the conditions in a block."""
     for i, statement in enumerate(block):
         here = (*path, (owner, block[i + 1 :]))
         if isinstance(statement, ast.If):
@@ -128,7 +128,7 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """What does not run with one answer and does with the other; [] where each has code of its own."""
+    """Return the statements that run with one answer only; [] if both answers have code."""
     if statement.orelse:
         return []
     leaves = statement.body[0]
@@ -146,7 +146,9 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 
 
 class _Writes:
-    """Whether skipped statements do nothing (`only`) but write to parts of tensors, and make what they alone read."""
+    """Analysis of skipped statements: `only` is True if they only write to parts of tensors, and read their other
+    results.
+    """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
         self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
@@ -161,7 +163,7 @@ class _Writes:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """The same of statements that may not run: what they make may be of an earlier time behind them."""
+        """Analyze statements that may not run: afterwards their results may be from an earlier iteration."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before
@@ -208,7 +210,7 @@ class _Writes:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Whether what is assigned is read by the skipped statements alone."""
+        """Return True if only the skipped statements read the assigned name."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
@@ -216,12 +218,12 @@ class _Writes:
         return are_names and not names & self.read_elsewhere
 
     def _reads(self, value: ast.expr) -> bool:
-        """Whether an expression reads nothing that these statements made when they ran before."""
+        """Return True if an expression reads no result of an earlier run of these statements."""
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
 
 
 class _Behind:
-    """Which of the names that skipped statements assign others may read (`reads`) as these have left them."""
+    """Analysis of the names that skipped statements assign and later code may read (`reads`)."""
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
         self.skipped, self.assigned = set(map(id, skipped)), assigned
@@ -229,8 +231,10 @@ class _Behind:
         self._block(function.body, assigned)
 
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
-        """Goes through statements. `others`: the names that have a value which is not of the skipped ones, before and
-        after."""
+        """Analyze statements.
+
+        `others`: the names whose value is not from skipped statements, before and after.
+        """
         for statement in block:
             if id(statement) in self.skipped:
                 others = others - self.assigned
@@ -270,7 +274,7 @@ class _Behind:
 
 
 def _method(value: ast.expr) -> str:
-    """The name of the method that an expression calls; "" for what is no such call."""
+    """Return the name of the method that an expression calls; "" for another expression."""
     return value.func.attr if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else ""
 
 

@@ -1,9 +1,9 @@
-"""Writes that a model skips by the values in a tensor: `if mask.any(): y[mask] += expert(x[mask])`.
+"""Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
-A graph holds no decision. Where the skipped code only writes to parts of tensors (`skipped_code.py`) it is traced as if
-it ran, between two marks, of which the first has whether the model runs it. In the graph, what a mask selects in that
-code is nothing where the model skips it: either the condition says so, or the mask is combined with it. At last is
-checked that nothing is left of skipped code then: what is read behind it is what it has written to such places.
+A graph has no branches. If the skipped code only writes to parts of tensors (`branch_source.py`), it is traced as if it
+ran, between two markers; the first has the condition. In the graph, selections in that code are empty when the model
+skips it: either the condition implies it, or the mask is combined with the condition. Finally a check makes sure that
+no other effect of skipped code remains: later code reads only the written tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", 
 
 
 class SkippedWrites:
-    """The lines of a model that skip writes, while it is traced."""
+    """The lines of a model that skip writes, during its trace."""
 
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
@@ -53,7 +53,7 @@ class SkippedWrites:
         self.turns = 0
 
     def go_on(self) -> None:
-        """Mark the ends of code that no longer runs; to be called before every call of torch's functions."""
+        """Mark the end of code that no longer runs. Must be called before every call of a torch function."""
         if not self.running:
             return
         alive = set(_frames())
@@ -67,11 +67,11 @@ class SkippedWrites:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """What a frame of the model is told that asks for a truth; None where it decides more than what is written."""
+        """Return the truth value for a frame of the model that asks for one; None if it affects more than writes."""
         return self._marked(frame, skipped_by(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Whether nobody knows a length, and the frame that asks for it only skips writes where it is 0."""
+        """Return True if a length is data-dependent, and the asking frame only skips writes if it is 0."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -99,7 +99,7 @@ class SkippedWrites:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Those that run, from the innermost on."""
+    """Yield the running frames, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -107,9 +107,11 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Marks:
-    """The marks of a graph, and the masks of the code behind each. `same`: whether two values are computed alike.
+    """The markers of a graph, and the masks of the code after each.
 
-    A mark is the node where code begins that the model may skip: its first argument says whether it runs.
+    `same`: returns True for equal computations.
+
+    A marker is the node at which skippable code begins. Its first argument is the condition.
     """
 
     def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
@@ -120,7 +122,7 @@ class Marks:
         """By mark the masks that are true nowhere if the model skips what is behind it."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Go on to a node; all nodes must come in the order of the graph. Whether it is a mark, or an end."""
+        """Advance to a node; nodes must come in graph order. Returns True for a marker or an end."""
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())
@@ -129,8 +131,11 @@ class Marks:
         return node.target in (_BEGINS, _ENDS)
 
     def guarded(self, mask: fx.Node, combine: Callable[[fx.Node, fx.Node], fx.Node]) -> fx.Node:
-        """A mask of the present node, true nowhere where the model would skip it. `combine`: adds the conjunction of
-        two."""
+        """Return a mask of the present node that is false everywhere if the model skips it.
+
+        Args:
+            combine: adds the conjunction of two masks.
+        """
         for mark in self.around:
             if not self.is_empty(mark, mask):
                 mask = combine(mask, mark.args[0])
@@ -139,7 +144,7 @@ class Marks:
         return mask
 
     def is_empty(self, mark: fx.Node, mask: fx.Node) -> bool:
-        """Whether a mask is true nowhere where the model skips the code behind a mark."""
+        """Return True if a mask is false everywhere when the model skips the code after a marker."""
         counted = _asked_of(mark.args[0])
         parts = _conjuncts(mask)
         if isinstance(counted, fx.Node):
@@ -154,14 +159,14 @@ class Marks:
 
 
 class _CountOf(NamedTuple):
-    """How often a number is among the values of a tensor."""
+    """The number of occurrences of a number in a tensor."""
 
     of: fx.Node
     number: int
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What is true somewhere where a value is, and nowhere where it is nowhere."""
+    """Return a value that is nonzero somewhere exactly if the given one is."""
     while True:
         name = operator_name(node).removeprefix("aten::")
         is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
@@ -172,7 +177,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
-    """Masks that are true wherever this one is, in some form."""
+    """Return the masks that are implied by this one."""
     root = _root(mask)
     if operator_name(root) in ("aten::logical_and", "aten::bitwise_and"):
         return [root, *(part for of in root.args if isinstance(of, fx.Node) for part in _conjuncts(of))]
@@ -180,7 +185,7 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
 
 
 def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
-    """Of which mask a condition asks whether it is true anywhere; None where it asks for something else."""
+    """Return the mask of a condition that asks whether it is true anywhere; None for another condition."""
     node, positive = _root(runs), True
     while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):
         node, positive = _root(node.args[0]), not positive
@@ -193,7 +198,7 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Of which mask a value is the number of true elements, or a multiple of it."""
+    """Return the mask whose number of true elements, or a multiple of it, a value is; None for another value."""
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")
     if name == "mul" and _is_positive(node.args[0]):
@@ -214,7 +219,7 @@ def _of_bincount(counts: fx.Node, number: object) -> _CountOf | None:
 
 
 def _is_truth(node: fx.Node) -> bool:
-    """Whether a value is 0 where something is not the case, and 1 where it is."""
+    """Return True for a value that is 0 or 1 by a condition."""
     while operator_name(node) in ("aten::select", "aten::slice") or _root(node) is not node:
         node = node.args[0] if _root(node) is node else _root(node)
     name = operator_name(node).removeprefix("aten::")
@@ -229,9 +234,10 @@ def _is_positive(factor: object) -> bool:
 
 
 def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]) -> None:
-    """Raises TraceError where something would be left of code that the model skips; takes the marks away.
+    """Raise TraceError if an effect of skipped code remains. Removes the markers.
 
-    `selected`: {selection: all values that have a dim of its elements}.
+    Args:
+        selected: {selection: all values with a dim of its elements}.
     """
     inside: dict[fx.Node, list[fx.Node]] = {}
     marks.around.clear()
@@ -276,12 +282,12 @@ class _SkippedCode:
                 raise self._refused(node)
 
     def _is_told(self, node: fx.Node) -> bool:
-        """Whether a value depends on what tells that this code is skipped: it may be infinite then."""
+        """Return True if a value depends on the condition: it may be infinite when the code is skipped."""
         made = made_for([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
-        """Whether a call writes to the places of selections alone."""
+        """Return True if a call only writes at selected positions."""
         if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
             return False
         places = [argument(node, name) for name in ("indices", "index", "mask")]
@@ -289,7 +295,7 @@ class _SkippedCode:
         return any(one in self.nothing or one in self.masks for one in written)
 
     def _is_as_before(self, node: fx.Node) -> bool:
-        """Whether a value is what it would be without this code."""
+        """Return True if a value equals its value without this code."""
         while node in self.inside:
             if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
                 return False
@@ -307,7 +313,7 @@ class _SkippedCode:
 
 
 def _numbers(runs: fx.Node) -> list[fx.Node]:
-    """The single numbers that a condition is made of, one of the other."""
+    """Yield the scalars that a condition is computed from, one from the other."""
     todo, numbers = [runs], list[fx.Node]()
     while todo:
         node = todo.pop()

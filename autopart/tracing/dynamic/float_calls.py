@@ -1,7 +1,7 @@
-"""`float(tensor)` in a model's code, as the number that `tensor.item()` is in a trace.
+"""`float(tensor)` in a model's code, traced as `tensor.item()`.
 
-Python insists that `float()` gives a float, which no trace has. So the functions of a module that calls it so find
-another `float` under that name while the model is traced: the same for everything but tensors and numbers of a trace.
+Python requires `float()` to return a float, which a trace does not have. So Python modules that call it get another
+`float` under that name during a trace. It differs only for traced tensors and scalars.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _Kind(type):
 
 
 class _Float(builtins.float, metaclass=_Kind):
-    """`float`, for a trace."""
+    """Replacement of `float` during a trace."""
 
 
 class Floats:
-    """The modules of Python whose functions call `float(tensor)`."""
+    """The Python modules whose functions call `float(tensor)`."""
 
     def __init__(self) -> None:
         self.modules: list[dict[str, Any]] = []
 
     def may_be_added(self, frame: FrameType) -> bool:
-        """Whether the code that runs in a frame can be given another `float`; notes its module."""
+        """Return True if the module of a frame's code can get another `float`, and record the module."""
         names = frame.f_globals
         if "float" in names or any(names is known for known in self.modules) or "/torch/" in frame.f_code.co_filename:
             return False
@@ -59,7 +59,7 @@ class Floats:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside, these modules have the other `float`."""
+        """Replace `float` in these modules, for a `with` block."""
         for names in self.modules:
             names["float"] = _Float
         try:
@@ -70,4 +70,4 @@ class Floats:
 
 
 class ReadsFloat(Exception):
-    """The model's code calls `float(tensor)`: it has to be traced again."""
+    """Raised if the model's code calls `float(tensor)`, so that it must be traced again."""

@@ -1,7 +1,7 @@
-"""`places.tolist()` of a selection, as code of mixtures has it: `x[None, top_x.tolist()]`, for the speed of indexing.
+"""`tensor.tolist()` of a selection, which mixtures use as an index: `x[None, top_x.tolist()]`.
 
-How many places there are is known when the program runs, so no trace has such a list. It has one in its place that
-only indexing reads, which takes the tensor itself.
+The length of the list is data-dependent, so a trace has no such list. A stand-in replaces it, which only indexing
+accepts; indexing then uses the tensor itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__, torch.tensor, tor
 
 
 class Places:
-    """Stands for the list of a tensor's integers. It is no list, as C code reads one of these without a call: whatever
-    else is asked of it raises Lost."""
+    """Stand-in for the list of a tensor's integers.
+
+    It is not a subclass of list, because C code reads lists without a call. Any use but indexing raises Lost.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -43,14 +45,16 @@ class Places:
 
 
 def as_places(tensor: Tensor) -> Places | None:
-    """What `tolist()` gives of integers in a row of which nobody knows how many there are; None for other tensors."""
+    """Return the stand-in for `tolist()` of 1-d integers with a data-dependent length; None for other tensors."""
     is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
     return Places(tensor) if is_open and not tensor.is_floating_point() else None
 
 
 def indexed(func: Callable[..., Any], args: tuple) -> tuple:
-    """The arguments of a call, with tensors in the place of their lists where it indexes. Raises Lost for another call
-    that is given such a list."""
+    """Return the arguments of an indexing call with tensors in place of stand-ins.
+
+    Raises Lost for another call with one.
+    """
     if func in _INDEXING:
         return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Places) else leaf, args)
     for argument in args:

@@ -1,9 +1,9 @@
-"""Decisions by a random number: `if torch.rand([]) < self.layerdrop: continue` (LayerDrop, stochastic depth).
+"""Branches by a random number: `if torch.rand([]) < self.layerdrop: continue` (LayerDrop, stochastic depth).
 
-A trace gives Python one answer. So the forward is traced several times: with every answer alike, with each decision
-answered otherwise alone, and once more with answers at random. What differs between two traces is what a decision is
-about. The graph computes it both ways and lets the number choose, which every rank draws alike. The other traces must
-be what the graph is with their answers; otherwise the forward decides by more than these numbers.
+A trace gives Python one answer. So the forward is traced several times: with all answers equal, with each answer
+changed alone, and once with random answers. The difference between two traces is what a branch affects. The graph
+computes both sides, and the random number, equal on all ranks, selects. Every trace must equal the graph with its
+answers; otherwise the forward depends on more than these numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _INEXACT = "a decision by a random number leaves out others that are drawn here"
 
 
 class Chances:
-    """The decisions by random numbers of one forward. `answers`: what the first ones are told; the others are false.
+    """The random branches of one forward. `answers`: answers of the first ones; the others get False.
 
-    `lines`: where they are. `skips_draws`: whether random numbers are drawn in what they skip.
+    `lines`: their source lines. `skips_draws`: whether the skipped code draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Chances:
         self.skips_draws = False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """What Python is told of a truth value; None where more than random numbers decides it."""
+        """Return the answer for a truth value; None if it depends on more than random numbers."""
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
         if node is None or not is_by_chance(node):
@@ -56,16 +56,16 @@ class Chances:
 
 
 def is_by_chance(node: fx.Node) -> bool:
-    """Whether a value is made of random numbers and of nothing that differs from call to call."""
+    """Return True if a value depends on random numbers, and on nothing that differs between calls."""
     nodes = made_for([node])
     drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
     return drawn and all(made.op == "call_function" for made in nodes)
 
 
 def with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
-    """An exported program of a forward with both sides of every decision. `again`: traces it once more.
+    """Return an exported program with both sides of every random branch. `again`: traces once more.
 
-    Raises Lost for decisions that are not each about a part of its own.
+    Raises Lost if the branches do not affect separate parts.
     """
     lines = next(iter(chances.lines), "")
     try:
@@ -112,10 +112,10 @@ def _lost(why: str) -> Lost:
 
 @dataclass(frozen=True)
 class _Side:
-    """What a trace does otherwise in which decision `number` has another answer.
+    """The difference of a trace in which branch `number` has another answer.
 
-    `here`: the nodes of the whole trace that it leaves out. `there`: its own, whose arguments are `known` in the whole
-    trace, if they are none of these. `instead`: {value of the whole trace: what stands in its place behind it}.
+    `here`: the nodes of the full trace that it lacks. `there`: its own nodes. `known`: their arguments in the full
+    trace. `instead`: {value of the full trace: its replacement in later code}.
     """
 
     number: int
@@ -127,7 +127,7 @@ class _Side:
 
     @classmethod
     def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
-        """By the graphs of the two traces."""
+        """Compare the graphs of two traces."""
         ours, theirs = list(graph.nodes), list(other.nodes)
         start = 1 + ours.index(_decided(graph)[number])
         known = dict(zip(theirs[:start], ours[:start], strict=False))
@@ -152,7 +152,7 @@ class _Side:
 
 
 def _check_apart(sides: Sequence[_Side]) -> None:
-    """Raises Lost where one decision lies in what another leaves out, or where there are writes or unlike values."""
+    """Raise Lost if one branch lies in code that another skips, or for writes or values of different metadata."""
     seen: set[fx.Node] = set()
     for side in sides:
         if seen & {*side.here}:
@@ -173,8 +173,11 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """The graph with these answers; None: with all of them, and a choice by each condition. `most`: the answer in the
-    whole trace."""
+    """Build the graph for fixed answers, or, for None, with both sides and a `where` per condition.
+
+    Args:
+        most: the answer in the longer trace.
+    """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
     taken = {s.number: answers is None or answers[s.number] == most for s in sides}
@@ -205,7 +208,7 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
-    """Whether two graphs do the same in the same order, but for what nothing reads."""
+    """Return True if two graphs compute the same in the same order, unused calls apart."""
     for graph in (one, other):
         graph.eliminate_dead_code()
     pairs = list(zip(one.nodes, other.nodes, strict=False))
@@ -220,14 +223,14 @@ def _decided(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _slots(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments of a call, in order, as often as they are there."""
+    """Return the nodes among the arguments of a call, in order, with repetitions."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), nodes.append)
     return nodes
 
 
 def _form(node: fx.Node) -> Any:
-    """What a node is, but for the nodes that it reads."""
+    """Return a key of a node without the nodes that it reads."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: _SLOT)
     return node.op, node.target if node.op == "call_function" else "", repr(args)
 
@@ -236,7 +239,7 @@ _SLOT: Any = "a value of the graph"
 
 
 def note_chances(chances: Chances, graph: fx.Graph) -> list[str]:
-    """What a plan says of the decisions that are in the graph of a trace; marks draws that no model would repeat."""
+    """Return notes on the random branches of a trace, and mark draws that the model would not repeat."""
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)

@@ -1,4 +1,4 @@
-"""Numbers that depend on values (`x.norm().item()`) as tensors without dims, and arithmetic on them as operators."""
+"""Data-dependent scalars (`x.norm().item()`) as 0-d tensors, and their arithmetic as operators."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _IN_FLOAT = {operator.truediv, torch.sym_float, *symbolic_functions()}
 
 
 def is_open(val: Any) -> bool:
-    """Whether a value is a number, or has a size, that is not known before the program runs."""
+    """Return True for a scalar, or a value with a size, that is data-dependent."""
     if isinstance(val, Tensor):
         return not all(isinstance(expression(size), int) for size in val.shape)
     return isinstance(val, _OPEN)
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node computes a number, and no tensor."""
+    """Return True if a node computes a scalar and no tensor."""
     return isinstance(value(node), _OPEN)
 
 
 def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call before the insertion point, from the line that `like` is from, its value computed on fake tensors."""
+    """Add a call before the insertion point, with the source line of `like` and its value on fake tensors."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
     near = [v for used in (*node.all_input_nodes, like) for v in tuple_values(used)]
@@ -56,18 +56,18 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 class Numbers:
-    """The numbers of a graph as tensors, written where they are first asked for.
+    """The scalars of a graph as tensors, written on first use.
 
-    `count` gives the tensor of a symbol of torch's that stands for a size.
+    `count`: returns the tensor of a torch symbol that stands for a size.
     """
 
     def __init__(self, graph: fx.Graph, count: Callable[[fx.Node, Any], fx.Node | None]):
         self.graph, self.count = graph, count
 
     def call_with_tensors(self, node: fx.Node) -> fx.Node:
-        """The same call with a tensor in the place of each number that depends on values.
+        """Return the call with a tensor in place of each data-dependent scalar.
 
-        Raises TraceError where the operator takes no tensor there.
+        Raises TraceError if the operator takes no tensor there.
         """
         name = operator_name(node)
         if name == "aten::select" and is_number(node.args[2]):
@@ -93,8 +93,10 @@ class Numbers:
         )  # fmt: skip
 
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
-        """A call in a form that takes tensors; None where it gives something else. A number never changes the dtype of
-        a result, as a tensor of another kind would."""
+        """Return a call in an overload that takes tensors; None if its result differs.
+
+        A scalar never changes the dtype of a result, as a tensor of another kind would.
+        """
         wanted = value(node)
         declared = target._schema.arguments
         args: list[Any] = []
@@ -125,7 +127,7 @@ class Numbers:
         return added(self.graph, line, aten.full.default, [], number, dtype=_dtype(type(number)))
 
     def tensor(self, number: fx.Node, line: fx.Node) -> fx.Node:
-        """A number as a tensor without dims: float64, int64 or bool, as Python would have it."""
+        """Return a scalar as a 0-d tensor: float64, int64 or bool, as Python's."""
         dtype = _dtype(_KINDS[type(value(number))])
         name = operator_name(number)
         if name in _ITEMS:
@@ -157,7 +159,7 @@ class Numbers:
         return node if value(node).dtype == dtype else added(self.graph, line, aten._to_copy.default, node, dtype=dtype)
 
     def size(self, size: Any, line: fx.Node) -> fx.Node:
-        """The tensor of a size in torch's symbols: a sum of products of counts."""
+        """Return the tensor of a size in torch's symbols: a sum of products of counts."""
         if isinstance(size, int) or size.is_Integer:
             return self._constant(int(size), line)
         counted = self.count(line, size) if size.is_Symbol else None
@@ -187,7 +189,7 @@ def _is_number(argument: Any) -> bool:
 
 
 def _holds_number(argument: Any) -> bool:
-    """Whether it is a number, or a list with one (sizes)."""
+    """Return True for a scalar, or a list with one (sizes)."""
     return any(map(_is_number, argument)) if isinstance(argument, (list, tuple)) else _is_number(argument)
 
 
@@ -200,13 +202,13 @@ def _takes_tensor(argument: Any) -> bool:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The given arguments of a call by name."""
+    """Return the given arguments of a call by name."""
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _forms(target: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """The forms of an operator that take a tensor wherever a number is given, the called one first."""
+    """Return the overloads of an operator that take a tensor for every given scalar, the called one first."""
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
     forms = [target, *(getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))]
     return [form for form in forms if is_operator(form) and _fits(form, arguments)]

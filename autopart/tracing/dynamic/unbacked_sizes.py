@@ -1,11 +1,11 @@
-"""Sizes that depend on values, in a form that needs no value when the graph is planned.
+"""Data-dependent sizes in a form that needs no value at planning time.
 
-`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` a size that is not known (`u0`). Here every selection
-becomes `autopart::positions`, whose size in the trace is the most that there can be. What is made of it has the sizes
-that follow (`counted` in its facts), and a mean over it is a sum over the number there are. Numbers that depend on
-values become tensors (`numbers.py`).
+`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every selection becomes
+`autopart::positions`, whose size in the trace is its maximum. Values derived from it have the derived sizes (`counted`
+in their facts), and a mean over them is a sum over the actual number. Data-dependent scalars become tensors
+(`symbolic_scalars.py`).
 
-What is left with a size that nobody knows (`bincount`, a slice up to a number) is for the caller to refuse.
+The caller must refuse values whose size remains unknown (`bincount`, a slice up to a scalar).
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _NONE, _MEAN = 0, 1
 
 
 def with_known_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
-    """Give every selection of a traced graph the most elements that it can have, and make numbers tensors.
+    """Give every selection of a traced graph its maximum size, and make scalars tensors.
 
-    `skipped`: lines of the model that were told to run, though it may skip them.
-    Raises TraceError where a number that depends on values is used as what no tensor can be, or skipped lines do more
-    than to write to what is selected.
+    Args:
+        skipped: data-dependent branches that were traced as if they ran.
+    Raises TraceError if a data-dependent scalar is used where no tensor is possible, or skipped code does more than
+    write to selections.
     """
     if skipped or any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
         rewriter = _Rewriter(graph, skipped)
@@ -54,7 +55,7 @@ def with_known_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
 
 
 class _Rewriter:
-    """Goes through a graph in order: what a node reads has its new value already."""
+    """Rewriter of a graph in order: the inputs of a node have their new values already."""
 
     def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph
@@ -117,7 +118,9 @@ class _Rewriter:
     # Selections
 
     def _selection(self, node: fx.Node) -> fx.Node | None:
-        """What `where(mask)`, `nonzero`, `x[mask]` and the like are of `positions`; None for anything else."""
+        """Return the replacement by `positions` of `where(mask)`, `nonzero`, `x[mask]` and similar calls; None for
+        others.
+        """
         name = operator_name(node)
         if node.target is aten.where.default or name == "aten::nonzero_numpy":
             return self._positions(node, node.args[0])
@@ -139,7 +142,7 @@ class _Rewriter:
         return None
 
     def _places(self, node: fx.Node, mask: fx.Node) -> list[fx.Node]:
-        """For every dim of a mask the indices of what it selects."""
+        """Return the indices of the selected elements for every dim of a mask."""
         return self._parts(node, self._positions(node, mask))
 
     def _parts(self, node: fx.Node, positions: fx.Node) -> list[fx.Node]:
@@ -152,7 +155,7 @@ class _Rewriter:
         return place
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Where a mask is true: found once for masks that are computed alike."""
+        """Return the flat indices at which a mask is true, computed once for equal masks."""
         size = self._selected(node, mask)
         if not isinstance(size, int):
             mask = self._guarded(node, mask)
@@ -169,11 +172,11 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """A mask of a node, true nowhere where the model skips it."""
+        """Return a mask of a node that is false everywhere if the model skips the node."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
-        """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
+        """Return the number of elements that a mask selects in a call: a torch symbol, or a known number."""
         sizes = next(tensors_in(value(node))).shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
@@ -185,7 +188,7 @@ class _Rewriter:
         return expression(sizes[before]) if alone else opened[0] if opened else sizes[0]
 
     def _number(self, node: fx.Node) -> int:
-        """The same number for values that are computed alike."""
+        """Return a value number: equal for equal computations."""
         for source in self._made_of(node):
             random = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
             key: Hashable = source
@@ -195,7 +198,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """What a value is made of and has no number yet, in order."""
+        """Return the ancestors of a value that have no value number yet, in order."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()
@@ -214,7 +217,7 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """What is given a size that is known now: of a view the size, a new tensor like another one of that size."""
+        """Rewrite a call with a size that is known now: the size of a view, or a new tensor of that size."""
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
             sizes = fx.map_arg(node.args[1], self._known)
@@ -241,7 +244,7 @@ class _Rewriter:
         return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
-        """A tensor of sizes of which some are those of other values; None where all are known, or one is nowhere."""
+        """Return a tensor whose sizes are partly those of other values; None if all are known, or one is nowhere."""
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
             return None
@@ -255,26 +258,26 @@ class _Rewriter:
         return self._call(node, aten.expand.default, like, whole)
 
     def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
-        """A tensor of one dim of a value, with the first of all others."""
+        """Return one dim of a value as a 1-d tensor, the first of all others."""
         vector = self._call(line, aten.detach.default, source)
         for other in reversed([i for i in range(value(source).dim()) if i != dim]):
             vector = self._call(line, aten.select.int, vector, other, 0)
         return vector
 
     def _known(self, number: fx.Node) -> Any:
-        """A size that is a number in the trace as what it is at most; as it was where nobody knows."""
+        """Return the maximum of a symbolic size; an unknown size stays."""
         known = with_sizes(value(number), self.sizes)
         return known if isinstance(known, int) else number
 
     def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
-        """How many elements a selection has, as a tensor."""
+        """Return the number of elements of a selection as a tensor."""
         selection = self.selections.get(symbol)
         if selection is None:
             return None
         return self._call(line, aten.sum.default, selection.args[0])
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:
-        """Of every selection the values that have a dim of its elements."""
+        """Return for every selection the values with a dim of its elements."""
         values_of: dict[fx.Node, set[fx.Node]] = {
             selection: set(selection.users) for selection in self.positions.values()
         }
@@ -287,7 +290,7 @@ class _Rewriter:
     # Means
 
     def _mean(self, node: fx.Node) -> fx.Node | None:
-        """A mean over elements whose number depends on values, as a sum over the number."""
+        """Rewrite a mean over a data-dependent number of elements as a sum over the number."""
         name = operator_name(node)
         reduces = is_operator(node.target) and name not in _BY_LABELS and argument(node, "reduction") == _MEAN
         if name != "aten::mean" and not reduces:
@@ -317,7 +320,7 @@ class _Rewriter:
 
 
 def _selects(node: fx.Node) -> bool:
-    """Whether a call gives what a mask selects."""
+    """Return True if a call returns the elements that a mask selects."""
     if node.op != "call_function":
         return False
     masks = operator_name(node) == "aten::index" and any(map(_is_mask, node.args[1]))
@@ -327,7 +330,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _check_open(node: fx.Node, traced: Any) -> None:
-    """Raises TraceError where the model uses a selection as if it had a size that is known, and has computed it so."""
+    """Raise TraceError if the model used a selection as if its size were known."""
     for tensor, largest in zip(tensors_in(traced), tensors_in(value(node)), strict=True):
         for size, most in zip(tensor.shape, largest.shape, strict=False):
             taken = expression(size)

@@ -167,7 +167,9 @@ class KnownValues:
             self._made[buffer] = form
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is equal in every call: made of constants and of unwritten tensors given to `hold`."""
+        """Return True if a tensor is equal in every call: made of constants and of unwritten tensors given to
+        `hold`.
+        """
         if not self._is_known(tensor):
             return False
         recipe = self._made[tensor]

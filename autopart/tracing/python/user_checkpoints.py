@@ -1,8 +1,8 @@
-"""The checkpoints that a model makes itself (`torch.utils.checkpoint`), reentrant or not: plain calls, and noted.
+"""Checkpoints in a model's own code (`torch.utils.checkpoint`), reentrant or not: traced as plain calls, and recorded.
 
-What a reentrant checkpoint runs has no gradient in a trace: it is an autograd.Function whose forward runs without grad
-mode, and whose backward runs the model's Python again. Here its function is run as any other part of the model. What
-the backward of the partitioned model computes again is the plan's choice; that of the model is its default.
+The function of a reentrant checkpoint would have no gradient in a trace: it is an autograd.Function whose forward runs
+without grad mode, and whose backward runs the model's Python again. Here it is run like any other part of the model.
+The plan chooses what the partitioned model recomputes; the model's own checkpoints are its default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopart.tracing.with_loss import users_modules
 
 
 class OwnCheckpoints:
-    """Inside, `torch.utils.checkpoint` calls its function and no more; notes which modules it was called for."""
+    """Make `torch.utils.checkpoint` a plain call, and record the modules that it was called for."""
 
     def __init__(self, model: nn.Module):
         self.paths = {module: path for path, module in users_modules(model)}
@@ -34,8 +34,8 @@ class OwnCheckpoints:
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """The modules that ran in a checkpoint, without those inside them, in the model's order; None for checkpoints
-        of functions that called no module.
+        """Return the outermost modules that ran in a checkpoint, in the model's order; None for functions without
+        modules.
         """
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
@@ -47,7 +47,7 @@ class OwnCheckpoints:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, checkpoints that do not run as an autograd.Function are plain calls too."""
+        """Make checkpoints that are no autograd.Function plain calls, too, for a `with` block."""
 
         def note(module: nn.Module, args: Any) -> None:
             if self._seen is not None and module in self.paths:
@@ -57,14 +57,14 @@ class OwnCheckpoints:
             yield
 
     def apply(self, apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """`CheckpointFunction.apply(run, preserve_rng_state, *arguments)` as a plain call of `run`."""
+        """Replace `CheckpointFunction.apply(run, preserve_rng_state, *arguments)` by a plain call of `run`."""
         run, _, *arguments = args
         with self._noted(run):
             return run_plainly(run, arguments)
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
-        """Inside, a checkpoint's function runs; the outermost one counts."""
+        """Record that a checkpoint's function runs in a `with` block; the outermost one counts."""
         if self._seen is not None:
             yield
             return
@@ -82,7 +82,7 @@ class OwnCheckpoints:
 
 
 def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """What a reentrant checkpoint gives: without an argument that needs a gradient it gives none, as in torch."""
+    """Return the result of a reentrant checkpoint: without gradient if no argument needs one, as in torch."""
     if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
         return run(*arguments)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Inside, checkpoints are plain calls: `torch.autograd.grad` can differentiate them, and masks are drawn once."""
+    """Make checkpoints plain calls: `torch.autograd.grad` can differentiate them, and dropout masks are drawn once."""
 
     def run(apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if function is not CheckpointFunction:

@@ -1,7 +1,7 @@
-"""Checks that a model makes of the values in a tensor: `assert`, and `if ...: raise`.
+"""Value checks in a model's code: `assert`, and `if ...: raise`.
 
-They decide nothing that the model computes, so a trace passes them: a tensor that has no values there is said to be as
-the check wants it. Which answer that is, the source says, at the place where Python asks.
+They do not affect what the model computes, so a trace passes them: Python gets the answer with which the check passes.
+The source code at the question tells which answer that is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
 
 
 class Passing(float):
-    """A number of which a check asks how it compares with another: as the check wants it."""
+    """A number that a check compares with another; each comparison passes."""
 
     def __new__(cls, wanted: bool) -> Passing:
         number = super().__new__(cls)
@@ -47,11 +47,12 @@ class Passing(float):
 def passing_answer(
     func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
 ) -> bool | Passing | None:  # fmt: skip
-    """What a call that gives Python one truth value of tensors, or a number that a check compares, must give so that
-    nothing is raised.
+    """Return the answer of a call that lets a check pass: one truth value, or a number that the check compares.
 
-    None where more hangs on the answer than whether an error is raised, where the source cannot be read, and for other
-    calls. `frame`: of the code that calls, or of a mode that is called on its behalf.
+    None if more than an error depends on the answer, if the source cannot be read, and for other calls.
+
+    Args:
+        frame: frame of the calling code, or of a mode called on its behalf.
     """
     name = getattr(func, "__name__", "")
     if not tensors or name not in _ASKING | _CHECKING | {"item"}:
@@ -70,7 +71,7 @@ def passing_answer(
 
 
 def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
-    """What a note says of a check: `assert x.min() > 0 (model.py:12)`, by the line of the user's that led to it."""
+    """Return the text of a check for notes: `assert x.min() > 0 (model.py:12)`, by the user's line."""
     frame = asking_frame(frame)
     users_frame = frame
     while users_frame is not None and users_frame.f_code.co_filename.startswith(not_the_users):
@@ -83,15 +84,16 @@ def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that asked: below it are modes that a call passes through."""
+    """Return the frame that asked, without the frames of modes that a call passes through."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame
 
 
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
-    """Where the expression ends whose truth is asked for: a call that is running, or what a jump is about, which was
-    computed right before it.
+    """Return the source position at which the expression ends whose truth is asked for.
+
+    It is a running call, or the operand of a jump, computed right before it.
     """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
@@ -100,7 +102,7 @@ def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
 
 @functools.lru_cache(64)
 def _wanted(source: str) -> Mapping[Place, bool]:
-    """{where a part of a check's condition ends: the answer with which the check passes}."""
+    """Return {end position of a part of a check's condition: the answer with which the check passes}."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -121,7 +123,7 @@ def _answers(tree: ast.AST) -> Iterator[tuple[Place, bool]]:
 
 
 def _parts(test: ast.expr, want: bool) -> Iterator[tuple[Place, bool]]:
-    """The parts of a condition that Python asks for one by one."""
+    """Return the parts of a condition that Python evaluates one by one."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _parts(test.operand, not want)
     elif isinstance(test, ast.BoolOp):
