@@ -77,7 +77,7 @@ def parallelize(
     sizes = Mesh.parse(chosen.mesh_object() if type(mesh) is int and chosen is not None else mesh)
     weights = None if asked.weights is None else Weights(model, asked.weights)
     whole = model if weights is None else weights.model
-    compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare what is in it
+    compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare the compiler's options
     if (example_args or example_kwargs is not None) and (weights is None or weights.problem is None):
         compiler.trace_example(example_args, example_kwargs or {})
     return _module(whole, mesh, sizes, compiler, weights)

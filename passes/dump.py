@@ -31,7 +31,7 @@ from autopart.ir.layout import format_layout
 from autopart.ir.program import Program
 
 Notes = Callable[[fx.Node], Iterable[str]]
-"""What is to be said of a node behind its line."""
+"""Returns the comment after a node's line."""
 NodeNotes = Mapping[str, tuple[str, ...]]
 """The same of every node, by its name."""
 
@@ -71,7 +71,9 @@ class Dump:
         if shown.notes is not None and not failed:
             note = shown.notes(result)
             texts = {node.name: tuple(note(node)) for node in graph.nodes}
-            self.notes.setdefault(graph, {})[shown.notes] = texts  # in place of what an earlier one of the kind said
+            self.notes.setdefault(graph, {})[shown.notes] = (
+                texts  # replaces the comment of an earlier pass of this kind
+            )
         files = shown.files(result) if shown.files is not None and not failed else {}
         for file, content in files.items():
             self._write(self.folder / numbered / file, content)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Option = bool | int | float | str
 
 UNTOUCHED = object()
-"""What a pass may return that has found nothing to rewrite."""
+"""Return value of a pass that found nothing to rewrite."""
 same_calls: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors gave in these passes")
 
 

@@ -24,10 +24,10 @@ LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
 """How lines begin that go on under their text, not under their label."""
 
 MISTAKE = 2
-"""The exit code where what was asked cannot be."""
+"""Exit code for invalid input."""
 
 OTHER_RANKS_WAIT_S = 10.0
-"""How long the others leave an error to the first rank, which mostly meets the same one."""
+"""Seconds that other ranks leave an error to the first rank, which usually has the same one."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
 

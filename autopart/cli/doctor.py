@@ -30,16 +30,16 @@ from autopart.recipe.make_plan import make_plan, prepare
 from autopart.tracing.trace_model import WithLoss, bind_call, flatten_call
 
 MESHES = ("tp2", "dp2", "pp2")
-"""What is tried where no mesh is named."""
+"""Meshes to try by default."""
 
 MOST_WHOLE, MOST_NOTES = 4, 2
-"""How many kinds of operators that run whole, and how many notes, a mesh gets lines for."""
+"""Maximum number of lines per mesh for kinds of replicated operators, and for notes."""
 
 NEGLIGIBLE = 0.005
 """A share of the matrix work that gets no words."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
-"""What is said of a rule to try."""
+"""Suffix of a suggested rule."""
 
 
 def versions() -> dict[str, str]:

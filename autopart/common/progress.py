@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 AFTER_S = 2.0
-"""Work that is done sooner says nothing."""
+"""Work that takes less time prints nothing."""
 
 SETTLED_S = 0.2
 """A phase that is over sooner gets no line."""

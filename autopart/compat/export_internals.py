@@ -134,7 +134,7 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Initialize a lazy module as a first call with these arguments would."""
-    if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
+    if isinstance(module, LazyModuleMixin):  # an earlier import may have loaded it already
         lazy: Any = module
         lazy._infer_parameters(lazy, args, dict(kwargs))
 

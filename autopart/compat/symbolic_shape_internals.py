@@ -19,7 +19,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from autopart.common.scoped import attributes
 
 Symbol: TypeAlias = Any
-"""What torch calls a size that it does not know: a symbol of sympy's."""
+"""Prefix of torch's sympy symbols for unbacked sizes."""
 
 
 def is_symbol(size: Any) -> bool:
@@ -30,7 +30,7 @@ def expression(size: Any) -> Any:
     """Return a size or scalar of a trace as a sympy expression; a plain number stays."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
-    known = size.node.expr  # with what torch has found out since
+    known = size.node.expr  # with the replacements that torch has found since
     return int(known) if isinstance(size, torch.SymInt) and known.is_Integer else known
 
 
@@ -89,7 +89,7 @@ def many_elements(
         is_comparison = type(asked) in _COMPARISONS
         return answer_model(frame, lambda: _truth(env, asked)) if is_comparison else None
 
-    divide = staticmethod(operator.truediv)  # torch's own fails on what a graph is made of
+    divide = staticmethod(operator.truediv)  # torch's own function fails on some values of a graph
     return attributes({(ShapeEnv, "evaluate_expr"): answer, (PythonReferenceAnalysis, "int_truediv"): divide})
 
 

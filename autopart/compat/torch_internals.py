@@ -31,7 +31,7 @@ from autopart.common.scoped import attributes
 
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 GRAD_MODE = torch._C._set_grad_enabled
-BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
+BatchNorm = _BatchNorm  # common base class of BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm
 InstanceNorm = _InstanceNorm
 TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
@@ -194,7 +194,7 @@ class Tracing:
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
         base = old
-        while base in before:  # what was put in place first stays the one that is read
+        while base in before:  # the first replacement stays the one that is read
             base = before[base]
         new.replace_input_with(old, base)
         order = {node: i for i, node in enumerate(self.tracer.graph.nodes)}
@@ -262,7 +262,7 @@ class _Redirected:
     """Code of `torch.autograd.Function.apply` inside `redirected_functions`."""
 
     to: Callable[..., Any]
-    """What is called with torch's own `apply`, the class, and the call's arguments."""
+    """Replacement of `apply`: receives torch's own `apply`, the class, and the call's arguments."""
 
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         from autopart.compat.torch_internals import _Redirected
@@ -393,7 +393,7 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 
 
 WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a Tensor class whose operators give what its `__torch_dispatch__` gives."""
+"""The `__torch_function__` of a Tensor class whose operators return the results of its `__torch_dispatch__`."""
 
 
 def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:

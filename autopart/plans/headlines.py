@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 ADVICE = "to fit into memory: "
-"""How the note of a plan begins that says what would make it fit."""
+"""Prefix of the note on settings that would fit."""
 
 
 def step_size(plan: Plan) -> str:

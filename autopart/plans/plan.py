@@ -127,7 +127,9 @@ class Plan:
     pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
     reasons: Explainer | None = field(default=None, compare=False, repr=False)
-    axes: tuple[Axis, ...] = field(default=AXES, compare=False, repr=False)  # what those of `mesh` cut
+    axes: tuple[Axis, ...] = field(
+        default=AXES, compare=False, repr=False
+    )  # kinds of dims that the axes of `mesh` shard
 
     def __post_init__(self) -> None:
         from autopart.cost.formula.plan_cost import Cost

@@ -10,16 +10,16 @@ from typing import Any
 from autopart.plans.plan import Plan
 
 TIMEOUT_S = 120.0
-"""How long a rank waits for the others in a call, in seconds, before it says who waits for whom."""
+"""Seconds that a rank waits for others in a call before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""The subject that the others follow from: plans and programs are made for these shapes."""
+"""The subject that determines all others: plans and programs are for these shapes."""
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
     "dp_sync", "balance", "sequence_dims", "compile", "precision", "reduce_dtype",
 )  # fmt: skip
-"""The parts of a plan that say what is run. Its figures are left out: they may be rounded otherwise elsewhere."""
+"""Fields of a plan that determine the program. Figures are excluded: other machines may round them differently."""
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:

@@ -273,7 +273,7 @@ class Compiler:
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
-        if settings != self._model_settings:  # the plan was made for other operators
+        if settings != self._model_settings:  # the plan has other operators
             traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
         self._check_written(traced)
         if self._plan is None:
@@ -339,7 +339,7 @@ class Compiler:
                 )  # fmt: skip
                 program = with_label_count(program, loss)
             else:
-                # Without stages a call runs the whole batch at once: microbatches are for training steps.
+                # Without stages a call runs the full batch at once: microbatches are for training steps.
                 if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
                     decisions = without_microbatches(traced.trace, decisions)
                 program = lower(

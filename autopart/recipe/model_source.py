@@ -32,13 +32,13 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 Narayanan 2021), Llama 2 and 3 (Touvron 2023, Grattafiori 2024), Mixtral (Jiang 2024)."""
 
 BATCH, SEQUENCE, COMPUTED_SEQUENCE = 8, 512, 128
-"""Rows, and tokens of a row where the config has no length of its own, and at most where the model is computed."""
+"""Rows of an example, and its tokens: the default without a length in the config, and the maximum to compute."""
 
 LONGEST = 2048
-"""Tokens of a row that an example is given where nobody said how many."""
+"""Default tokens of a row of an example."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-"""What configs call the most tokens that a row may have."""
+"""Names in configs of the maximum sequence length."""
 
 _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
@@ -165,7 +165,7 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     phase("making the model")
     with _making(options.meta, dtype):
         model: Any = kind(config)
-    if getattr(model, "loss_type", "") is None:  # what transformers falls back to, with a warning every time
+    if getattr(model, "loss_type", "") is None:  # transformers' default, which it warns of every time
         model.loss_type = "ForCausalLM"
     example = _tokens(model, config, options)
     return ModelSource(model, example, _note(example, config, options))
@@ -263,7 +263,9 @@ def _read_config(path: Path) -> Any:
         )
     config = transformers.AutoConfig.for_model(kind, **data)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # labels are shifted behind it
+        config.decoder_start_token_id = (
+            getattr(config, "pad_token_id", None) or 0
+        )  # its labels are shifted inside the model
     return config
 
 

@@ -188,7 +188,7 @@ def _numbers(plan: Plan) -> dict[str, list[int]]:
     return {prefix: sorted(numbers) for prefix, numbers in by_prefix.items()}
 
 
-# Stages, and what follows
+# Stages, and their consequences
 
 
 def _cuts(a: Plan, b: Plan) -> list[DiffRow]:

@@ -21,10 +21,10 @@ from autopart.tracing.python.recorded_reads import PLAIN, Same
 from autopart.tracing.with_loss import criterion_key
 
 MAX_CALLS = 32
-"""How many calls of other shapes or options are kept traced; the one not used for longest is dropped first."""
+"""Maximum number of traced calls with other shapes or options; the least recently used is dropped first."""
 
 MANY_CALLS = 8
-"""How many are traced before a warning says what that costs."""
+"""Number of traced calls that triggers a warning."""
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -122,7 +122,7 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
     if not numbers and is_number(value):
         return type(value), "a number"
     if isinstance(value, PLAIN):
-        return type(value), value  # 1 == True == 1.0, but a trace tells them apart
+        return type(value), value  # 1 == True == 1.0, but a trace distinguishes them
     if isinstance(value, (tuple, list)):
         return type(value), tuple(_value_key(entry, True) for entry in value)
     return _function_key(value, numbers) if isinstance(value, _FUNCTIONS) else Same(value)

@@ -28,7 +28,7 @@ from autopart.tracing.python.user_checkpoints import OwnCheckpoints
 from autopart.tracing.with_loss import call, users_input, users_modules
 
 PREFIX = "model."
-"""Before the names of the model's own parameters and modules in what `Entry` gives."""
+"""Prefix of the model's own parameters and modules inside an `Entry`."""
 
 
 class Entry(nn.Module):

@@ -29,7 +29,7 @@ type, dtype, whether enabled, whether casts are cached."""
 _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
 CONSTANT = "_constant_"
-"""What the names of tensors begin with that are written into the trace."""
+"""Prefix of the names of lifted constants."""
 
 
 def functional(program: Any) -> Any:
@@ -141,7 +141,10 @@ def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or schema.is_mutable:
         return schema is not None
-    if schema.name not in ("aten::batch_norm", "aten::instance_norm"):  # these write although their schemas do not say
+    if schema.name not in (
+        "aten::batch_norm",
+        "aten::instance_norm",
+    ):  # these write although their schemas do not show it
         return False
     arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
     return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))

@@ -68,7 +68,7 @@ def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(model, dict(shared))
     except Exception:  # whatever the attributes of a user's modules make of a copy
-        for thing in reversed(list(_reachable(model))):  # what is inside another first
+        for thing in reversed(list(_reachable(model))):  # innermost first
             if not isinstance(thing, (nn.Module, Tensor, dict, list, tuple, set)) and not _can_be_copied(thing, shared):
                 shared.setdefault(id(thing), thing)
         return copy.deepcopy(model, shared)

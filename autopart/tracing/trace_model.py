@@ -189,7 +189,7 @@ def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any)
         entry.draws_by_torch = entry.semantics.may_rewrite = True
         try:
             program = _exported(entry, example)
-        except Exception:  # a number is needed where torch gives a tensor
+        except Exception:  # torch returns a tensor where a number is needed
             raise refused from None
         check(program)
         return program
@@ -200,7 +200,7 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     while True:
         try:
             return _export_blocks(entry, example)
-        except ReadsFloat:  # another module of Python is known to call `float(tensor)`
+        except ReadsFloat:  # one more Python module calls `float(tensor)`
             continue
         except Rewrites:
             entry.semantics.may_rewrite = True

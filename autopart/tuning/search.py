@@ -47,7 +47,7 @@ TRACED_ROWS = 2
 """Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
 
 SHORTEST = 1024
-"""Positions of a rank below which `cp` is not tried: what shorter ones gain is less than keys and values cost."""
+"""Minimum tokens of a rank for `cp`: shorter sequences gain less than the keys and values cost."""
 
 LEVELS = (0, 1, 2, 3)
 """Of ZeRO."""
@@ -55,7 +55,7 @@ LEVELS = (0, 1, 2, 3)
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
-"""How many of the fastest by formula are simulated, and of those that take less memory."""
+"""Number of candidates to simulate: the fastest by formula, and the fastest of those with less memory."""
 
 RESCHEDULED = 2
 """How many of these are simulated under all other schedules, if they have no more than `LONGEST` forwards of stages."""
@@ -188,7 +188,7 @@ class Space:
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
-            method = self.methods[0].as_data() if self.methods else None  # what is sent has to be counted
+            method = self.methods[0].as_data() if self.methods else None  # communication must be counted
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
                               balance=self.balance, dp_sync=method, sequence_dims=self.sequence_dims)  # fmt: skip
             draft = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
@@ -459,7 +459,7 @@ def _planned(
             break
         try:
             plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
-        except AutopartError:  # what the formulas do not see: a size that does not divide
+        except AutopartError:  # formulas do not see sizes that do not divide
             continue
         if max(row["total"] for row in plan.memory) <= limit:
             best.append(_Planned(estimated.planned(plan), estimated, plan))

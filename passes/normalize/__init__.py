@@ -34,7 +34,7 @@ from autopart.passes.pass_pipeline import Pass
 __all__ = ["AS_TRACED", "IN_DOUBLE", "NORMALIZE", "PASSES"]
 
 AS_TRACED = tuple(map(Pass, (explicit_attention_dropout, explicit_recurrent_dropout, draws_as_data, one_reshape)))
-"""What comes first, while every value still has the dtype and the order in memory that the model gives it."""
+"""Passes that run first, while every value has the dtype and memory layout of the model."""
 
 _FORMS = (
     positional_arguments,
@@ -65,5 +65,5 @@ _FORMS = (
 )
 NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))
 IN_DOUBLE = Pass(in_double)
-"""Between the two, where a model is verified."""
+"""Runs between the two lists when a model is verified."""
 PASSES = {rewrite.name: rewrite for rewrite in (*AS_TRACED, IN_DOUBLE, *NORMALIZE)}

@@ -34,7 +34,7 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         with graph.inserting_before(node):
             result = _attention_formula(graph, node)
         name_written_out(node, before, "attention_dropout")
-        if len(shape(node)) == 4:  # of others torch's kernels keep the weights
+        if len(shape(node)) == 4:  # torch's kernels for other cases save the weights
             _mark(before, node)
         replace(node, result)
 

@@ -20,10 +20,11 @@ FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
 _WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
 _EVAL = "aten::_native_batch_norm_legit_no_training"
 _OF_LIBRARIES = ("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""What a trace on a GPU may have. They write running statistics in training without saying so: then they stay, and are
-refused as operators without a rule."""
+"""Operators of traces on a GPU. They write running statistics without a schema that shows it, so they are refused as
+operators without a rule.
+"""
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
-"""The names (`named`) of the first operator that is written, and of the others."""
+"""Names (`named`) of the first written operator, and of the others."""
 
 
 @on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, *_OF_LIBRARIES, "aten::batch_norm")
@@ -34,7 +35,7 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same values.
     """
     name = operator_name(node)
-    if is_counted(node):  # of selected rows, whose number is not known: torch's own, on all of them
+    if is_counted(node):  # a data-dependent number of rows: torch's own operator, on all of them
         return
     with graph.inserting_before(node):
         source, weight, bias, *statistics = node.args

@@ -15,7 +15,7 @@ _DOUBLE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
-"""Of every precision that is lifted, what it becomes."""
+"""{precision: its upcast}."""
 _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
 """Operators that take no float64, for which a later pass writes one that does."""
 

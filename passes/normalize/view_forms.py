@@ -22,7 +22,7 @@ _TRANSPARENT = {
 }  # fmt: skip
 
 _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
-"""Operators that refuse values whose elements do not lie in order: a copy before them stays."""
+"""Operators that need contiguous inputs: a copy before them stays."""
 
 
 def drop_no_ops(graph: fx.Graph) -> None:

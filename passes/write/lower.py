@@ -61,7 +61,7 @@ from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 aten = torch.ops.aten
 
 CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries", "attention")
-"""The facts of a traced node that those written for it have too."""
+"""Facts of a traced node that are copied to the nodes written for it."""
 
 
 @driven(files=program_files)
@@ -150,7 +150,7 @@ class _Writer:
     def produced(self, node: fx.Node) -> Key:
         """Return the layout in which a value is computed."""
         source, index = source_of(node)
-        if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
+        if source.op == "placeholder":  # an input that needs a gradient: replicated, as the caller has it
             return self.key(source, {})
         if facts(source)["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
@@ -446,7 +446,7 @@ class _Writer:
             return self.key(node, {})
         places = dict(self.produced(node))
         for axis, place in places.items():
-            # A loss that every rank has whole is differentiated once, not once on every rank.
+            # A replicated loss is differentiated once, not once per rank.
             if axis in self.features or (axis != MICROBATCH_AXIS and (whole or place == R_GRAD_P)):
                 places[axis] = R
             elif place == R_GRAD_P and not whole:  # every microbatch is differentiated, and gives its share

@@ -51,7 +51,7 @@ def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[A
 
 
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
-"""What a conversion casts to before it moves a value, and its gradient; None: they move in the dtype they have."""
+"""Dtypes to which a conversion casts a value, and its gradient, before communication; None: their own dtypes."""
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -71,7 +71,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        if grad is None:  # of an output that no loss reads: no zeros, so that parameters behind it have no gradient
+        if grad is None:  # an output that no loss reads: no zeros, so that parameters before it have no gradient
             return None, None, None, None, None
         stored, summed = ctx.dtypes
         if torch.is_grad_enabled():  # create_graph=True: differentiable once more

@@ -24,7 +24,7 @@ from autopart.runtime.comm.one_caller import Caller
 from autopart.runtime.comm.watchdog import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
 
 GROUP_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it raises, in the process groups made here."""
+"""Timeout of the process groups made here."""
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ class Process:
     step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
     apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
     caller: Caller | None = None  # who is inside of a call; copies of a module share it
-    unsummed: set[object] = field(default_factory=set)  # whose gradients ranks have not summed (`state/unsummed.py`)
+    unsummed: set[object] = field(
+        default_factory=set
+    )  # holds gradients that are not reduced yet (`gradients/no_sync.py`)
 
     @property
     def coordinates(self) -> dict[str, int]:

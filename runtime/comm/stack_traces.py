@@ -26,9 +26,9 @@ PLACES = {
     "gather": "at the gathering of parameters",
     "program": "while the model is traced",
 }
-"""By the names of functions of autopart, with that of their class where others have the same."""
+"""Descriptions by function name, with the class if several have one."""
 
-GRAPH_CODE = "<eval_with_key>"  # what torch.fx calls the files of the code that it writes
+GRAPH_CODE = "<eval_with_key>"  # torch.fx's file name of generated code
 _OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime, which may be linked, and all
 _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 

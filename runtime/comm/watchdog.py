@@ -41,7 +41,7 @@ SHOWN = 16  # ranks, in an error
 
 LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connection reset", "Broken pipe",
         "timeout caused pair closure", "connectFullMesh failed", "Read error", "Write error")  # fmt: skip
-"""What gloo says of a rank that does not come, or is gone."""
+"""Parts of gloo's messages for a rank that does not arrive, or is gone."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Record:
 
 
 NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValue failed", "failed to recv")
-"""What torch's store says, in addition, if the ranks do not meet."""
+"""Further messages of torch's store when ranks do not meet."""
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -153,7 +153,7 @@ class Watch:
                 records = self._ask()
                 if still_runs and any(record.state == "paused" for record in records.values()):
                     continue
-                keep_for_ever(self.group, work)  # they would hold the process at its end until the others come
+                keep_for_ever(self.group, work)  # they would keep the process at its end until other ranks arrive
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
@@ -309,7 +309,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
         try:
             store = watch._store()
             asked = int(store.get("asked")) if store.check(["asked"]) else 0
-            if watch.state != "waiting" and (is_last or asked > answered):  # else all has been said
+            if watch.state != "waiting" and (is_last or asked > answered):  # otherwise the error is complete
                 record = watch.record()
                 record.answer = answered = asked
                 watch.publish(record)

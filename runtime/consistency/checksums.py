@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WEIGHTED_WORDS = 2**14
-"""So many words of eight bytes have a weight of their own. A larger tensor is summed, and a sample of it weighted."""
+"""Number of 8-byte words with individual weights. A larger tensor is summed, and a sample of it is weighted."""
 
 
 def checksum(tensor: Tensor) -> Tensor:

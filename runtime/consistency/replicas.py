@@ -32,8 +32,9 @@ from autopart.runtime.shards.shard_state import stored_cuts
 EARLY = (1, 2, 4, 8)
 EVERY = 100
 ROUNDING = 8
-"""Copies may differ by so many units in the last place of the largest element, times the square root of the number of
-steps since they were compared: what sums in another order (atomics on a GPU) explain."""
+"""Allowed difference of copies in units in the last place of the largest element, times the square root of the steps
+since the last comparison. It covers sums in another order (atomics on a GPU).
+"""
 
 _NUMBERS = itertools.count()
 _NOTED: WeakSet[Replicas] = WeakSet()

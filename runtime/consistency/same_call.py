@@ -27,10 +27,11 @@ from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ra
 SAMPLE = 256
 PROJECTIONS = 4
 TOLERANCE = 1e-5
-"""How far two ranks' samples of an input may be apart, relative to its mean magnitude; of types with fewer digits,
-four times their precision. Batches of other data are apart by about 1."""
+"""Allowed distance of two ranks' samples of an input, relative to its mean magnitude; for dtypes with fewer digits, four
+times their precision. Different batches differ by about 1.
+"""
 SMALLEST = 1e-6
-"""Values smaller than this are taken for rounding around zero."""
+"""Smaller values are treated as rounding around zero."""
 _SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
 _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
 
@@ -44,12 +45,13 @@ class Given:
     text: str
     inputs: dict[str, Tensor]
     own_rows: frozenset[str] | None = None
-    """Where every rank gives its own rows: the inputs that are rows, which are compared among ranks that are to have
-    the same. All others are alike on all ranks."""
+    """With local batches: the inputs that are samples, compared among the ranks that share them. Other inputs are equal
+    on all ranks.
+    """
     num_rows: int = 0
     """How many rows it is given then."""
     problem: AutopartError | None = None
-    """What this rank would raise for a reason of its own, such as its parameters; all ranks raise the first such."""
+    """An error of this rank alone, such as of its parameters; all ranks raise the first one."""
     trains: bool = True
     """False for a step of which no parameter on this rank needs a gradient: one rank must have such a parameter."""
 
@@ -96,7 +98,7 @@ class Given:
 
 CALL = 2
 VALUES = CALL + 2 + PROJECTIONS
-"""Of `Given.numbers`, where those of the call end, and those of what all ranks are given."""
+"""Ends of the parts of `Given.numbers`: the call, and the inputs that all ranks share."""
 
 
 def all_frozen() -> UsageError:

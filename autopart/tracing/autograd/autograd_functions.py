@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _ELEMENTWISE = frozenset(
     f"aten::{name}" for name in ["alias", "clone", "detach", "ones_like", "zeros_like", "_to_copy"]
 )
-"""Beside what torch tags as pointwise."""
+"""Pointwise operators in addition to those with torch's tag."""
 _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape", "expand"])
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
@@ -295,7 +295,7 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
     return Made(getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload), examined)
 
 
-# What a Function computes
+# traces of a Function
 
 
 def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:

@@ -186,7 +186,7 @@ def _asked_for(
     if inverse is not None:
         answer += [inverse.view(input.shape) if dim is None else inverse]
     if counts:
-        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # of a size that may not be known
+        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # its size may be data-dependent
         none = torch.zeros_like(of_each, dtype=torch.int64)
         answer += [none.index_add(0, number, torch.ones_like(number))]
     return tuple(answer) if len(answer) > 1 else answer[0]

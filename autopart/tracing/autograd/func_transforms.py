@@ -69,7 +69,7 @@ def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[s
             original(*args, **kwargs)
     except _Differentiates:
         return True
-    except Exception:  # whatever it is, the trace says it better
+    except Exception:  # the trace has a better text for any error
         return False
     return False
 
@@ -157,4 +157,4 @@ _KEPT = frozenset(
         "embedding_dense_backward", "select_backward", "slice_backward", "value_selecting_reduction_backward",
     )
 )  # fmt: skip
-"""Backwards of operators, beside pointwise ones, that have a gradient themselves in a program."""
+"""Backward operators, in addition to pointwise ones, that are differentiable in a program."""

@@ -101,7 +101,7 @@ class _Forms(TorchDispatchMode):
         super().__init__()
         self.known: dict[Any, Any] = {}
         self.own: dict[int, Tensor] = {}
-        """Real tensors that were made inside, by where their memory begins: these may be written."""
+        """Real tensors created inside, by the start of their memory: these may be written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None

@@ -21,7 +21,7 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator, code
 from autopart.tracing.trace_errors import Lost
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
-"""{name and computation of a hook: the Function made of it first}"""
+"""{name and computation of a hook: its first Function}"""
 
 
 class Rewrites(Exception):

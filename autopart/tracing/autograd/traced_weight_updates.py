@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopart.ir.trace import Trace
 
 _ELEMENTWISE = frozenset(f"aten::{name}" for name in ("alias", "clone", "copy", "detach", "to", "_to_copy", "fill"))
-"""Beside what torch tags as pointwise."""
+"""Pointwise operators in addition to those with torch's tag."""
 _ALIASES = "aten::detach", "aten::alias"
 _RENORM = "aten::embedding_renorm"
 

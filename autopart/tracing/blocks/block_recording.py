@@ -30,7 +30,7 @@ TEMPLATE: Final = "repeated_template"
 """In a node's meta: (number of the recorded block, number of the node in it)."""
 
 Ref = tuple[bool, int]
-"""A value of a block: (True, number of the node in it that makes it), or (False, place among what it is given)."""
+"""A value of a block: (True, index of the node that computes it), or (False, index among the block's inputs)."""
 
 
 class Differs(Exception):

@@ -22,12 +22,12 @@ from autopart.ir.graph import tuple_values
 from autopart.ir.trace import Trace
 
 _ENDS = 3
-"""How many blocks are kept at either end: those in which something may differ, as they have another neighbour or choose
-for themselves (`ShardingProblem.sharing_costs`), and one that is like the block which stands for others."""
+"""Blocks to keep at either end: those that may differ, because they have another neighbour or choose for themselves
+(`ShardingProblem.sharing_costs`), and one equal to the block that represents others.
+"""
 
 _BEHIND = 2
-"""How many blocks are kept behind one in which a stage begins: the first of them may be the first that reads what all
-of them read."""
+"""Blocks to keep after one in which a stage begins: the first of them may be the first to read the shared values."""
 
 
 class _Block(NamedTuple):

@@ -40,14 +40,14 @@ from autopart.tracing.blocks.block_recording import (
 from autopart.tracing.python.concrete_constants import KnownValues
 
 _MOST = 4
-"""How many kinds of calls of one kind of block are recorded before the others are traced without trying."""
+"""Maximum recorded kinds of calls of one kind of block; further kinds are traced without a comparison."""
 _DEFINED = torch.library.Library("autopart_trace", "FRAGMENT")
 _DEFINED.define("repeated_block(Tensor[] inputs) -> Tensor[]")
 _BLOCK = torch.ops.autopart_trace.repeated_block.default
 _REPEAT: Final = "repeated_block"
-"""In the meta of a node that stands for a block: which of `Repeats.repeats` it is."""
+"""Metadata key of a node that represents a block: its index in `Repeats.repeats`."""
 _ROOT = "_export_root."
-"""What torch.export puts before all module paths while it traces."""
+"""Prefix of module paths in a torch.export trace."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

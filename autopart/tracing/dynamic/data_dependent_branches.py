@@ -117,9 +117,9 @@ class Marks:
     def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
         self.lines, self.same = lines, same
         self.around: list[fx.Node] = []
-        """Those whose code the present node is in, the outermost first."""
+        """The markers whose code contains the present node, outermost first."""
         self.empty: dict[fx.Node, set[fx.Node]] = {}
-        """By mark the masks that are true nowhere if the model skips what is behind it."""
+        """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
         """Advance to a node; nodes must come in graph order. Returns True for a marker or an end."""
@@ -155,7 +155,7 @@ class Marks:
         )  # fmt: skip
 
 
-# --- What a condition says of a mask -------------------------------------------------------------------------------
+# --- Conditions on masks --------------------------------------------------------------------------------------
 
 
 class _CountOf(NamedTuple):
@@ -265,9 +265,9 @@ class _SkippedCode:
         empty = [s for s in selected if read & {s, *selected[s]}
                  and (s.args[0] in self.masks or marks.is_empty(mark, s.args[0]))]  # fmt: skip
         self.nothing = {*empty, *(member for selection in empty for member in selected[selection])}
-        """What has no elements where the model skips this code."""
+        """Values without elements when the model skips this code."""
         self.sources = [*_numbers(mark.args[0]), *(part for mask in self.masks for part in _conjuncts(mask))]
-        """What tells that it does."""
+        """Values that show whether the code is skipped."""
 
     def check(self) -> None:
         for node in self.nodes:

@@ -52,7 +52,7 @@ class Floats:
             source = inspect.getsource(sys.modules[names["__name__"]])
         except (OSError, TypeError, KeyError):
             return False
-        if _AS_DTYPE.search(source):  # torch knows the dtype by the object that Python's own name stands for
+        if _AS_DTYPE.search(source):  # torch identifies the dtype by Python's own `float`
             return False
         self.modules.append(names)
         return True

@@ -66,8 +66,8 @@ class _Rewriter:
         self.selections: dict[Symbol, fx.Node] = {}
         self.sized: dict[Any, tuple[fx.Node, int]] = {}  # by an open size, a value and its dim of that size
         self.positions: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
-        """By the mask, and how many elements it selects where that is known"""
-        self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
+        """{mask: positions, and the number of selected elements if known}"""
+        self.values: dict[Hashable, int] = {}  # value numbers: equal for equal computations
         self.known: dict[fx.Node, int] = {}
 
     def run(self) -> None:

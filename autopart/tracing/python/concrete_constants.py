@@ -177,7 +177,7 @@ class KnownValues:
             return False
         try:
             return self._without_draws(lambda real: True, recipe) is True
-        except (RuntimeError, ValueError, IndexError):  # what is held is taken as zeros, which may not fit
+        except (RuntimeError, ValueError, IndexError):  # held tensors are assumed to be zeros, which may not fit
             return False
 
     def _forms_of(self, recipe: Any) -> set[int]:

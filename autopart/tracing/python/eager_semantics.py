@@ -53,13 +53,13 @@ _ASKING = frozenset(
     {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
     | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
 )
-"""What gives Python the values of a tensor, or as many as these decide."""
+"""Functions that return the values of a tensor to Python, or a number of items that depends on them."""
 _TENSOR: Any = Tensor
 _OF_METADATA = frozenset(
     getattr(_TENSOR, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
 ) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
-"""What reads nothing that depends on the grad mode, and gives no tensor."""
+"""Functions that do not depend on the grad mode and return no tensor."""
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
@@ -90,16 +90,16 @@ class EagerSemantics(TorchFunctionMode):
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
-        self.asked = ""  # what the tensor is made of whose values Python asked for last
-        self.data = WeakIdKeyDictionary()  # what `.data` gave
+        self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
+        self.asked = ""  # ancestors of the tensor whose values Python read last
+        self.data = WeakIdKeyDictionary()  # results of `.data`
         self.known = KnownValues(tensors)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
-        self.passed: dict[str, None] = {}  # checks of values, as notes say them
-        self.may_rewrite = False  # whether what was traced before may be changed
+        self.passed: dict[str, None] = {}  # texts of value checks, for notes
+        self.may_rewrite = False  # True if earlier nodes may be changed
         self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
-        self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: what it was put in place of}
+        self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: the value that it replaced}
         self.hook_notes: dict[str, None] = {}
         self.chances = Chances()
         self.skipped = SkippedWrites()

@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, deque)
 _TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules"})
-"""A module's own tensors: what forward assigns there is an output of the program."""
+"""A module's own tensors: assignments to them are outputs of the program."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: hooks, which `PythonState` restores."""
 LruCache: Any = type(functools.lru_cache(lambda: None))
@@ -153,7 +153,7 @@ class _Walk:
                 self._add_named(vars(thing))
                 self._add(thing.__mro__[1:])
         elif isinstance(thing, dict) and "__builtins__" in thing:
-            pass  # globals: what functions name of them
+            pass  # globals: only the names that functions use
         elif (_is_own(type(thing)) or isinstance(thing, _NAMESPACES)) and not isinstance(thing, types.ModuleType):
             self._add((type(thing), getattr(thing, "__dict__", None)))
         else:
@@ -239,7 +239,7 @@ def _content(place: Any) -> dict[Any, Any]:
         except ValueError:  # a variable that is not set yet
             return {}
     if isinstance(place, dict):
-        return dict(dict.items(place))  # a class of its own may make an entry when it is asked for one
+        return dict(dict.items(place))  # a user's class may create an entry on access
     return {id(value): value for value in place} if isinstance(place, set) else dict(enumerate(place))
 
 

@@ -23,7 +23,7 @@ from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
-"""Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
+"""nn.RNNBase lists its own parameters here again. Tracing swaps them, which is no effect of forward."""
 _CONTAINERS = (list, dict, set, OrderedDict)
 """OrderedDict: a module's hooks, which a forward may add to itself."""
 _CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
@@ -41,12 +41,12 @@ class PythonState:
     def __init__(self, model: nn.Module):
         self.modules = dict(users_modules(model))
         self.start: dict[str, Any] = {}
-        """{attribute: what it shall be inside}"""
+        """{attribute: its value inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: its value before and after}"""
         self.caches = Caches(model)
         self.word: int | None = None
-        """What the states of Python's and numpy's generators shall be filled with inside; None: as they are"""
+        """Value to fill the states of Python's and numpy's generators with; None keeps them"""
         self.drawn = ""
         """Which of them was drawn from last"""
 
@@ -239,7 +239,7 @@ def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> li
 def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], Any], may_fail: bool) -> bool:
     try:
         return bool(computed(again()) == computed(program))
-    except Exception:  # forward does something that cannot be traced with what it left
+    except Exception:  # forward cannot be traced with the values that it left
         if not may_fail:
             raise
         return False

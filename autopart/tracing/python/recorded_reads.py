@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 ALL_NAMES = "*"
-"""Stands for every attribute of an object: the code computes the name that it passes to `getattr`."""
+"""Represents every attribute of an object: the code computes the name that it passes to `getattr`."""
 MISSING = object()
 MAX_ENTRIES = 1024
 """Longer containers are data rather than settings. Only their length is compared."""

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 _ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
-"""What gives Python one truth value of tensors."""
+"""Functions that return one truth value of tensors to Python."""
 _CHECKING = frozenset({"_assert", "_assert_async"})
 """Functions of torch that check one, and give nothing."""
 
 Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
-"""Where an expression ends: line, and byte in that line; with "item", of a number that is compared there."""
+"""End of an expression: line and byte offset; with "item", of a number that is compared there."""
 
 
 class Passing(float):
