@@ -168,7 +168,9 @@ def _pattern(name: str) -> str:
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
-    """Return the full names that a pattern with one `*` matches, as far as the stages list them; else the name itself."""
+    """Return the full names that a pattern with one `*` matches, as far as the stages list them; else the name
+    itself.
+    """
     known = numbers.get(name.partition("*")[0], [])
     return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
 

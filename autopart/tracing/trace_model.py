@@ -177,7 +177,9 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program if Python's random numbers decide nothing in it; else trace again with torch's random numbers."""
+    """Return the program if Python's random numbers decide nothing in it; else trace again with torch's random
+    numbers.
+    """
 
     def check(program: Any) -> None:
         check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))

@@ -272,7 +272,9 @@ class _Writer:
         return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return an existing layout that differs in the gradient's placement alone, for consumers without a gradient."""
+        """Return an existing layout that differs in the gradient's placement alone, for consumers without a
+        gradient.
+        """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
             if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:

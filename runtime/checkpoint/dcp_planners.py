@@ -69,7 +69,8 @@ class _PartOfSaved:
 @functools.cache
 def refuse_pieces_in_safetensors() -> None:
     """Raises CheckpointError where a rank would write several pieces of one tensor into files of safetensors: these
-    have one tensor of a name, and torch's writer keeps the last."""
+    have one tensor of a name, and torch's writer keeps the last.
+    """
     from torch.distributed.checkpoint import filesystem
 
     prepare = filesystem.FileSystemWriter.prepare_local_plan

@@ -46,7 +46,10 @@ def _on_host(value: Any) -> Any:
 
 
 def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """The groups of all stages in one, each by its number. Raises CheckpointError where they are not the same ones."""
+    """The groups of all stages in one, each by its number.
+
+    Raises CheckpointError where they are not the same ones.
+    """
     counts = [len(groups) for groups in stages]
     alike = len(set(counts)) == 1 and all(
         _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)

@@ -41,7 +41,8 @@ _WATCHED: WeakSet[Optimizer] = WeakSet()
 
 def connect_state_dicts() -> None:
     """Have every optimizer that is made from here on give and take state dicts with places, for what it keeps of the
-    parameters of partitioned models, and torch's distributed checkpoint know of them."""
+    parameters of partitioned models, and torch's distributed checkpoint know of them.
+    """
     connect_checkpoints()
     full_state_dicts_through(put_together, refuse_what_was_not_loaded)
     call_with_optimizers(_watch)
@@ -73,7 +74,8 @@ def _converted(
     state: Mapping[Any, Any], parameters: Mapping[Any, nn.Parameter], convert: Callable[[str, Any, Tensor, Home], Any]
 ) -> dict[Any, Any]:
     """A state dict's state in which what belongs to a partitioned model's parameter is converted, entry by entry.
-    `parameters`: {as the state counts it: parameter}."""
+    `parameters`: {as the state counts it: parameter}.
+    """
     converted = {}
     for index, values in state.items():
         parameter = parameters.get(index)
@@ -105,7 +107,10 @@ def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
 
 @on_local_values
 def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """A state dict with this rank's part of every full tensor in it. Raises CheckpointError where one does not fit."""
+    """A state dict with this rank's part of every full tensor in it.
+
+    Raises CheckpointError where one does not fit.
+    """
     saved = state_dict["param_groups"]
     parameters = parameters_of(optimizer)
     if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch tells of the latter

@@ -46,7 +46,9 @@ def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    """Start an in-place all-reduce over several groups, one after the other, and return a function that waits for it."""
+    """Start an in-place all-reduce over several groups, one after the other, and return a function that waits for
+    it.
+    """
     first, *others = groups
     with watching(first.group_name):
         work = dist.all_reduce(flat, group=first, async_op=True)

@@ -47,7 +47,9 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
 
 
 def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators a call uses: `device`, and the host if the model draws numbers there itself."""
+    """Return the devices whose generators a call uses: `device`, and the host if the model draws numbers there
+    itself.
+    """
     host = torch.device("cpu")
     return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
 

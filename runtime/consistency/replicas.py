@@ -205,7 +205,9 @@ class Drifted(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Distance of the copy on `rank` from that on `first`: the largest difference, and the part that rounding explains."""
+    """Distance of the copy on `rank` from that on `first`: the largest difference, and the part that rounding
+    explains.
+    """
 
     name: str
     rank: int

@@ -27,7 +27,8 @@ from autopart.runtime.consistency.rank_checks import by_rank, gather_objects, ra
 SAMPLE = 256
 PROJECTIONS = 4
 TOLERANCE = 1e-5
-"""Allowed distance of two ranks' samples of an input, relative to its mean magnitude; for dtypes with fewer digits, four
+"""Allowed distance of two ranks' samples of an input, relative to its mean magnitude; for dtypes with fewer digits,
+four
 times their precision. Different batches differ by about 1.
 """
 SMALLEST = 1e-6

@@ -310,5 +310,5 @@ def test_every_help_has_an_example(command):
 def test_help_says_the_defaults_that_the_code_has():
     text = " ".join(invoke("plan", "--help").output.split())
     assert Options().sequence_parallel == "auto" and "over tp. [default: auto, where faster]" in text
-    assert Options().zero is None and "[default: 0, or as memory needs]" in text
+    assert Options().zero is None and "[default: 0, or what memory= needs]" in text
     assert Options().compile is False and "torch.compile. [default: no]" in text

@@ -47,7 +47,9 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates it, and the written names are tensors: a trace does not see lists and dicts."""
+        """Return True if a frame evaluates it, and the written names are tensors: a trace does not see lists and
+        dicts.
+        """
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
