@@ -28,8 +28,7 @@ SAMPLE = 256
 PROJECTIONS = 4
 TOLERANCE = 1e-5
 """Allowed distance of two ranks' samples of an input, relative to its mean magnitude; for dtypes with fewer digits,
-four
-times their precision. Different batches differ by about 1.
+four times their precision. Different batches differ by about 1.
 """
 SMALLEST = 1e-6
 """Smaller values are treated as rounding around zero."""
