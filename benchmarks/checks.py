@@ -2,8 +2,8 @@
 
 Two gloo ranks train a small model. Blocks of steps with the checks of every call (which compare how the ranks are
 called and on what, and watch for hangs) alternate with blocks that have none; the median of the differences
-counts, since other work on the machine changes single blocks. Replica checks (`check_replicas`) are timed separately and divided
-by the number of steps. The aim: at most 1 % of a step of 200 ms.
+counts, since other work on the machine changes single blocks. Replica checks (`check_replicas`) are timed
+separately and divided by the number of steps. The aim: at most 1 % of a step of 200 ms.
 
     python benchmarks/checks.py [--quick] [--json]
 """
