@@ -1,4 +1,4 @@
-"""What the coverage benchmark runs: architectures, what the recipe cannot know about them, and their inputs."""
+"""Architectures of the coverage benchmark, overrides of the size recipe, and example inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coverage results as text: a table for the terminal, and docs/models.md."""
+"""Coverage results as text: a table for the terminal, and docs/models.md."""
 
 from __future__ import annotations
 

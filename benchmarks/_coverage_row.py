@@ -1,6 +1,6 @@
-"""One row of the coverage table: build a model, trace it once, prove it on every mesh, count its FLOPs.
+"""One row of the coverage table: build and trace a model, verify it on every mesh, count its FLOPs.
 
-Runs in a process of its own: what breaks or hangs costs its own row.
+Runs in a separate process, so that a crash or a hang affects only this row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Curves of losses over steps, as an SVG."""
+"""Loss curves over steps, as an SVG."""
 
 from __future__ import annotations
 

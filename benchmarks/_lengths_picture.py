@@ -1,4 +1,4 @@
-"""Tokens that a GPU trains on in a second over the length of a sequence, both in powers: a line for every model."""
+"""Tokens per second and GPU over sequence length, log-log, one line per model, as an SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods of data parallelism learn, over what a step of each takes: points with the range of their seeds."""
+"""Accuracy or loss of `dp_sync=` methods over step time, with the range over seeds, as an SVG."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Models that are not in transformers: five written in plain PyTorch, two of diffusers, LoRA on Llama by peft.
+"""Models outside transformers: five written in plain PyTorch, two of diffusers, LoRA on Llama by peft.
 
-All are small. The plain ones return their loss.
+All are small. The plain PyTorch models return their loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models that others wrote as text: what partitions, what does not, and what torch itself makes of it."""
+"""Results of third-party models as text: exact, rejected, and the results of torch itself."""
 
 from __future__ import annotations
 

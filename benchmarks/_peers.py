@@ -1,11 +1,11 @@
-"""What a user can get today for the same small models, without autopart.
+"""Alternatives to autopart, run on the coverage benchmark's small models.
 
     plans       transformers ships a tensor-parallel and a pipeline plan with some configurations
-    pipeline    `torch.distributed.pipelining.pipeline()` splits a model where it is told: here at its middle layer
-    transform   torch's `tensor_parallel_transformation` shards an exported program where it is told: here by the
-                plan that transformers ships, where it does, on two processes
+    pipeline    `torch.distributed.pipelining.pipeline()` splits a model at given points: here at its middle layer
+    transform   torch's `tensor_parallel_transformation` shards an exported program by a given plan: here the
+                one that transformers ships, if any, on two processes
 
-Each answer is "right", or what came instead. All are told where to cut, which autopart finds by itself.
+Each result is "right", or the error or difference. All need split points or plans, which autopart chooses itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A function on several processes, and what the first of them found."""
+"""Run a function on several processes and return the first one's result."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Small configurations: one recipe for every transformers architecture.
 
-The recipe walks a default configuration and shrinks each field by the kind of its name: widths, heads, layers,
-vocabulary, experts, windows, images. Where a configuration describes its layers one by one, one layer of every kind
-stays. What the names cannot tell (relations between fields, such as heads x head size = width) is in `OVERRIDES` of
+The recipe traverses a default configuration and shrinks each field by the kind of its name: widths, heads, layers,
+vocabulary, experts, windows, images. If a configuration lists its layers, one layer of every kind
+remains. Relations between fields (such as heads x head size = width) are in `OVERRIDES` of
 `_architectures.py`.
 
 Sizes are chosen to differ from each other and from the batch, so that an error cannot cancel.

@@ -1,7 +1,7 @@
-"""Process groups over a slow link: gloo's collectives, each of which then sleeps until its bytes would have arrived.
+"""Process groups over a simulated slow link: gloo collectives that sleep for the transfer time.
 
-A thread of its own sends, one collective after the other, whichever group they are of: a process has one link. It
-sleeps off the processor, as a network card works beside a GPU, so a collective that runs beside the work is hidden.
+A separate thread runs the collectives of all groups one after the other, since a process has one link. It sleeps
+without using the processor, as a network card works in parallel to a GPU, so overlapped collectives are hidden.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training step drawn as lanes of rectangles: what the main thread works on, and what the link sends meanwhile."""
+"""Timeline of a training step: lanes for compute on the main thread and for communication."""
 
 from __future__ import annotations
 

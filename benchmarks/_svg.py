@@ -1,4 +1,4 @@
-"""What the pictures of benchmarks are drawn of."""
+"""Drawing functions for the SVG figures of benchmarks."""
 
 from __future__ import annotations
 

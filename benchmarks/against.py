@@ -1,8 +1,8 @@
-"""This code against another commit's: planning and training steps, the two in turn, as ratios of medians.
+"""Compare planning and training steps with another commit, interleaved, as ratios of medians.
 
 Plans Llama-8B on `dp8,tp8` and GPT-3 175B on `dp24,pp8,tp8` (on `meta`, processor seconds), and runs steps of a small
-GPT-2 on two gloo processes on `tp2`, `pp2`, `dp2` and `dp2` with zero=3 (wall seconds). Every round starts both codes
-anew, in turn. The aim: new / old at most 1.02 each.
+GPT-2 on two gloo processes on `tp2`, `pp2`, `dp2` and `dp2` with zero=3 (wall seconds). Every round starts new
+processes of both versions, in turn. The aim: new / old at most 1.02 each.
 
     python benchmarks/against.py [--base COMMIT] [--rounds N] [--only TEXT] [--quick] [--json]
 """

@@ -1,19 +1,22 @@
-"""A training step of autopart (forward, backward, fused AdamW) beside torch's own ways to train a Llama on two ranks:
+"""Compare a training step of autopart with torch's own parallelism, for a Llama on two ranks.
+
+A step is forward, backward and fused AdamW. The cases are compared with:
 
     zero0        DistributedDataParallel
     zero1, 2     fully_shard of every block and of the root, reshard_after_forward=False
     zero3        fully_shard of every block and of the root
     tp2          parallelize_module: Megatron's plan, with vocabulary-parallel embedding and loss
-    pp2          PipelineStage of the halves, 1F1B, as many microbatches
-    pp2-profile  the same, planned by a hardware profile of the link
-    pp2-ahead    and on the schedule that sends beside the work, for one microbatch more in memory
+    pp2          PipelineStage of the halves, 1F1B, with equally many microbatches
+    pp2-profile  the same; autopart plans with a hardware profile of the link
+    pp2-ahead    the same; autopart uses a schedule that overlaps sends, with one more microbatch in memory
 
-Both sides of a case run in the same two processes in turn, step by step, so that the machine's noise meets both alike;
-the figures are medians of the ratios of neighbours. The loss and a gradient of both are compared first. `link`: "gloo"
-is the host's memory, where sending is work of the processor; "sleep" sends off the processor (`_sleeping.py`), at a
-rate at which what torch sends takes half as long as the work, a third of a step that hides none of it. There rows are
-longer, so that what gloo itself works is little beside that, and processes keep the memory of tensors, as on GPUs: else
-the pages of large ones are mapped anew at every step.
+Both sides of a case run in the same two processes, step by step in turn, so that noise affects both equally. Figures
+are medians of the ratios of neighbouring steps. The loss and a gradient of both are compared first.
+
+The link "gloo" is the host's memory, and sending uses the processor. The link "sleep" uses no processor time
+(`_sleeping.py`). At its rate, torch's communication takes half as long as compute: a third of a step without overlap.
+With "sleep" samples are longer, so that gloo's own work is small. Processes also keep freed memory, as on GPUs;
+otherwise pages of large tensors would be mapped again at every step.
 
     python benchmarks/beside_torch.py [--quick] [--json] [--only NAME ...] [--links gloo sleep] [--trace FILE.svg]
 """

@@ -1,8 +1,8 @@
-"""What PipeDream-2BW saves of a step: `schedule="1f1b_2bw"` against "1f1b", measured and predicted.
+"""Compare `schedule="1f1b_2bw"` (PipeDream-2BW) with "1f1b", measured and predicted.
 
-On gloo processes, stages whose work is to sleep, twice as long in the backward as in the forward: the processor is
-free, so that any number of ranks runs at the same time. `clipped` clips gradients by the norm of all, `tied` shares a
-weight between the first stage and the last: either lets ranks wait for each other in every step.
+Stages run on gloo processes and sleep instead of computing, twice as long in backward as in forward. The processor
+is idle, so any number of ranks runs in parallel. `clipped` clips gradients by their global norm, and `tied` shares a
+weight between the first and the last stage. Both synchronise ranks in every step.
 
     python benchmarks/bubble.py [--quick] [--json]
 """

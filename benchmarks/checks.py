@@ -1,9 +1,9 @@
-"""What the checks of the training loop cost: microseconds per step with all of them on, over all of them off.
+"""Measure the cost of the training loop's checks: microseconds per step, all on against all off.
 
 Two gloo ranks train a small model. Blocks of steps with the checks of every call (which compare how the ranks are
-called and on what, and watch for hangs) alternate with blocks that have none; the median of the differences counts, for
-other work on the machine moves single blocks. The comparisons of copies (`check_replicas`) are timed alone, and shared
-out over the steps. The aim: at most 1 % of a step of 200 ms.
+called and on what, and watch for hangs) alternate with blocks that have none; the median of the differences
+counts, since other work on the machine changes single blocks. Replica checks (`check_replicas`) are timed
+separately and divided by the number of steps. The aim: at most 1 % of a step of 200 ms.
 
     python benchmarks/checks.py [--quick] [--json]
 """

@@ -1,11 +1,11 @@
-"""A training step's forward and backward of a long-sequence Llama on ranks of `cp`, beside the same by hand:
+"""Compare forward and backward of a long-sequence Llama on `cp` with hand-written versions.
 
-    gather    every rank has a piece of the positions; keys and values are gathered, and read up to the last query
-    ring      keys and values go round, partial results are merged by their log-sum-exp, gradients travel home
+    gather    every rank has a shard of the sequence; keys and values are gathered, and used up to the last query
+    ring      keys and values rotate, partial results are merged by log-sum-exp, gradients return to their owners
 
-Both by hand have contiguous pieces and sum gradients in one bucket. All run in the same processes in turn, step by
-step; the figures are medians of the ratios of neighbours. The loss and a gradient of all are compared first.
-`unbalanced`: autopart with positions cut in order, where the last rank's queries see most of the keys.
+Both hand-written versions have contiguous shards and reduce gradients in one bucket. All variants run in the same
+processes in turn, step by step; figures are medians of the ratios of neighbouring steps. The loss and a gradient of
+all are compared first. `unbalanced`: autopart with contiguous shards, in which the last rank attends to most keys.
 
     python benchmarks/context.py [--quick] [--json] [--only NAME ...] [--seq 2048] [--ranks 2]
 """

@@ -1,9 +1,11 @@
-"""Which models partition exactly: every one of four transformers task families and some others, in small; with
-`--by-others` those of many packages that nobody here wrote, and ways of writing a model.
+"""Find which models partition exactly.
+
+The models are small versions of all architectures of four transformers task families and some others. `--by-others`
+runs models of many third-party packages, and coding patterns.
 
 Each model is built with random weights by one recipe (`_recipe.py`), traced once, and run forward and backward on eight
-meshes in float64 against itself (`autopart.verify`, tolerance 1e-10). Each has a process of its own and a time limit.
-Results are kept in `coverage.jsonl` (`by_others.jsonl`), a line per model: an interrupted run goes on where it was.
+meshes in float64 against itself (`autopart.verify`, tolerance 1e-10). Each has a separate process and a time limit.
+Results are stored in `coverage.jsonl` (`by_others.jsonl`), one line per model. An interrupted run resumes.
 A model whose package is not installed is left out.
 
     python benchmarks/coverage.py [--by-others] [--quick] [--json] [--shard 1/4] [--only llama,t5] [--meshes tp2,tp4]

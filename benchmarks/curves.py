@@ -1,7 +1,7 @@
-"""Loss curves of `examples/train_text.py` on four processes beside one, in float32 and bfloat16.
+"""Compare loss curves of `examples/train_text.py` on four processes and one, in float32 and bfloat16.
 
-The script runs as users start it; what is compared is what it writes for TensorBoard: the loss of every step, over the
-same rows in the same order.
+The script runs as users start it. Its TensorBoard output is compared: the loss of every step, over the same samples
+in the same order.
 
     python benchmarks/curves.py [--steps 200] [--quick] [--json] [--picture FILE.svg]
 """

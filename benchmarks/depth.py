@@ -1,6 +1,6 @@
-"""How planning grows with depth: seconds of the processor by phase, for a Llama of 16 to 128 like layers from `meta`.
+"""Measure planning time over depth: processor seconds by phase, for Llamas of 16 to 128 layers on `meta`.
 
-Every depth is planned three times in a process of its own, after a small model that pays for imports; the median is
+Every depth is planned three times in a separate process, after a small model that triggers imports. The median is
 shown.
 
     python benchmarks/depth.py [--quick] [--json] [--profile LAYERS [--phase PHASE]]

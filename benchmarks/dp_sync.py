@@ -1,13 +1,13 @@
-"""What data-parallel ranks send each other (`dp_sync=`), method by method beside the exact sum of all gradients:
+"""Compare every `dp_sync=` method with the exact all-reduce of gradients.
 
-    digits    accuracy on 450 handwritten digits of scikit-learn that were not trained on, of a net of 64, 128, 10; rows
-              lie on ranks as they come, or by their label, two and a half labels a rank. SGD, four rows a rank and
-              step: what a method makes of noisy gradients shows, and no momentum evens it out.
-    gpt2      loss of a GPT-2 of two layers on bytes of the Python documentation that were not trained on. AdamW.
+    digits    accuracy on 450 held-out handwritten digits of scikit-learn, of a net of 64, 128, 10. Samples are
+              distributed evenly, or by label with two and a half labels per rank. SGD without momentum, four samples
+              per rank and step, so that the effect of noisy gradients is visible.
+    gpt2      loss of a GPT-2 of two layers on held-out bytes of the Python documentation. AdamW.
     links     predicted step of GPT-2 (124M) on 16 nodes of one H100, at 1, 10, 100 and 400 Gb/s between them.
 
-All on four gloo processes; of several seeds the mean, and the furthest from it. `sent`: bytes that a rank sends in a
-step, over those of the exact sum, as the plan prices them.
+All run on four gloo processes. Figures are the mean over several seeds, and the largest deviation from it. `sent`:
+bytes that a rank sends in a step over those of the exact all-reduce, as counted by the plan.
 
     python benchmarks/dp_sync.py [--quick] [--json] [--only METHOD ...] [--seeds 3] [--gpt2-seeds 3]
 """

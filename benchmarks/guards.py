@@ -1,4 +1,4 @@
-"""Cost of following Python values: guards of a call, their recording in a trace, and a number that changes every step.
+"""Measure guards on Python values: per call, in a trace, and with a number that changes every step.
 
 guards us         comparing all values that a trace read, per call: the median of rounds; all times are of the processor
 trace ratio       a trace with recording over one without, in turn

@@ -1,8 +1,9 @@
-"""Peak resident memory of a rank that makes its shards of a Llama, against the shards and the largest tensor.
+"""Compare the peak resident memory of a rank that loads its shards with their size.
 
 Safetensors of about 2 GB are written, tensor by tensor. Fresh processes then partition the model from `meta`:
-`folder` reads the files, `init` runs the constructor, and `loaded` is a rank that loads the whole model before, for
-comparison. What Python and torch take by themselves is measured before, on a small model, and left out.
+`folder` reads the files, `init` runs the constructor, and `loaded` loads the full model first, for comparison.
+The bounds are the shards plus the largest tensor. The memory of Python and torch is measured on a small model first,
+and subtracted.
 
     python benchmarks/host_memory.py [--quick] [--json] [--only 2-folder ...]
 """

@@ -1,7 +1,7 @@
-"""What importing autopart, and commands that compute nothing, take beside `import torch`.
+"""Compare the import time of autopart, and commands without computation, with `import torch`.
 
-Every variant is a fresh process; they run in turn, round after round, so that the machine's noise meets all alike, and
-the ratios are medians of those within a round.
+Every variant is a fresh process. Variants are interleaved, round after round, so that noise affects all equally.
+Figures are medians of the ratios within a round.
 
     torch             import torch
     autopart          import autopart

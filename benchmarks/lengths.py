@@ -1,4 +1,4 @@
-"""What training on long sequences is predicted to reach on H100s, with the mesh that `search` chooses for each length.
+"""Predict training on long sequences on H100s, with the mesh that `search` chooses for each length.
 
 Llama 3 8B on 64 GPUs and 70B on 256, in bfloat16, batches of about four million tokens, at most 80 GB a GPU. FLOPs
 count attention as if it were not causal, as publications do, so MFU grows with the length.

@@ -1,11 +1,12 @@
-"""The most memory that a training step of a Llama holds on a rank of dp2, beside what its plan says.
+"""Compare the peak memory of a training step of a Llama on a rank of dp2 with its plan.
 
-Every level of ZeRO, with all recomputation or none, in float32 and with mixed precision. What is held is what torch's
-allocator has handed out at a time, by the profiler's record of every piece: parameters, gradients, AdamW's moments,
-activations, and what is sent. The least of several steps: threads that send hold a moment longer what they have sent.
+Runs every ZeRO level, with full recomputation or none, in float32 and mixed precision. Memory is the peak of bytes
+that torch's allocator has handed out, from the profiler's records: parameters, gradients, AdamW's moments,
+activations and communication buffers. The minimum of several steps counts, since communication threads release
+buffers late.
 
-With `--compile` the same of compiled stages, of a Llama, a GPT-2, a BERT and a T5 on one rank and on two: 4 layers of
-256 features, 8 x 256 tokens. What products take for themselves on a CPU in 16 bits is left out then.
+`--compile` measures compiled stages of a Llama, a GPT-2, a BERT and a T5 on one rank and on two: 4 layers of
+256 features, 8 x 256 tokens. It leaves out the workspace of 16-bit matrix products on a CPU.
 
     python benchmarks/memory.py [--quick] [--json] [--zero 0 1 2 3] [--recompute none selective full]
     python benchmarks/memory.py --compile [--json] [--models llama gpt2 bert t5] [--meshes dp1 tp2 pp2 dp2]

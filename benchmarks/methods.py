@@ -1,7 +1,7 @@
-"""Search methods on choices block by block: what each block recomputes and stores, and where stages begin.
+"""Compare search methods on per-block choices: recomputation, weight sharding and stage boundaries.
 
-Under a limit of memory that no uniform choice (one recomputation, one kind of storage, stages as `plan` cuts them)
-meets without waste. Every method searches the same problem; "cost" is its objective, "gap" to the best known, with the
+The memory limit is one that no uniform choice (one recomputation, one sharding, the stages of `plan`) uses fully.
+Every method searches the same problem; "cost" is its objective, "gap" to the best known, with the
 proven lower bound below; "step" and memory are simulated.
 
     python benchmarks/methods.py [--quick] [--seeds N] [--json]

@@ -1,11 +1,11 @@
-"""What being traced costs on one rank: a training step of `parallelize(model, "dp1")` against the model's own.
+"""Measure the overhead on one rank: a training step of `parallelize(model, "dp1")` against the model's own.
 
-Both are in the same process on one core, and run in turn, round after round, so that the machine's noise meets both
-alike. The loss and a gradient of both are compared first. Bytes are those of the tensors that a step makes, when most
-of them are there at a time; they are counted in a step of its own, as counting is slow.
+Both run in the same process on one core, interleaved round after round, so that noise affects both equally. The loss
+and a gradient of both are compared first. Bytes are the peak of the tensors that a step creates, counted in a
+separate step because counting is slow.
 
-With `--compile` also a graph that is compiled against `torch.compile(model)`. With `--attention` causal attention
-alone: its mask is made from positions, as transformers makes it when it is traced, against `is_causal=True`.
+`--compile` also compares a compiled graph with `torch.compile(model)`. `--attention` measures causal attention only:
+a mask computed from positions, as in a trace of transformers, against `is_causal=True`.
 
 With `--device cuda` the models are larger and in bfloat16, and bytes are what the allocator hands out.
 

@@ -1,6 +1,6 @@
-"""How long `autopart.plan` takes, pass by pass, and how much memory: from `meta`, on one core, without a GPU.
+"""Measure the time of `autopart.plan` by pass, and its peak memory: on `meta`, one core, without a GPU.
 
-Every model is planned in a process of its own, so that the peak memory is its own too.
+Every model is planned in a separate process, so that the peak memory is separate too.
 
     python benchmarks/planning.py [--quick] [--json] [--profile CASE]
 

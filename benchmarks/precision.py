@@ -1,8 +1,8 @@
-"""Mixed precision over processes: how far a step in bfloat16 is from the same policy on one device.
+"""Compare a bfloat16 step over processes with the same policy on one device.
 
 One device is the model itself with its parameters and inputs cast, outputs cast back, and gradients that flow to the
 float32 parameters. Differences are of gradients, relative to the largest one; `rounding` is how far one device in
-bfloat16 is from one device in float32. A part of 0 is equal in bits.
+bfloat16 is from one device in float32. 0 means bitwise identical.
 
     python benchmarks/precision.py [--quick] [--json]
 

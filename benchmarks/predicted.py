@@ -1,14 +1,14 @@
-"""Predicted against measured on this machine: the training step of a GPT-2 small, on two processes of one thread each.
+"""Compare predicted and measured training steps of GPT-2 small, on two processes of one thread each.
 
 The machine is calibrated first, on the same processes (`autopart.calibrate`); then `autopart.simulate` predicts the
-step on tp2, pp2 and dp2, and the step is run: forward, backward, gradients summed, fused AdamW. Also the processor
-time of a rank's thread, in all and by operator, which other work on the machine changes less. Memory is what torch's
-allocator hands out at the fullest moment of a step; gradients are freed before it.
+step on tp2, pp2 and dp2, and the step is run: forward, backward, gradient reduction, fused AdamW. The processor time
+of a rank's thread, in total and by operator, is shown too; other work on the machine changes it less. Memory is the
+peak that torch's allocator hands out in a step; gradients are freed before it.
 
     python benchmarks/predicted.py [--quick] [--json] [--only tp2 ...] [--hardware PROFILE]
 
-With `--json` the last line is one JSON object. Other work on the machine is met by step and calibration alike, though
-not at the same moments: load averages are printed.
+With `--json` the last line is one JSON object. Other work on the machine affects step and calibration, though
+not at the same time: load averages are printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicted against published: runs of GPTs on A100s and H100s.
+"""Compare predictions with published runs of GPTs on A100s and H100s.
 
 - The ten weak-scaling runs of PTD-P (Narayanan et al. 2021, arXiv:2104.04473, table 1), as its authors ran them: 16
   bits, every layer recomputed, fused kernels between products and collectives, gradients of models without a pipeline

@@ -1,8 +1,8 @@
-"""How even the pipeline stages are: the heaviest stage over the lower bound, beside equal numbers of layers.
+"""Measure the balance of pipeline stages: slowest stage over the lower bound, against equal layer counts.
 
-The lower bound is the larger of the mean stage and the heaviest operator: no partition can be under it. The head of
-a GPT-2 (vocabulary 50257) weighs as much as several layers, so equal layer counts leave the last stage far too heavy;
-an exact cut between any two operators does not.
+The lower bound is the maximum of the mean stage and the largest operator; no partition can be below it. The head of
+a GPT-2 (vocabulary 50257) costs as much as several layers, so equal layer counts make the last stage far too slow.
+Exact boundaries between any two operators avoid this.
 
     python benchmarks/stages.py [--quick] [--json]
 

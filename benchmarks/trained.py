@@ -1,11 +1,12 @@
-"""Models that others wrote, trained over processes: three AdamW steps on two gloo processes, and their weights beside
-those of one process, in float64.
+"""Train third-party models on two gloo processes and compare their weights with one process.
+
+Each runs three AdamW steps in float64.
 
     python benchmarks/trained.py [--meshes dp2,tp2,pp2] [--only 'timm: resnet18;...'] [--quick] [--json]
 
-Every model meets one of the meshes, in turn; one that does not run in float64 throughout gives its place to the next.
-An element whose gradients are rounding alone (a bias before a normalization) is not compared: AdamW makes steps of
-whatever they are.
+Models use the meshes in turn. A model that does not run entirely in float64 is replaced by the next one.
+An element whose gradient is only rounding error (a bias before a normalization) is not compared, since AdamW
+normalises it to full steps.
 With `--json` the last line is one JSON object.
 """
 

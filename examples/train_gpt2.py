@@ -1,11 +1,11 @@
-"""Train a small GPT-2 on real text, partitioned over four processes, beside the same training in one process.
+"""Train a small GPT-2 on real text on four processes, and compare with one process.
 
-The model is the one from transformers, unmodified. autopart traces it, cuts every layer over two tensor-parallel
-processes and the model into two pipeline stages (mesh `tp2,pp2`), and runs the stages with the 1F1B schedule. Process 0
-also trains the whole model by itself, on the same batches, and both losses are shown.
+The model is the one from transformers, unmodified. autopart traces it, shards every layer over two tensor-parallel
+processes, splits the model into two pipeline stages (mesh `tp2,pp2`), and runs the stages with the 1F1B schedule.
+Process 0 also trains the unpartitioned model on the same batches, and both losses are shown.
 
-In float32 the two drift apart: sums are made in another order, and AdamW amplifies rounding by an amount that depends
-on the processor. So what is checked is the same training in float64: the losses of 20 steps must agree to 1e-5.
+In float32 the two diverge: reductions have another order, and AdamW amplifies rounding by an amount that depends
+on the processor. So the check repeats the training in float64: the losses of 20 steps must agree to 1e-5.
 
     python examples/train_gpt2.py [--steps 100]
 

@@ -1,4 +1,4 @@
-"""Train a small Llama on text: the same file in one process, and on any mesh of many.
+"""Train a small Llama on text, with one file for one process and for any mesh.
 
 python examples/train_text.py
 torchrun --nproc-per-node 4 examples/train_text.py --mesh dp2,tp2 --checkpoint run    # again: goes on where it ended

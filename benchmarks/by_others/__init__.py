@@ -1,6 +1,6 @@
-"""Models that nobody here wrote, each a small function that builds it with random weights and an example call.
+"""Third-party models: functions that build a model with random weights and an example call.
 
-A package that is not installed is missed by its own models alone: every function imports what it needs.
+Every function imports its package, so a missing package affects only its own models.
 """
 
 from __future__ import annotations

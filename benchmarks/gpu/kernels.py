@@ -1,4 +1,4 @@
-"""Kernels of the module's own training step against those of the graph's, one after the other on one GPU.
+"""Compare the kernels of a training step of the module and of its graph, on one GPU.
 
     python benchmarks/gpu/kernels.py [--only gpt2-medium ...] [--compile] [--quick] [--device cpu] [--json]
 

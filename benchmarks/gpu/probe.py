@@ -1,10 +1,10 @@
-"""What reading torch's sources leaves open about GPUs, tried one point after the other; none stops the others.
+"""Test open questions about GPUs one by one; a failure does not stop the others.
 
     python benchmarks/gpu/probe.py [--device cpu] [--only dropout ...] [--json]
 
 A table, and with `--json` one JSON object as the last line: {"benchmark": "gpu-probe", "device": ..., "points":
-{name: {"ok": bool or null, "found": {...}} or {"error": text}}}. `ok` is null where there is no right or wrong. On the
-CPU what is about kernels and waiting is left out.
+{name: {"ok": bool or null, "found": {...}} or {"error": text}}}. `ok` is null if there is no right or wrong. On the
+CPU, tests of kernels and synchronisation are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps of one GPU, measured, and what the simulator and `plan.memory` say of them.
+"""Measure training steps on one GPU, or predict them with the simulator and `plan.memory`.
 
     python benchmarks/gpu/steps.py measure STEPS.json [--only gpt2 ...] [--quick]
     python benchmarks/gpu/steps.py predict STEPS.json --hardware PROFILE [--json]
