@@ -1,5 +1,7 @@
-"""What a stage's operators do to a rank's memory, in bytes: what each allocates and frees (`steps.py`), and what is
-sent beside it. `cost/predict/comm_buffers.py` follows that for all blocks of the model.
+"""Memory events of a stage's operators in bytes: allocations, frees and communication buffers.
+
+The allocations come from `liveness.py`. `cost/predict/comm_buffers.py` follows the events over all blocks of
+the model.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from autopart.ir.facts import facts, times
 
 
 class _Step(NamedTuple):
-    """What one operator does."""
+    """The memory events of one operator."""
 
     node: fx.Node
     events: tuple[Event, ...]
@@ -29,7 +31,7 @@ class _Step(NamedTuple):
         return f"{path}.{number}"
 
     def later(self, folds: Folds, blocks: int) -> _Step:
-        """The same, so many blocks later."""
+        """Return the step of the equivalent operator `blocks` blocks later, with its parameters renamed."""
         if not any(event.name for event in self.events):
             return self
         return self._replace(
@@ -38,14 +40,14 @@ class _Step(NamedTuple):
 
 
 def _of_all(folds: Folds, steps: Iterable[_Step]) -> list[tuple[Event, ...]]:
-    """Those of all blocks of the model."""
+    """Expand the steps of a deduplicated trace to all blocks of the model."""
     return [
         step.events for step in unrolled(folds, list(steps), lambda one: one.block, lambda one, i: one.later(folds, i))
     ]
 
 
 def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> float:
-    """The most that values, weights on their way and what is kept take while the forward runs."""
+    """Return the peak bytes of values, gathered weights and saved tensors in a microbatch's forward."""
     steps = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
     made_bytes = {step.node: _bytes(step.made) for step in steps}
 
@@ -72,11 +74,10 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
 def backward_bytes(
     walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
 ) -> tuple[float, float]:  # fmt: skip
-    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
-    ones.
+    """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
 
     Args:
-        kept: bytes that are held for the backward of each node.
+        kept: bytes saved for the backward of each node.
     """
     steps = _of_all(walk.trace.folds, _Backward(walk, alive, kept, traffic).steps())
     whole = {str(n.target): read.memory.size_bytes for n, read in walk.values.items() if n.op == "get_attr"}
@@ -85,7 +86,7 @@ def backward_bytes(
 
 
 class _Backward:
-    """What the backward of every operator does."""
+    """Generates the memory events of every operator's backward."""
 
     def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
         self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
@@ -138,7 +139,7 @@ class _Backward:
             yield Event("gives", memory.size_bytes if memory and name not in self.in_rows else 0, name=name)
 
     def _before(self, step: Backward) -> Iterator[Event]:
-        """What is run again, and gathered again, before the backward of a node."""
+        """Yield the events of recomputation and of weight all-gathers before the backward of a node."""
         row_of = self.traffic.row_of
         if step.rerun:
             rows = {row_of[n] for n in step.rerun if n in row_of}
@@ -155,8 +156,12 @@ class _Backward:
 
 
 def _writes_over(walk: Walk, node: fx.Node) -> bool:
-    """Whether what an operator makes may lie where what it reads was, or the gradient of one where that of the other
-    was: of a cast they may not, whose elements have another size."""
+    """Return True if an operator's output can reuse the buffer of its input.
+
+    In backward, the input's gradient then reuses the buffer of the output's gradient.
+
+    A cast to another element size cannot.
+    """
     if node not in walk.in_place:
         return False
     made, *read = (value.form.dtype.itemsize for one in (node, *node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""How many parts there are of what the layouts of a program divide over an axis: heads, experts, features."""
+"""Number of shards that the layouts of a program can divide over an axis: heads, experts, features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ makes are divided over it, and the first such product."""
 
 
 def divided(trace: Trace, program: Program) -> Divided:
-    """What the products of a program divide over the axes that features and experts lie on."""
+    """Return the counts that products divide over feature and expert axes: {axis: {count: product}}."""
     mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
     traced = {node.name: node for node in trace.graph.nodes}
@@ -36,7 +36,10 @@ def divided(trace: Trace, program: Program) -> Divided:
 
 
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
-    """Of the dims of what a node reads and makes that are cut over an axis, the sizes of their outermost factors."""
+    """Yield the size of the outermost factor of each dim that is sharded over an axis.
+
+    The dims are those of a node's inputs and output.
+    """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)
         if origin is None or placement is None or not placement.is_shard:
