@@ -11,8 +11,8 @@ from autopart.errors import OptionError
 from autopart.ir.run.report_terms import MEMORY_KINDS
 
 OPTIMIZER_VALUES = 2
-"""Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
-2019). Plain SGD keeps none, and one with masters of higher precision more."""
+"""Values per parameter that the optimizer stores, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
+2019). Plain SGD stores none; an optimizer with master weights of higher precision stores more."""
 
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -36,7 +36,7 @@ class RankMemory:
         temporary: the peak workspace of one forward or backward beyond the activations.
         communication: receive buffers of pipelining, and the largest bucket of tied gradients.
         gathered: with ZeRO 1 and 2, unsharded parameters beyond the shards; with ZeRO 1 also unsharded gradients.
-        total: the peak. It is at most the sum of the kinds, which do not all peak at the same time.
+        total: the peak. The kinds do not all peak at the same time.
         largest: {name: bytes} of single tensors or operators, the largest first.
     """
 

@@ -31,10 +31,10 @@ from autopart.ir.facts import cost_notes, is_joined
 from autopart.ops.operators import is_cast
 
 SMALL = 4
-"""A sum to one part in so many and less is kept and not computed again."""
+"""A reduction to one part in `SMALL` or less is saved, not recomputed."""
 
 FARTHER = 1.1
-"""So much more a value weighs with each operator that lies between it and the backward."""
+"""Factor by which the weight of a buffer grows with each operator between it and the backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,8 @@ class _Apart:
 
 Piece = Memory | _Apart
 Edges = Mapping[Piece, list[Memory] | None]
-"""What each piece is computed from of what is not there anyway; None: it is never computed again."""
+"""The buffers from which each buffer is computed, without parameters and gathered weights. None: it is never
+recomputed."""
 
 
 def with_compiled(walk: Walk) -> Walk:
@@ -97,7 +98,7 @@ class _Compiled:
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
-        """Return the buffers that the backward of each operator uses, without persistent ones."""
+        """Return the buffers that each backward uses, without parameters and gathered weights."""
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
@@ -173,7 +174,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[Memory]]:
-        """Return the buffers from which each buffer is computed, without persistent ones."""
+        """Return the buffers each buffer is computed from, without parameters and gathered weights."""
         sources: dict[Piece, list[Memory]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]

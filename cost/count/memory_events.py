@@ -94,10 +94,10 @@ class _Backward:
         self.in_rows = {name for row in traffic.rows for name in row.names}
         self.opened: set[int] = set()
         self.read_bytes = 0
-        """Of what the operators right before have read, which are one kernel with the next if that is joined: all is
-        there until it ends."""
+        """Bytes that the preceding fused operators have read. They are one kernel with the next operator if that is
+        fused too, so they stay allocated until the kernel ends."""
         self.read_sizes: set[int] = set()
-        """Of what these keep: one of the size of what the kernel makes is written over."""
+        """Sizes in bytes of the buffers that these operators saved. The kernel overwrites one of its output's size."""
         self.parts_bytes: Counter[int] = Counter()
         self.wholes_bytes: Counter[int] = Counter()
 
@@ -122,7 +122,7 @@ class _Backward:
                     yield Event("needs", new_bytes + self.read_bytes)
                 self.read_bytes, self.read_sizes = 0, set()
             yield Event("takes", new_bytes - written_over)
-        else:  # gradients of parts are made where those of all wholes are there, which are sent
+        else:  # gradients of shards are allocated while all unsharded gradients of the row are still resident
             self.parts_bytes[row] += new_bytes
             self.wholes_bytes[row] += done
             new_bytes = done = 0
@@ -143,7 +143,7 @@ class _Backward:
         row_of = self.traffic.row_of
         if step.rerun:
             rows = {row_of[n] for n in step.rerun if n in row_of}
-            yield from self._open(set(sorted(rows)[:1]))  # which it begins with
+            yield from self._open(set(sorted(rows)[:1]))  # the first row that the region uses
             yield Event("takes", sum(self.again.get(n, 0) for n in step.rerun))
             yield from self._open(rows)
         yield from self._open({row_of[m.made_by] for m in self.walk.keeps.get(step.node, ())

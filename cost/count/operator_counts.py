@@ -33,7 +33,7 @@ from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast
 
 _SUMMED = 3
-"""Values that adding a gradient to another one reads and writes."""
+"""Values that the addition of two gradients reads and writes, per element."""
 
 
 class Counted(NamedTuple):
@@ -168,7 +168,7 @@ class _Counter:
             return self._conversion(node, name)
         if name in ROTATING:
             return self._rotation(node)
-        if is_cast(node):  # priced with the parameter: `cost.rows.Parameter`
+        if is_cast(node):  # counted with the parameter: `table_rows.Parameter.cast`
             return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
@@ -187,7 +187,7 @@ class _Counter:
         axis: Any = node.args[1]
         sides = (node, node.args[0]) if backward else (node,)
         forms = {n: self.walk.values[n].form for n in sides}
-        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
+        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # the unsharded side
         out_dtype, whole_dtype = forms[node].dtype, forms[whole].dtype
 
         def sent(dtype: torch.dtype) -> Size:
@@ -199,7 +199,7 @@ class _Counter:
             return Counted(node, moved)
         back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or out_dtype))
         towards, others = (back, ()) if node in self.weights else ((), back)
-        if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
+        if self.walk.values[node].memory in self.again:  # the backward uses this weight, so it is gathered again
             others += moved
         return Counted(node, moved, others, towards)
 
@@ -255,7 +255,7 @@ class _Counter:
         if self.fuses or not notes.is_arithmetic:
             return (Work("other", Size.sum((written, kept, *grads))),)
         small = [size for size in grads if size.value < written.value]
-        works = [Work("other", written + size) for size in small]  # summed over what it was broadcast to
+        works = [Work("other", written + size) for size in small]  # reduced over the broadcast dims
         if notes.gradients == "handed on":
             return tuple(works)
         return (*works, Work("other", written * 2.0 + kept * (1 / len(grads)), times=float(len(grads)),
@@ -282,7 +282,7 @@ class _Counter:
         if gradients == "parts":
             return (Work("other", self.size(source) * 2.0),)
         form = self.walk.values[node].form
-        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # a view's own size is that of its memory
+        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # `size_bytes` of a view is that of its storage
         if gradients == "repeated" and whole > self.size(source).value:
             return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
         return ()
@@ -307,7 +307,7 @@ class _Counter:
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
-                sum_of_rows = Work("other", self._made(node) + self.size(used))  # a bias's
+                sum_of_rows = Work("other", self._made(node) + self.size(used))  # the gradient of a bias
                 product = one._replace(depth=self._depth(used, counted))
                 parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
         return Counted(node, (one,), parts[False], parts[True])
@@ -343,7 +343,7 @@ class _Counter:
 
         Returns `NOTHING` for sums over batch and sequence, as in the gradient of a weight.
         """
-        if not isinstance(self.walk.values[product], Value):  # a recurrent layer's several
+        if not isinstance(self.walk.values[product], Value):  # a recurrent layer returns several tensors
             return NOTHING
         elements = math.prod(self.walk.values[product].form.shape)
         (powers, number), other = flops.terms[0], self.growth.of(product)

@@ -85,13 +85,13 @@ def _moves(program: Program) -> Iterator[_Move]:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, sent, times(node))
                 continue
             sides = (node, node.args[0]) if backward else (node,)
-            size = summed = max(size_bytes(n) for n in sides)  # the whole array is on one side of it
-            if node.kwargs:  # of a parameter in mixed precision
+            size = summed = max(size_bytes(n) for n in sides)  # the larger side is the full array
+            if node.kwargs:  # a parameter in mixed precision
                 elements, out_dtype = max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (
                     elements * dtype.itemsize for dtype in (out_dtype, node.kwargs.get("grad_dtype") or out_dtype)
                 )
-            if forward == "all_to_all":  # but then every rank has a shard on either side
+            if forward == "all_to_all":  # both sides are shards, so the full array is larger by the axis
                 size, summed = (one * program.mesh.size(axis) for one in (size, summed))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)

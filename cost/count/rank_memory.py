@@ -77,7 +77,7 @@ def _rank_memory(
 
 def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]) -> int:
     """Return the bytes of state that data-parallel methods keep for this rank's trained parameters."""
-    here = [name for name in trained if name in program.parameters]  # in a folded trace no method is asked for
+    here = [name for name in trained if name in program.parameters]  # deduplicated traces have no data-parallel method
     return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, here)))
 
 

@@ -24,7 +24,7 @@ from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import TorchDispatchMode, fake_mode, is_composite, tree_flatten
 
 MAX_KNOWN = 20_000
-"""How many signatures are remembered, over all plans of a process."""
+"""Maximum number of cached signatures per process, over all plans."""
 
 
 class Form(NamedTuple):

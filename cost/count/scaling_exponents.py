@@ -39,7 +39,7 @@ class Growth:
         sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
         self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
-        # Each found once: the powers of a written value's bytes, of a traced value, the dim that is cut over an axis.
+        # Cached: exponents of a lowered value, exponents of a traced value, the dim that is sharded over an axis.
         self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
 
     def of_value(self, node: fx.Node, result: Any) -> Size:
@@ -53,7 +53,7 @@ class Growth:
     def _of_written(self, node: fx.Node) -> Powers:
         """Return the exponents of the bytes of a lowered value."""
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
-        if origin is None:  # one step of several towards a traced value, or a tuple of them
+        if origin is None:  # an intermediate step of a traced value, or a tuple
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}

@@ -14,8 +14,8 @@ from autopart.ir.program import Program
 from autopart.ir.trace import Trace
 
 Divided = dict[str, dict[int, str]]
-"""`{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`: by axis, how many of what a product reads or
-makes are divided over it, and the first such product."""
+"""For each axis, the counts that products divide over it, with the first such product: `{"tp": {16:
+"model.layers.*.self_attn/scaled_dot_product_attention"}}`."""
 
 
 def divided(trace: Trace, program: Program) -> Divided:
@@ -47,7 +47,7 @@ def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[in
         atoms = facts(origin)["atoms"][placement.dim]
         if not atoms or atoms[0].kind in (BATCH, DATA_DIM):
             continue
-        if len(placement.sections) == 1:  # so many equal ones
+        if len(placement.sections) == 1:  # equal sections; the number is the section size
             yield shape(origin)[placement.dim] // abs(placement.sections[0])
         else:
             yield from placement.sections or (atoms[0].size,)

@@ -139,7 +139,7 @@ class Walk:
     inputs: Mapping[str, Any]
     input_bytes: int
     held: Mapping[str, Way] = field(default_factory=dict)
-    """The parameters that are whole for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
+    """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Walk:
     outputs: tuple[Any, ...] = ()
     compiled: Walk | None = None
     in_place: Set[fx.Node] = frozenset()
-    """The operators that write over what they read last, as kernels of a compiler do."""
+    """The operators that overwrite an input at its last use, as fused kernels do."""
 
     @property
     def in_memory(self) -> Walk:
@@ -194,7 +194,7 @@ class Walk:
         if name in DIRECTIONS:
             result = self._convert(node, DIRECTIONS[name][0])
             if name in ROUTING and result.form.needs_grad:
-                self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the sort order of the tokens
             self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
             return result
         if name in ROTATING:
@@ -251,13 +251,13 @@ class Walk:
             shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
             in_order = primitive == "slice" and len(cut.spans(0)) == 1
         elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
-            shape = list(value(node).shape)  # of rows that are sent to experts, as many as are expected
+            shape = list(value(node).shape)  # dispatched tokens: the expected count
         elif primitive == "all_to_all":
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
             shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
         result_form = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
-        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
+        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first elements
             return Value(result_form, owner)
         stores = self.program.mesh.stores(node.args[1])
         again = primitive == "all_gather" and stores and stored_source(node) is not None
@@ -328,7 +328,11 @@ def call(
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
     try:
         effect = KNOWN.effect(node.target, args, kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # it needs values: as if it kept all
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ):  # it needs values: assume that it saves all inputs and outputs
         effect = _unknown(node, read)
     pieces = [Memory(size, False, node) for size in effect.pieces]
     owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
@@ -409,7 +413,7 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
             inputs[stage_input.name] = whole
             continue
         rows, memory = _rows(program, stage_input.batch_dim, whole)
-        is_copied = memory is not whole.memory  # the rows of every microbatch
+        is_copied = memory is not whole.memory  # a copy per microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         sizes[memory] = memory.size_bytes * number
         inputs[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))

@@ -129,7 +129,7 @@ class Held:
         """Return the bytes that exist while the forward of each node runs."""
         now, beyond = Running(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
-        now.add(self._values(memory for memory in held if memory.lives))  # what the stage receives
+        now.add(self._values(memory for memory in held if memory.lives))  # received values
         for step in forward_steps(self.walk, held):
             kept = self.kept.get(step.node, NOTHING) * -1
             needs = now.size() + self._takes(step.node, 0) + kept
@@ -144,7 +144,7 @@ class Held:
         now, beyond = Running(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
             now.add(Size.sum(self.rerun.get(node, NOTHING) for node in step.rerun))
-            of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # which are counted apart
+            of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # `table_memory.py` counts these
             needs = now.size() + self._takes(step.node, 1) + of_weights * -1
             now.add(self._values(step.made))
             further = Size.sum(map(self._value, step.further))
@@ -195,7 +195,10 @@ class Held:
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
-        data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
+        data, weights = (
+            set[fx.Node](),
+            set[fx.Node](),
+        )  # depend on inputs or weights alone: each stage computes them itself
         received, travelling = set(self.received), dict[fx.Node, Size | None]()
         crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):

@@ -36,7 +36,7 @@ from autopart.ir.run.unshard_policy import storing_axes
 from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
-"""{path of a container: for every block of the model, which block of the traced copy it is like}."""
+"""{path of a container: for every block of the model, the index of the traced block that represents it}."""
 
 
 class BlocksApart(Exception):
@@ -72,7 +72,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         held.append(Held(walk.in_memory, growth, held[-1].sends_kept if held else set()))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
-    places |= {operators[0].node for operators in stages[1:]}  # maybe a conversion of what is received
+    places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING))
         for one, operators in zip(held, stages, strict=True) for each in operators
@@ -96,7 +96,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) * times(n) for n in active)
     buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
-    of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
+    of_rank = max(
+        1, batch // (program.row_ranks * program.microbatches)
+    )  # a call without a batch is identical on every rank
     return Table(
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace), flops / batch,
         sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()), gathers,
@@ -117,7 +119,7 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
             continue
         key = facts(node).get("key")
         is_same = key is not None and key == last
-        is_one = key in keys and not (is_same and is_made)  # else what is made is converted for another
+        is_one = key in keys and not (is_same and is_made)  # else the output is converted for another operator
         if begins and not (is_one and is_same):
             places.add(node)
         begins, last = is_one, key if is_one else last
@@ -260,7 +262,7 @@ def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str,
     for row, block in enumerate(at):
         if block is None:
             yield row, "", 0
-        elif row == at.index(block):  # here begin the blocks of the model up to the next one that was traced
+        elif row == at.index(block):  # emit all blocks up to the next traced one
             like = blocks[block.path]
             ends = like.index(block.number + 1) if block.number + 1 in like else len(like)
             for number in range(like.index(block.number), ends):
