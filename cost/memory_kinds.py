@@ -77,6 +77,6 @@ def parse_size(size: Any) -> int:
     elif isinstance(size, int) and not isinstance(size, bool):
         bytes_, why = size, "it is not above zero"
     if bytes_ <= 0:
-        hint = "memory='80GB', memory='24GiB', or a whole number of bytes"
+        hint = "memory='80GB', memory='24GiB', or an integer number of bytes"
         raise OptionError(f"memory={size!r} is not a size", why=why, hint=hint)
     return bytes_

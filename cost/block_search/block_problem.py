@@ -179,14 +179,16 @@ class Blocks:
     def __init__(self, tables: Mapping[Word, Table], setting: Setting, hardware: Hardware):
         if setting.schedule.name not in SCHEDULES:
             known = ", ".join(filter(None, SCHEDULES))
-            raise OptionError(f"schedule={setting.schedule.name!r} for choices block by block", why=f"it is {known}")
+            raise OptionError(
+                f"schedule={setting.schedule.name!r} for choices block by block", why=f"supported: {known}"
+            )
         self.setting, self.hardware = setting, hardware
         self.tables, self.outside_cut = tables, setting.zero == 3
         self.found = {word: _blocks(table) for word, table in tables.items()}
         self.blocks = self.found["none"]
         pp = setting.mesh.size("pp")
         if len(self.blocks) < pp:
-            why = f"repeated blocks that have a name and are adjacent: {len(self.blocks)}"
+            why = f"adjacent repeated blocks with a name: {len(self.blocks)}"
             raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
         cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
         words = [

@@ -74,7 +74,7 @@ def solve(
     if choice is None:
         raise MemoryLimitError(
             f"{method} finds no choice block by block that fits into {quantity(problem.memory_bytes, 'B')}",
-            hint="more stages or devices, smaller microbatches, or zero=3 for what is in no block",
+            hint="more stages or devices, smaller microbatches, or zero=3 for parameters outside blocks",
         )
     assert problem.fits(choice), method
     return Found(method, choice, problem.step_time_s(choice), evaluations, seconds, bound_s)

@@ -47,7 +47,7 @@ def traffic_of(
     gathered = {node: _weight(trace, program, program.parameters[source_name(node)], way_of(node)) for node in nodes}
     together = gathered_together(nodes, lambda node: gathered[node].kind)
     if any(len({times(node) for node in row}) > 1 for row in together):
-        raise NotFoldable("weights of a block that stands for others are gathered with those of another")
+        raise NotFoldable("weights of a deduplicated block are gathered with those of another block")
     rows = tuple(Row.of({source_name(node): gathered[node] for node in row}, row[0]) for row in together)
     return Traffic(sent, rows, program.prefetch, {node: i for i, row in enumerate(together) for node in row})
 

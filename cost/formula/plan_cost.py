@@ -28,7 +28,7 @@ OF_OLD_PLANS = ("formula", "values")
 
 
 def _simulated(plan: Plan) -> Any:
-    from autopart.cost.predict.simulate import simulate  # loads torch, which a plan that is only shown does not need
+    from autopart.cost.predict.simulate import simulate  # imports torch, which printing a plan does not need
 
     return simulate(plan)
 
@@ -104,10 +104,10 @@ class Cost(dict[str, Any]):
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
-        if data is None or "divided" not in data:  # the latter is of an older version
+        if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
                 "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
-                hint="autopart.plan(...), or leave the entry in the file",
+                hint="autopart.plan(...), or keep the entry in the file",
             )  # fmt: skip
         return from_data(data)
 
@@ -184,7 +184,7 @@ class Cost(dict[str, Any]):
         unknown = [name for name in asked if name not in symbols]
         if unknown:
             raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
-        # All at once: `Expr.subs` goes symbol by symbol, and looks each time for which of two long terms is less.
+        # `Expr.subs` goes symbol by symbol and compares long terms each time; `xreplace` does not.
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
@@ -219,8 +219,8 @@ class Cost(dict[str, Any]):
             if counts and min(counts) < ranks:
                 fewest, axis = min(counts), mesh.innermost(CHOSEN[name])
                 raise LayoutError(
-                    f"cost.at({axis}={ranks}): the plan's layouts have {fewest} parts to divide over {axis}",
-                    why=f"{ranks} ranks would not all have one; a plan for {axis}={ranks} has other layouts",
+                    f"cost.at({axis}={ranks}): the plan's layouts have only {fewest} shards over {axis}",
+                    why=f"some of {ranks} ranks would have no shard; a plan for {axis}={ranks} has other layouts",
                     where=counts[fewest], hint=f"{axis}={fewest} or less, or a plan for {axis}={ranks}",
                 )  # fmt: skip
 
@@ -270,7 +270,7 @@ class Cost(dict[str, Any]):
         from autopart.cost.predict.table import quickest_cuts, weighs_links
 
         hardware = Hardware.load(self._plan.hardware)
-        if not weighs_links(hardware):  # balanced is all that they are
+        if not weighs_links(hardware):  # stages are only balanced
             return True
         setting = self._setting({})
         return quickest_cuts(self.table, replace(setting, cuts=None), hardware) == setting.cuts
@@ -385,7 +385,7 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
     for end in points:
         try:
             after = difference(end)
-        except (StageError, LayoutError):  # too few places to cut, no schedule, or fewer parts than ranks
+        except (StageError, LayoutError):  # too few stage boundaries, no schedule, or fewer shards than ranks
             continue
         if before * after < 0:
             return end if whole else float(brentq(difference, start, end, rtol=1e-6))

@@ -193,7 +193,7 @@ class Formula:
             peak = sympy.Symbol(f"X_{dtype}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops * slowness))
             traffic_s = self._traffic_s(size, in_order=True)
-            once_s = sympy.Max(work_s, traffic_s, evaluate=False) + L  # it looks long for which is larger
+            once_s = sympy.Max(work_s, traffic_s, evaluate=False) + L  # sympy's evaluation of Max is slow
         else:
             once_s = (size / M if work.in_place else self._traffic_s(size, work.in_order)) + L
         return once_s * _exact(work.times)
@@ -294,7 +294,7 @@ class Formula:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
             moved = {"all_gather": (gathers, self.totals.read), "reduce_scatter": (scatters, self.totals.summed)}
-            if self.zero == 1:  # methods are given what they bring together whole
+            if self.zero == 1:  # methods receive unsharded gradients
                 moved["reduce_scatter"] = 1, self.totals.summed * (1 - self._methods_share)
             for kind, (times, share) in moved.items():
                 seconds = [
@@ -330,7 +330,7 @@ class Formula:
         if not self.zero or not cut:
             return sympy.Integer(1)
         left = sympy.Integer(0) if axis in cut else 1 / _joined(cut)
-        share = _exact(self._methods_share if self.zero == 1 else 0)  # of what is summed whole for a method
+        share = _exact(self._methods_share if self.zero == 1 else 0)  # the share that methods receive unsharded
         return left * (1 - share) + share
 
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:

@@ -42,7 +42,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     computed = _of_gpu(by_kind, source) if by_kind["attention"] else _computed(by_kind, source)
     entries = {
         **computed,
-        "memory_bytes": _entry(device.memory_bytes, "B", f"what {device.name} says, {date}"
+        "memory_bytes": _entry(device.memory_bytes, "B", f"reported by {device.name}, {date}"
                                + (f", for each of {device.local_ranks} processes" * (device.kind == "cpu"))),
         "devices_per_node": _per_node(device, base, source),
         "overlap": _entry(*_overlap(device, base)),
@@ -93,23 +93,23 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     half_width, block = gpu_fit.attention(kept, peaks[usual], lone)
     return {
         "flops_per_s": _peak_entries(peaks, source),
-        "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} of sums over many "
-                                    "features, whose rows are whole 16 bytes"),
-        "matmul_half_depth": _entry(half_depth, "features that an element of a product is the sum over",
+        "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} with large inner dims, "
+                                    "whose rows are multiples of 16 bytes"),
+        "matmul_half_depth": _entry(half_depth, "inner dim of a product",
                                     f"{source}: least squares over the same products"),
-        "matmul_unaligned": _entry(unaligned, "share of a rate that is left where rows have an odd number of values",
+        "matmul_unaligned": _entry(unaligned, "share of the rate if rows have an odd number of values",
                                    f"{source}: mean over products in {usual} with such rows"),
         "launch_s": _entry(launch_s, "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
         "memory_efficiency": _entry(gpu_fit.traffic(others, memory), _OF_BYTES,
-                                    f"{source}: means over copies into another order, gelu, dropout, norms, softmax, "
+                                    f"{source}: means over permuting copies, gelu, dropout, norms, softmax, "
                                     "sums of rows, and their backward"),
         "in_order_efficiency": _entry(gpu_fit.traffic(in_order, memory), _OF_BYTES,
                                       f"{source}: means over sums, products with a number and casts"),
         "optimizer_efficiency": _entry(gpu_fit.optimizer(by_kind["optimizer"], memory), "share of memory_bytes_per_s",
                                        f"{source}: fused AdamW, mean over float32 and bfloat16"),
-        "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",
+        "attention_half_width": _entry(half_width, "head width at which attention has half of the rate",
                                        f"{source}: least squares over attention forward and backward"),
         "causal_block": _entry(block, "queries", f"{source}: the same"),
     }  # fmt: skip

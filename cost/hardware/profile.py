@@ -92,7 +92,7 @@ class Hardware:
             return _OWN[str(profile)]
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
-                              hint="a name of these, or the path of a JSON file of the same form")  # fmt: skip
+                              hint="one of these names, or the path of a JSON file in the same format")  # fmt: skip
         hardware = _File(str(path)).read()
         if path.parent != _PROFILES:
             _OWN[hardware.name] = hardware
@@ -274,7 +274,7 @@ class _File:
 
     def checked(self, data: Any) -> Hardware:
         if not isinstance(data, dict):
-            raise self._error("cannot be read", "it holds no names and numbers, as {...}")
+            raise self._error("cannot be read", "it is not a JSON object {...}")
         missing = [f.name for f in fields(Hardware) if f.name not in (*data, *OPTIONAL)]
         if missing:
             raise self._error(f"lacks {', '.join(missing)}")
@@ -282,7 +282,7 @@ class _File:
             raise self._error("has no name", f"it is {data['name']!r}, not text")
         peaks = data["flops_per_s"]
         if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
-            raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
+            raise self._error("has no peak of matrix products", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
             **{f.name: self._number(f.name, data[f.name], f.name in _SHARES) for f in fields(Hardware)
                if f.type == "float" and f.name in data},
@@ -303,7 +303,7 @@ class _File:
         for kind, row in rows.items():
             if not isinstance(row, dict) or not row.keys() <= set(LINK_NUMBERS):
                 raise self._error(
-                    f"has no rates of links for collectives {kind!r}", f"they are {', '.join(LINK_NUMBERS)}"
+                    f"has invalid link rates for collectives {kind!r}", f"valid fields are {', '.join(LINK_NUMBERS)}"
                 )
         return {
             kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items()}
@@ -314,7 +314,7 @@ class _File:
         """Return the value of an entry, which must have a unit and a source."""
         lacks = [key for key in ("value", "unit", "source") if not isinstance(entry, dict) or key not in entry]
         if lacks:
-            raise self._error(f"says too little of {name}", f"it lacks {', '.join(lacks)}")
+            raise self._error(f"has an incomplete entry for {name}", f"it lacks {', '.join(lacks)}")
         return entry["value"]
 
     def _number(self, name: str, entry: Any, is_share: bool = False) -> float:
@@ -330,7 +330,7 @@ class _File:
     def _count(self, name: str, entry: Any) -> int:
         value = self._number(name, entry)
         if value != int(value):
-            raise self._error(f"has {name} = {value!r}", "that is not a whole number")
+            raise self._error(f"has {name} = {value!r}", "that is not an integer")
         return int(value)
 
     def _curve(self, name: str, unit: str, entry: Any, most: float = 1.0) -> tuple[tuple[float, float], ...]:
@@ -346,11 +346,13 @@ class _File:
         outside = [list(point) for point in points if point[0] <= 0 or not 0 < point[1] <= most]
         if outside:
             limit = " and at most 1" if most == 1 else ""
-            raise self._error(f"has the point {outside[0]} in {name}", f"{unit} are above zero, a share above 0{limit}")
+            raise self._error(
+                f"has the point {outside[0]} in {name}", f"{unit} must be above zero, a share above 0{limit}"
+            )
         for (lower, low), (upper, high) in pairwise(points):
             if upper <= lower:
-                raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} rise")
-            if (high - low) / math.log(upper / lower) > low:  # the time it takes is the amount over the share
+                raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} must rise")
+            if (high - low) / math.log(upper / lower) > low:  # time is amount / share and must not fall
                 why = f"from {lower:g} to {upper:g} {unit} the share rises from {low:g} to {high:g}"
                 larger = "larger products" if unit == "FLOPs" else "operators of more bytes"
                 raise self._error(f"has {larger} that take less time", why)

@@ -147,8 +147,8 @@ def simulate(plan: Plan) -> Simulation:
     """
     if not plan.timing:
         raise PlanError(
-            "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
-            hint="autopart.plan(...), or leave the entry in the file",
+            "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
+            hint="autopart.plan(...), or keep the entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
@@ -217,8 +217,8 @@ def schedule_notes(
     before, after = (quantity(one.step_time_s, "s") for one in (step, ahead))
     held, more = (max(max(stages.values()) for stages in one.timeline.in_flight) for one in (step, ahead))
     return (
-        f"ranks stand still for what stages send each other: schedule='{AHEAD}' with virtual_stages=1 sends it beside "
-        f"the work: {after} a step, not {before}, while a rank holds up to {more} microbatches, not {held}",
+        f"ranks wait for sends between stages; schedule='{AHEAD}' with virtual_stages=1 overlaps sends with compute: "
+        f"{after} per step instead of {before}, with up to {more} instead of {held} microbatches in flight",
     )
 
 

@@ -199,7 +199,9 @@ def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[in
             table.cuts[num_stages] = _balanced(table, num_stages)
         cuts = table.cuts[num_stages]
     if cuts is None:
-        raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
+        raise StageError(
+            f"the model cannot be cut into {num_stages} stages", why="it has too few positions for stage boundaries"
+        )
     return cuts
 
 

@@ -57,9 +57,9 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
             parameters |= {name: table.parameters[name] for name in names}
         order.append(_Place(known[key], path, number, f"{block[0]}.{block[1]}"))
     if any(fold.holds(name) for fold in folds for name in parameters):
-        raise NotFoldable("a parameter of a block that stands for others is not like that of the first")
+        raise NotFoldable("a parameter of a deduplicated block differs from that of the first block")
     if any(not _are_alike(order, fold) for fold in folds):
-        raise NotFoldable("what a block that stands for others does and keeps is not what those beside it do")
+        raise NotFoldable("a deduplicated block has other work or saved tensors than the blocks next to it")
     every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
     place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
     cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}

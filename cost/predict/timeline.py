@@ -296,10 +296,10 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has {len(listed)} durations", why=why)
         wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
         if wrong:
-            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds from zero on")
+            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a part, from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a share from 0 to 1")
     return replace(durations, **complete)
 
 

@@ -1,4 +1,4 @@
-"""The number of labels that a loss is the mean of: a training step may be given that of several batches instead."""
+"""Label count by which a loss is divided. A training step may replace it by that of several batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """A program of a training step that knows which of its inputs its loss is divided by, or why there is none."""
+    """Return the program with the input by which its loss is divided, or the reason if there is none."""
     division = _division(loss)
     if division is None:
         return replace(program, label_count=_why_not(loss))
@@ -33,7 +33,10 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
-    """Where the sum over labels is divided by their count, if the loss is that but for constant factors."""
+    """Return the division of the sum over labels by their count, or None.
+
+    The loss must equal it up to constant factors.
+    """
     node = loss
     while True:
         name = operator_name(node) if node.op == "call_function" else ""
@@ -52,7 +55,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Whether a number is a sum over what the inputs alone say, such as labels that are not ignored or a mask."""
+    """Return True if a number is a sum over input-only values, such as a mask."""
     if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:

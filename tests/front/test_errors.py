@@ -237,10 +237,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "  try    'none', 'selective' or 'full' for the whole model"),
     **PRECISION_CASES,
     "memory: no size": (plan(memory="lots"),
-        "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
+        "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', "
+        "or an integer number of bytes"),
     "memory: nothing": (plan(memory=0),
         "OptionError: memory=0 is not a size\n  why    it is not above zero\n  try    memory='80GB', memory='24GiB', "
-        "or a whole number of bytes"),
+        "or an integer number of bytes"),
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
