@@ -142,7 +142,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
     """Return a number per call that is equal if `strategies` reads the same: rule, inputs and output."""
     numbers: dict[Hashable, int] = {}
-    known: dict[int, int] = {}  # by the id of a pattern or of atoms, which like nodes share
+    known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
     reads: dict[fx.Node, Hashable] = {}
 
@@ -232,7 +232,7 @@ def _note_draws(graph: fx.Graph) -> None:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
                 refusal=Refusal.RANDOM,
-                why="ranks must draw the same ones, and no formula is known that separates the draw from the values",
+                why="ranks must draw equal numbers, and no formula separates the random numbers from the values",
                 where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip
         if draws or (reads and facts(node)["role"] == DATA):
@@ -279,7 +279,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
-            if takes_shape(pattern):  # what the model says the size of has no open one
+            if takes_shape(pattern):  # a size that the model gives is not data-dependent
                 atoms = [_uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _sizes_said(node), strict=True)]
             outputs.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return outputs[0] if is_tensor(node) else tuple(outputs)
@@ -316,7 +316,7 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
             continue
         if key not in known:
             atoms = _atoms(node, batch)
-            known[key] = equal.setdefault(atoms, atoms)  # one object, so that what reads it is known by it
+            known[key] = equal.setdefault(atoms, atoms)  # one object, so that users can be cached by its id
         facts(node)["atoms"] = known[key]
 
 

@@ -89,4 +89,4 @@ def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:
 
 
 def _fail(fold: Fold) -> NoReturn:
-    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot stand for others")
+    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot represent other blocks")

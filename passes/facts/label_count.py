@@ -23,13 +23,13 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
         return replace(program, label_count=_why_not(loss))
     count = division.args[1]
     if [user for user in count.users if user is not division]:
-        return replace(program, label_count="the number of labels is used for something else too")
+        return replace(program, label_count="the number of labels has other uses")
     for stage in program.stages:
         names = {stage_input.name for stage_input in stage.inputs}
         for node in stage.graph.graph.find_nodes(op="placeholder"):
             if node.target in names and facts(node).get("origin") == count.name:
                 return replace(program, label_count=LabelCount(stage.index, str(node.target)))
-    return replace(program, label_count="its number of labels is not known before the step")
+    return replace(program, label_count="its number of labels is not available before the step")
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
@@ -66,4 +66,4 @@ def _is_count(node: fx.Node) -> bool:
 def _why_not(loss: fx.Node) -> str:
     if loss.op == "call_function" and operator_name(loss) == "aten::add":
         return "the loss has several terms: labels divide only one of them"
-    return "the loss is not a sum over labels divided by how many there are"
+    return "the loss is not a sum over labels divided by their count"

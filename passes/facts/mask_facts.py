@@ -130,7 +130,7 @@ class _Values:
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
             try:
                 values[node] = self._of_rows(node, node.target(*args, **kwargs))
-            except (RuntimeError, IndexError):  # a number in its arguments is of all rows
+            except (RuntimeError, IndexError):  # an argument has the size of the full batch
                 return None
         result = values[last]
         assert isinstance(result, torch.Tensor)

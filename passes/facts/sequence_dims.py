@@ -60,8 +60,8 @@ def check_named(trace: Trace, named: Named) -> None:
                               hint=f"a dim from 1 to {len(sizes) - 1}" if len(sizes) > 1 else
                               f"leave {name} out")  # fmt: skip
         if any(atom.kind == BATCH for atom in facts(nodes[name])["atoms"][dim]):
-            raise OptionError(f"{asked} names the rows of the batch",
-                              why=f"{name} has shape {sizes}; rows are cut over dp, and positions inside a row over cp",
+            raise OptionError(f"{asked} names the batch dim",
+                              why=f"{name} has shape {sizes}; dp shards the batch dim and cp the sequence dim",
                               hint=f"sequence_dims={{'{name}': 1}}" if len(sizes) > 1 else
                               f"leave {name} out")  # fmt: skip
 
@@ -79,11 +79,11 @@ def check_can_be_cut(trace: Trace, named: Named) -> None:
             raise LayoutError(
                 "sequence_dims names dims of unequal lengths",
                 why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
-                f"{lengths[others[0]]}, and no operator can be cut along that of {name}",
-                hint=f"leave {name} out, or a dim of it that has {lengths[others[0]]}",
+                f"{lengths[others[0]]}, and no operator can be sharded along that of {name}",
+                hint=f"leave {name} out, or name a dim of size {lengths[others[0]]}",
             )
         raise LayoutError(
-            f"sequence_dims={{'{name}': {named[name]}}}: nothing can be cut along it",
+            f"sequence_dims={{'{name}': {named[name]}}}: no operator can be sharded along it",
             why=f"no operator of the model works on each of the {lengths[name]} positions of dim {dim} by itself",
             hint=f"leave {name} out; the inputs are {inputs_text(trace)}",
         )

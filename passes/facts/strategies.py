@@ -57,7 +57,7 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
         positions: sharding of sequence dims that may have unequal shards: "in order" (contiguous) or "zigzag"; "":
             like all other dims.
     """
-    known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # of all nodes like this one
+    known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
         known[key] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds, positions)))
     return known[key]
@@ -185,7 +185,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
     if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
         return True
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     if pattern.lookup and strategy.factor == pattern.lookup:
         return cuts == "experts" and bool(pattern.flops)
     beside = [dims for dims, weight in zip(pattern.inputs, weights, strict=True) if not weight]
@@ -277,7 +277,7 @@ def _sharded(
         unsharded = R if factor == pattern.lookup and not pattern.linear else P
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
-                continue  # a rank's rows of a table are known by the first one
+                continue  # a rank's rows of a table are given by the first row
             inputs = _places(pattern.inputs, input_shapes, factor, sections, pattern)
             outputs = _places(pattern.outputs, output_shapes, factor, sections, pattern)
             if inputs is None or outputs is None or factor in apart:
@@ -331,7 +331,7 @@ def _ways_to_cut(
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
-        kept = all(a.kind in kinds and a.kind != BATCH for a in atoms)  # rows of the batch are cut in one piece
+        kept = all(a.kind in kinds and a.kind != BATCH for a in atoms)  # the batch is sharded contiguously
         if kept and all(s % num_shards == 0 for s in pattern.joined[factor]):
             yield pattern.joined[factor]
         return

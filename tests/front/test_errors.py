@@ -284,8 +284,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "shape [1, 4] at once: a statistic of the batch\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
         "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "random numbers": (plan("dp2", Counts),
-        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw the "
-        "same ones, and no formula is known that separates the draw from the values\n  where  poisson at "
+        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw "
+        "equal numbers, and no formula separates the random numbers from the values\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
         "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "
