@@ -17,7 +17,7 @@ from autopart.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-_FORM = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/profiles'
+_FORM = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/hardware/profiles'
 _PROFILES = Path(__file__).parent / "profiles"
 DEFAULT = "a100-80gb-sxm"
 

@@ -21,7 +21,7 @@ SEQ, WIDTH, LAYERS, ROWS = 4096, 128, 1, 2
 @pytest.fixture(scope="module")
 def wires(tmp_path_factory):
     """A profile of what the formulas know of: bytes that ranks send, over links that are all alike."""
-    data = json.loads((resources.files("autopart") / "cost/profiles/h100-80gb-sxm.json").read_text())
+    data = json.loads((resources.files("autopart") / "cost/hardware/profiles/h100-80gb-sxm.json").read_text())
     changed = {"devices_per_node": 1024, "link_latency_s": 1e-15, "node_link_latency_s": 1e-15, "launch_s": 1e-15,
                "memory_bytes_per_s": 1e18}  # fmt: skip
     data |= {"name": "wires", **{name: {**data[name], "value": value} for name, value in changed.items()}}

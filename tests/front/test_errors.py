@@ -254,8 +254,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "zero, prefetch, memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
-        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, h200-141gb-sxm, v100-32gb-sxm\n  try    a "
-        "name of these, or the path of a JSON file of the same form"),
+        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, h200-141gb-sxm, v100-32gb-sxm\n  try    "
+        "one of these names, or the path of a JSON file in the same format"),
     "microbatches: 0": (plan(microbatches=0), no_whole_number("microbatches", 0)),
     "microbatches: -1": (plan(microbatches=-1), no_whole_number("microbatches", -1)),
     "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),

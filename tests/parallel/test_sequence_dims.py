@@ -163,8 +163,9 @@ def two():
      "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has 3 positions, dim 1 of x has 6, and no "
      "operator can be sharded along that of beside\n  try    leave beside out, or name a dim of size 6"),
     (two, "cp2", {"beside": 1}, LayoutError,
-     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model works on each "
-     "of the 3 positions of dim 1 by itself\n  try    leave beside out; the inputs are x [2, 6, 8], beside [2, 3]"),
+     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model works on "
+     "each of the 3 positions of dim 1 by itself\n  try    leave beside out; the inputs are "
+     "x [2, 6, 8], beside [2, 3]"),
     (lambda: zoo.llama(seq=5), "cp8", {"input_ids": 1}, LayoutError,
      "cp=8 cuts 5 positions\n  why    every rank needs some of the longest sequence, of input_ids [8, 5], labels "
      "[8, 5]\n  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)\n  try    cp=5"),
