@@ -23,7 +23,7 @@ TRIES = 5
 MOST_TENSOR_RANKS = 8
 """Ranks of a node. With this many `tp` ranks, a larger mesh gets more stages."""
 
-_SAID = {
+_KIND_NAMES = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
     "temporary": "temporary values", "communication": "communication", "inputs": "inputs", "buffers": "buffers",
     "gathered": "gathered parameters",
@@ -86,8 +86,8 @@ def told(rank: RankMemory) -> str:
     """Format `activations of 4 microbatches in flight 3.41 GB, ...`, the largest kind first."""
     count = sum(rank.in_flight.values())
     flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
-    sizes = {kind: getattr(rank, kind) for kind in _SAID if getattr(rank, kind) * 100 >= rank.total}
-    names = _SAID | {"activations": flight}
+    sizes = {kind: getattr(rank, kind) for kind in _KIND_NAMES if getattr(rank, kind) * 100 >= rank.total}
+    names = _KIND_NAMES | {"activations": flight}
     return ", ".join(
         f"{names[kind]} {quantity(size, 'B')}" for kind, size in sorted(sizes.items(), key=lambda e: -e[1])
     )

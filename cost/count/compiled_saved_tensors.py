@@ -38,7 +38,7 @@ FARTHER = 1.1
 
 
 @dataclass(frozen=True, eq=False)
-class _Apart:
+class _ExtraSaved:
     """A buffer that an operator saves for its own backward alone.
 
     It holds statistics, a copy of the output, or one byte per element if the backward needs the sign alone.
@@ -47,7 +47,7 @@ class _Apart:
     size_bytes: int
 
 
-Piece = Memory | _Apart
+Piece = Memory | _ExtraSaved
 Edges = Mapping[Piece, list[Memory] | None]
 """The buffers from which each buffer is computed, without parameters and gathered weights. None: it is never
 recomputed."""
@@ -68,9 +68,9 @@ class _Compiled:
     A piece is a buffer of values, or a buffer that an operator saves in addition to its values.
     """
 
-    def __init__(self, given: Walk):
-        self.given, self.alive = given, given.reached()
-        self.calls = [node for node in given.values if node.op == "call_function"]
+    def __init__(self, eager: Walk):
+        self.eager, self.alive = eager, eager.reached()
+        self.calls = [node for node in eager.values if node.op == "call_function"]
         self.order = {node: index for index, node in enumerate(self.calls)}
         self.made = {node: self._made(node) for node in self.calls}
         self.read = {node: self._read(node) for node in self.calls}
@@ -79,7 +79,7 @@ class _Compiled:
         for node in self.calls:
             for memory in self.read[node] if self.made[node] else ():
                 self.users[memory].append(node)
-        self.apart = {node: _Apart(size) for node, size in given.others.items()}
+        self.apart = {node: _ExtraSaved(size) for node, size in eager.others.items()}
         self.in_backward = self._in_backward()
         self.signs_of = self._signs()
         self.far = self._used_far_apart()
@@ -87,14 +87,14 @@ class _Compiled:
         self.kept = self._kept()
 
     def _made(self, node: fx.Node) -> list[Memory]:
-        made = memories(self.given.values[node], lasting=True)
+        made = memories(self.eager.values[node], lasting=True)
         return sorted((m for m in made if m.made_by is node), key=lambda memory: memory.size_bytes)
 
     def _pieces(self, node: fx.Node) -> list[Piece]:
         return [*self.made[node], *([self.apart[node]] if node in self.apart else [])]
 
     def _read(self, node: fx.Node) -> list[Memory]:
-        read = (memories(self.given.values[used], lasting=True) for used in node.all_input_nodes)
+        read = (memories(self.eager.values[used], lasting=True) for used in node.all_input_nodes)
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
@@ -102,21 +102,21 @@ class _Compiled:
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
-                kept = [memory for memory in self.given.keeps.get(node, ()) if not _is_there(memory)]
+                kept = [memory for memory in self.eager.keeps.get(node, ()) if not _is_there(memory)]
                 reads[node] = [*dict.fromkeys(kept), *([self.apart[node]] if node in self.apart else [])]
         return reads
 
-    def _signs(self) -> dict[_Apart, list[Memory]]:
+    def _signs(self) -> dict[_ExtraSaved, list[Memory]]:
         """Return {sign buffer: the buffers it replaces} for operators whose backward needs the sign alone.
 
         The backward then uses the sign buffer (a byte per element) instead of the values.
         """
-        signs: dict[_Apart, list[Memory]] = {}
+        signs: dict[_ExtraSaved, list[Memory]] = {}
         for node, read in self.in_backward.items():
             numbers = [piece for piece in read if isinstance(piece, Memory)]
             if cost_notes(node).keeps_sign and numbers:
-                item_bytes = self.given.values[node].form.dtype.itemsize
-                apart = _Apart(sum(memory.size_bytes // item_bytes for memory in numbers))
+                item_bytes = self.eager.values[node].form.dtype.itemsize
+                apart = _ExtraSaved(sum(memory.size_bytes // item_bytes for memory in numbers))
                 self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
         return signs
 
@@ -183,8 +183,8 @@ class _Compiled:
 
     def _kept(self) -> set[Piece]:
         """Return the saved buffers: the minimum cut, and the inputs of recomputed regions."""
-        regions = self.given.regions(self.alive)
-        kept: set[Piece] = {m for nodes in regions.values() for m in self.given.read_by(nodes)}
+        regions = self.eager.regions(self.alive)
+        kept: set[Piece] = {m for nodes in regions.values() for m in self.eager.read_by(nodes)}
         self.entering = set(kept)
         reads = {piece for pieces in self.in_backward.values() for piece in pieces}
         self.sources = self._sources()
@@ -196,7 +196,7 @@ class _Compiled:
         }
         for part in _parts(edges):
             if not reads.isdisjoint(part):
-                kept |= _cut(part, edges, weights, reads)
+                kept |= _component_cut(part, edges, weights, reads)
         return kept
 
     def _away(self, reads: set[Piece]) -> dict[Piece, int]:
@@ -225,28 +225,28 @@ class _Compiled:
         return needs
 
     def walk(self) -> Walk:
-        given, left_out = self.given, self._left_out()
-        values = {node: _with(value, left_out) for node, value in given.values.items()}
+        eager, left_out = self.eager, self._left_out()
+        values = {node: _with(value, left_out) for node, value in eager.values.items()}
         needs = self._needs()
         keeps, others = dict[fx.Node, list[Memory]](), dict[fx.Node, int]()
         for node in self.calls:
             pieces = {other: None for piece in self.in_backward.get(node, ()) for other in needs.get(piece, [piece])}
-            lasting = [memory for memory in given.keeps.get(node, ()) if _is_there(memory)]
+            lasting = [memory for memory in eager.keeps.get(node, ()) if _is_there(memory)]
             keeps[node] = [*lasting, *(m for m in pieces if isinstance(m, Memory))]
-            size = sum(m.size_bytes for m in pieces if isinstance(m, _Apart))
+            size = sum(m.size_bytes for m in pieces if isinstance(m, _ExtraSaved))
             if size:
                 others[node] = size
         joined = frozenset(filter(self.joined, self.calls))
-        takes = {node: (0, 0) if node in joined else sizes for node, sizes in given.takes.items()}
+        takes = {node: (0, 0) if node in joined else sizes for node, sizes in eager.takes.items()}
         keeps = {node: [left_out.get(memory, memory) for memory in kept] for node, kept in keeps.items()}
-        return replace(given, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
+        return replace(eager, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
 
     def _left_out(self) -> dict[Memory, Memory]:
         """Map buffers that are not materialised to copies with 0 bytes.
 
         Saved casts are mapped to copies that are not recomputed.
         """
-        outputs = (self.given.values[node] for node in self.given.outputs if isinstance(node, fx.Node))
+        outputs = (self.eager.values[node] for node in self.eager.outputs if isinstance(node, fx.Node))
         sent = {memory for output in outputs for memory in memories(output)}
         made = {memory for node in self.calls if self.joined(node) for memory in self.made[node]}
         there = sent | self.kept | self.entering | set(self.far)
@@ -276,27 +276,27 @@ def _parts(edges: Edges) -> Iterable[list[Piece]]:
     return (sorted(part, key=index.__getitem__) for part in nx.connected_components(graph))
 
 
-def _cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
+def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
     """Return the buffers of one connected component to save."""
     number = {piece: i for i, piece in enumerate(part)}
-    form = []
+    component = []
     for piece in part:
         sources = edges[piece]
-        known = None if sources is None else tuple(number[source] for source in sources)
-        form.append((known, round(weights[piece]), piece in reads))
-    return {part[i] for i in _least(tuple(form))}
+        indices = None if sources is None else tuple(number[source] for source in sources)
+        component.append((indices, round(weights[piece]), piece in reads))
+    return {part[i] for i in _minimum_cut(tuple(component))}
 
 
 @lru_cache(MAX_KNOWN)
-def _least(form: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
+def _minimum_cut(component: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
     """Return the indices of the buffers in the minimum cut.
 
     Args:
-        form: for each buffer, the indices it is computed from (None if it is never recomputed), its weight, and
+        component: for each buffer, the indices it is computed from (None if it is never recomputed), its weight, and
             whether the backward uses it.
     """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
-    for i, (sources, weight, is_read) in enumerate(form):
+    for i, (sources, weight, is_read) in enumerate(component):
         graph.add_edge((i, "in"), (i, "out"), capacity=weight)
         for source in sources or ():
             graph.add_edge((source, "out"), (i, "in"), capacity=math.inf)
@@ -306,5 +306,5 @@ def _least(form: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozen
             graph.add_edge((i, "out"), "sink", capacity=math.inf)
     if "source" not in graph or "sink" not in graph:
         return frozenset()
-    _, (given, _) = nx.minimum_cut(graph, "source", "sink")
-    return frozenset(i for i in range(len(form)) if (i, "in") in given and (i, "out") not in given)
+    _, (source_side, _) = nx.minimum_cut(graph, "source", "sink")
+    return frozenset(i for i in range(len(component)) if (i, "in") in source_side and (i, "out") not in source_side)

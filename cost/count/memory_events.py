@@ -19,7 +19,7 @@ from autopart.ir.blocks.deduplication import Folds, later, unrolled
 from autopart.ir.facts import facts, times
 
 
-class _Step(NamedTuple):
+class _OperatorEvents(NamedTuple):
     """The memory events of one operator."""
 
     node: fx.Node
@@ -30,7 +30,7 @@ class _Step(NamedTuple):
         path, number = facts(self.node).get("block", ("", 0))
         return f"{path}.{number}"
 
-    def later(self, folds: Folds, blocks: int) -> _Step:
+    def later(self, folds: Folds, blocks: int) -> _OperatorEvents:
         """Return the step of the equivalent operator `blocks` blocks later, with its parameters renamed."""
         if not any(event.name for event in self.events):
             return self
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
         )
 
 
-def _of_all(folds: Folds, steps: Iterable[_Step]) -> list[tuple[Event, ...]]:
+def _of_all(folds: Folds, steps: Iterable[_OperatorEvents]) -> list[tuple[Event, ...]]:
     """Expand the steps of a deduplicated trace to all blocks of the model."""
     return [
         step.events for step in unrolled(folds, list(steps), lambda one: one.block, lambda one, i: one.later(folds, i))
@@ -67,7 +67,8 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
         yield Event("takes", written_over - _bytes(ended))
 
     return forward_peak(_of_all(walk.trace.folds, (
-        _Step(step.node, tuple(events(step.node, step.ended))) for step in steps if step.node.op == "call_function"
+        _OperatorEvents(step.node, tuple(events(step.node, step.ended)))
+        for step in steps if step.node.op == "call_function"
     )))  # fmt: skip
 
 
@@ -101,9 +102,9 @@ class _Backward:
         self.parts_bytes: Counter[int] = Counter()
         self.wholes_bytes: Counter[int] = Counter()
 
-    def steps(self) -> Iterator[_Step]:
+    def steps(self) -> Iterator[_OperatorEvents]:
         for step in backward_steps(self.walk, self.alive):
-            yield _Step(step.node, tuple(self._events(step)))
+            yield _OperatorEvents(step.node, tuple(self._events(step)))
 
     def _events(self, step: Backward) -> Iterator[Event]:
         node, values = step.node, self.walk.values

@@ -36,7 +36,7 @@ from autopart.ops.operators import is_cast, stored_source
 PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
 
 
-class Running:
+class _SizeSum:
     """A running sum of `Size` polynomials that are added and removed."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Held:
 
     def _in_forward(self) -> dict[fx.Node, Size]:
         """Return the bytes that exist while the forward of each node runs."""
-        now, beyond = Running(), dict[fx.Node, Size]()
+        now, beyond = _SizeSum(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
         now.add(self._values(memory for memory in held if memory.lives))  # received values
         for step in forward_steps(self.walk, held):
@@ -141,7 +141,7 @@ class Held:
 
     def _in_backward(self) -> dict[fx.Node, Size]:
         """Return the bytes that exist while the backward of each node runs: gradients and workspace."""
-        now, beyond = Running(), dict[fx.Node, Size]()
+        now, beyond = _SizeSum(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
             now.add(Size.sum(self.rerun.get(node, NOTHING) for node in step.rerun))
             of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # `table_memory.py` counts these

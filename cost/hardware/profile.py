@@ -88,14 +88,14 @@ class Hardware:
         Raises OptionError if there is no such profile, or a number is missing or invalid.
         """
         path = Path(profile) if str(profile).endswith(".json") else _PROFILES / f"{profile}.json"
-        if not path.exists() and profile in _OWN:
-            return _OWN[str(profile)]
+        if not path.exists() and profile in _USER_PROFILES:
+            return _USER_PROFILES[str(profile)]
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
                               hint="one of these names, or the path of a JSON file in the same format")  # fmt: skip
         hardware = _File(str(path)).read()
         if path.parent != _PROFILES:
-            _OWN[hardware.name] = hardware
+            _USER_PROFILES[hardware.name] = hardware
         return hardware
 
     @staticmethod
@@ -133,11 +133,11 @@ class Hardware:
         if len(shares) == 1:
             (only,) = shares
             peak = self.flops_per_s[only]
-            return peak, self._said(only, {dtype for dtype, amount in flops.items() if amount} - {only})
+            return peak, self._describe_dtype(only, {dtype for dtype, amount in flops.items() if amount} - {only})
         largest = sorted(shares, key=lambda dtype: -shares[dtype])
-        return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._said(dtype)}" for dtype in largest)
+        return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._describe_dtype(dtype)}" for dtype in largest)
 
-    def _said(self, dtype: str, others: Collection[str] = ()) -> str:
+    def _describe_dtype(self, dtype: str, others: Collection[str] = ()) -> str:
         """Format a dtype.
 
         Args:
@@ -227,7 +227,7 @@ class Hardware:
         return max(work_s, self.traffic_time_s(size_bytes, in_order=True)) + self.launch_s
 
 
-_OWN: dict[str, Hardware] = {}
+_USER_PROFILES: dict[str, Hardware] = {}
 """Profiles that were loaded from a user's files, by the name that plans store."""
 
 

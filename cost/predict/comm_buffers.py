@@ -200,7 +200,7 @@ def received_bytes(stages: Iterable[Traffic]) -> int:
 
 def forward_peak(steps: Sequence[Sequence[Event]]) -> float:
     """Return the peak bytes while the forward runs."""
-    return _Running(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
+    return _MemoryTracker(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
 
 
 def backward_peaks(
@@ -216,7 +216,7 @@ def backward_peaks(
     """
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[float, float]:
-        return _Running(kept, traffic, whole, sends, is_later, microbatches).run(steps)
+        return _MemoryTracker(kept, traffic, whole, sends, is_later, microbatches).run(steps)
 
     if microbatches == 1 or not traffic.sent:
         return peaks(True)
@@ -225,7 +225,7 @@ def backward_peaks(
     return first, max(later if microbatches > 2 else 0, last)
 
 
-class _Running:
+class _MemoryTracker:
     """Memory of a rank during the forward or backward of a microbatch.
 
     Args:

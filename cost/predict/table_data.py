@@ -16,7 +16,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
 
-_Run = list[Any]
+_BlockRun = list[Any]
 """`[container, index, [row, ...]]`: consecutive operators of one block."""
 
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
@@ -44,10 +44,10 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
     Raises NotFoldable if a deduplicated block does not match the blocks next to it.
     """
     known: dict[Any, int] = {}
-    rows, order, parameters = list[Row](), list[_Place](), dict[str, Parameter]()
+    rows, order, parameters = list[Row](), list[_OrderEntry](), dict[str, Parameter]()
     for position, *block in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
-        path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
+        path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
         key = (tuple(row.works.items()), read, also, *sizes)
@@ -55,10 +55,10 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
             parameters |= {name: table.parameters[name] for name in names}
-        order.append(_Place(known[key], path, number, f"{block[0]}.{block[1]}"))
+        order.append(_OrderEntry(known[key], path, number, f"{block[0]}.{block[1]}"))
     if any(fold.holds(name) for fold in folds for name in parameters):
         raise NotFoldable("a parameter of a deduplicated block differs from that of the first block")
-    if any(not _are_alike(order, fold) for fold in folds):
+    if any(not _are_equivalent(order, fold) for fold in folds):
         raise NotFoldable("a deduplicated block has other work or saved tensors than the blocks next to it")
     every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
     place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
@@ -68,7 +68,7 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
     )
 
 
-class _Place(NamedTuple):
+class _OrderEntry(NamedTuple):
     """A row in the order of the table, its own block, and the block of its parameters."""
 
     row: int
@@ -76,12 +76,12 @@ class _Place(NamedTuple):
     number: int
     block: str
 
-    def later(self, blocks: int) -> _Place:
+    def later(self, blocks: int) -> _OrderEntry:
         """Return the same entry `blocks` blocks later."""
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
-def _are_alike(order: Sequence[_Place], fold: Fold) -> bool:
+def _are_equivalent(order: Sequence[_OrderEntry], fold: Fold) -> bool:
     """Return True if the block that represents others has the same rows as the blocks next to it."""
     numbers = fold.number - 1, fold.number, fold.number + fold.times
     before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
@@ -89,7 +89,7 @@ def _are_alike(order: Sequence[_Place], fold: Fold) -> bool:
     return before == block == behind
 
 
-def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
+def _in_first_block(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
     """Return the block of these parameters and their names in the first block, if they are equal there.
 
     Else return no block and the names themselves.
@@ -161,7 +161,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
 
 
-def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
+def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
     """Yield runs of operators once for all consecutive blocks that repeat them, with their count."""
     start = single = 0
     while start < len(runs):
@@ -176,7 +176,7 @@ def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
         yield {"runs": runs[single:]}
 
 
-def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
+def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
     """Return (number of runs that repeat in the next blocks, repetitions), or (1, 1) if none repeat."""
     if not runs[start][0]:
         return 1, 1
@@ -191,12 +191,12 @@ def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
     return 1, 1
 
 
-def _in_block(runs: Sequence[_Run], later: int) -> list[_Run]:
+def _in_block(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
     """Return the runs as they are `later` blocks later."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 
-def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
+def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 

@@ -37,7 +37,7 @@ Order = Sequence[tuple[int, str, int]]
 """Operators as in `Table.order`."""
 
 
-class Reads(NamedTuple):
+class ParameterUses(NamedTuple):
     """Uses of a parameter among operators.
 
     Args:
@@ -124,9 +124,9 @@ def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
     return stages, traffic
 
 
-def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
+def reads_of(priced: Priced, order: Order) -> dict[str, ParameterUses]:
     """Return the uses of the parameters that operators read, in the order of their first use."""
-    reads, gathers = dict[str, Reads](), priced.table.gathers
+    reads, gathers = dict[str, ParameterUses](), priced.table.gathers
     for i, (position, path, number) in enumerate(order):
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
@@ -135,7 +135,7 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
             kept = "input_backward" in row.works if gathers else trained
             before = reads.get(name)
             kept = kept or (before is not None and before.kept)
-            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, trained)
+            reads[name] = ParameterUses(known, i if before is None else before.first, i, again, kept, trained)
     return reads
 
 
@@ -168,7 +168,9 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tu
     return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
 
 
-def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic) -> tuple[Events, Events]:
+def _forward(
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic
+) -> tuple[Events, Events]:
     """Return the events of gathered weights before and after each operator's forward."""
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
@@ -180,7 +182,7 @@ def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic:
 
 
 def _backward(
-    reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic, last: int
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic, last: int
 ) -> tuple[Events, Events]:
     """Return the events of gathered weights and weight gradients around each operator's backward.
 
@@ -228,7 +230,7 @@ def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: E
     return [*events, Event("peak", max(runs[start:]))]
 
 
-def _traffic(priced: Priced, reads: Mapping[str, Reads], weights: Mapping[str, Weight]) -> Traffic:
+def _traffic(priced: Priced, reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight]) -> Traffic:
     """Return the communication that overlaps with operators."""
     zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
     gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}

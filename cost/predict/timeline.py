@@ -201,7 +201,7 @@ def timeline(
     if overlap_sends is None:
         overlap_sends = schedule in MULTI_STAGE
     if schedule in DELAYED:
-        return _one_of_many(pp, microbatches, durations, overlap_sends)
+        return _overlapping_steps(pp, microbatches, durations, overlap_sends)
     return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
 
 
@@ -215,7 +215,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
     Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
     """
     durations = _complete(durations, orders)
-    return _with_ends(_Run(orders, durations, overlap_sends).to_the_end(), durations)
+    return _with_ends(_EventSimulation(orders, durations, overlap_sends).run(), durations)
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
@@ -240,7 +240,7 @@ _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
 may alternate in waiting), and those that drain it."""
 
 
-def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
+def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
     """Return one step of a schedule without flush: 1F1B over the microbatches of many batches.
 
     After the last backward of each batch, every rank runs its work once a step ("U").
@@ -252,7 +252,7 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
         durations.grad_sum_s[rank] + durations.optimizer_s[rank]
         - _hidden_s(durations, rank, durations.backward_s[rank]) for rank in range(pp)
     ]  # fmt: skip
-    ran = _Run(orders, durations, overlap_sends, once).to_the_end()
+    ran = _EventSimulation(orders, durations, overlap_sends, once).run()
     updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
     ends = [max(spans[rank_updates[k]].end_s for spans, rank_updates in zip(ran, updates, strict=True))
             for k in (_FILLING - 1, _FILLING + _COUNTED - 1)]  # fmt: skip
@@ -306,11 +306,11 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
 _Result = tuple[int, str, int]
 """The result of an action by stage, kind and microbatch. "B" also represents "I", which computes the same gradient."""
 
-_OWN = {"B": "F", "I": "F", "W": "B", "U": "B"}
+_PREREQUISITE = {"B": "F", "I": "F", "W": "B", "U": "B"}
 """The action that must have run before on the same stage."""
 
 
-class _Run:
+class _EventSimulation:
     """Event simulation: each rank runs its actions in order, as soon as its inputs have arrived.
 
     Args:
@@ -334,12 +334,12 @@ class _Run:
         self.link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.waiting: dict[int, _Result] = {}
 
-    def to_the_end(self) -> tuple[tuple[Span, ...], ...]:
+    def run(self) -> tuple[tuple[Span, ...], ...]:
         able = list(range(len(self.orders)))
         while able:
             able += self._advance(able.pop())
         if self.waiting:
-            raise self._stuck()
+            raise self._deadlock_error()
         return tuple(map(tuple, self.spans))
 
     def _advance(self, rank: int) -> list[int]:
@@ -357,7 +357,7 @@ class _Run:
                 return woken
             start = clock if received is None else self._arrival(received, rank, clock)
             if kind == "U":
-                start = max([start, *(self.done[result] for result in self._together(action))])
+                start = max([start, *(self.done[result] for result in self._tied_backwards(action))])
             clock = start + self.seconds[kind][stage]
             spans.append(Span(start, clock, stage, kind, microbatch))
             self.done[_result(action)] = clock
@@ -380,15 +380,15 @@ class _Run:
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":
-            needed = (action.stage, _OWN[action.kind], action.microbatch)
+            needed = (action.stage, _PREREQUISITE[action.kind], action.microbatch)
             if needed not in self.done:
                 return needed
-            for result in self._together(action) if action.kind == "U" else ():
+            for result in self._tied_backwards(action) if action.kind == "U" else ():
                 if result not in self.done:
                     return result
         return received if received is not None and received not in self.sent else None
 
-    def _together(self, action: Action) -> list[_Result]:
+    def _tied_backwards(self, action: Action) -> list[_Result]:
         """Return the backwards on other ranks that must end before tied gradients can be reduced."""
         others = {rank for group in self.durations.tied if action.stage in group for rank in group}
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
@@ -426,7 +426,7 @@ class _Run:
         del self.waiting[receiver]
         return [receiver]
 
-    def _stuck(self) -> StageError:
+    def _deadlock_error(self) -> StageError:
         """Return the error that lists what each blocked rank waits for."""
         stands = []
         for rank, (stage, kind, microbatch) in sorted(self.waiting.items()):

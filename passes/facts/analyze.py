@@ -80,7 +80,7 @@ def annotate(trace: Trace) -> None:
         facts(node)["moves"] = known and operator_name(node) in MOVES
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
-    _note_routed(trace.graph)
+    _note_dispatched(trace.graph)
     _write_atoms(trace.graph, batch)
     while _find_rows(trace.graph):
         _write_atoms(trace.graph, batch)
@@ -117,7 +117,7 @@ def _note_host(graph: fx.Graph) -> None:
                 facts(node)["on_host"] = True
 
 
-def _note_routed(graph: fx.Graph) -> None:
+def _note_dispatched(graph: fx.Graph) -> None:
     """Mark values computed from dispatched tokens, from the dispatch to the combine."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -280,12 +280,14 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
             if takes_shape(pattern):  # a size that the model gives is not data-dependent
-                atoms = [_uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _sizes_said(node), strict=True)]
+                atoms = [
+                    _uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _has_given_size(node), strict=True)
+                ]
             outputs.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return outputs[0] if is_tensor(node) else tuple(outputs)
 
 
-def _sizes_said(node: fx.Node) -> list[bool]:
+def _has_given_size(node: fx.Node) -> list[bool]:
     """Return, per dim of a view of selected elements, True if the model gives its size."""
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]

@@ -35,11 +35,11 @@ def check_blocks(trace: Trace) -> None:
         if not blocks[1]:
             _fail(fold)
         for nodes in zip(*blocks, strict=True):
-            if len({_told(node) for node in nodes}) > 1 or not _lie_alike(nodes):
+            if len({_signature(node) for node in nodes}) > 1 or not _positions_match(nodes):
                 _fail(fold)
 
 
-def _told(node: fx.Node) -> Any:
+def _signature(node: fx.Node) -> Any:
     return node.target, facts(node)["role"], facts(node).get("other_positions", frozenset())
 
 
@@ -74,7 +74,7 @@ def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
     return blocks
 
 
-def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:
+def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
     """Return True if an operator has the same position in three consecutive copies of a repeated block.
 
     None of the copies may be one that chooses its own layouts.

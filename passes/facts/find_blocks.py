@@ -36,7 +36,7 @@ class BlockPosition(NamedTuple):
         return copy - self.times if copy >= self.times - number else None
 
 
-class _Run(NamedTuple):
+class _RepeatedRun(NamedTuple):
     start: int
     period: int
     times: int
@@ -76,7 +76,7 @@ def places(
             continue
         left += [(start, run.start), (run.stop, stop)]
         if sum(i in products for i in range(run.start, run.start + run.period)) == 1:
-            run = _Run(run.start, 2 * run.period, run.times // 2)
+            run = _RepeatedRun(run.start, 2 * run.period, run.times // 2)
         for i in range(run.start, run.stop):
             copy, offset = divmod(i - run.start, run.period)
             if run.times > 1:
@@ -96,7 +96,7 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
-) -> _Run | None:
+) -> _RepeatedRun | None:
     """Return the run of repeats with the most operators; of equal ones, that with the smallest block."""
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):
@@ -110,13 +110,13 @@ def _longest(
     for size, period, first, last in sorted(candidates):
         # A block begins where the fewest values cross from one copy to the next.
         _, begin = min((crossing[i + period : i - size : period].sum(), -i) for i in range(first, last + 1))
-        run = _Run(-begin, period, -size // period)
+        run = _RepeatedRun(-begin, period, -size // period)
         if _is_chain(run, reads):
             return run
     return None
 
 
-def _is_chain(run: _Run, reads: Sequence[Sequence[int]]) -> bool:
+def _is_chain(run: _RepeatedRun, reads: Sequence[Sequence[int]]) -> bool:
     """Return True if every copy reads a value of the copy before it."""
     return all(
         any(begin - run.period <= source < begin for i in range(begin, begin + run.period) for source in reads[i])

@@ -45,7 +45,7 @@ def find_bands(trace: Trace) -> None:
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
-    seen = Seen(_given(trace))
+    seen = Seen(_available_values(trace))
     for mask, call in calls.items():
         values = values_in_call(trace, mask)
         spans = seen.of(mask) if values is None else None
@@ -71,9 +71,9 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
     Returns None if it depends on a tensor without values, is random, or is too large.
     """
-    known, nodes = _given(trace), made_for([node])
+    known, nodes = _available_values(trace), made_for([node])
     if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
-        return _Values(trace, nodes, known, all_rows).of(node)
+        return _CallValues(trace, nodes, known, all_rows).of(node)
     return None
 
 
@@ -96,7 +96,7 @@ def _kind(band: Band | None, queries: int, keys: int) -> str:
     return "causal" if band.after == 0 and keys > 1 else "to all keys"
 
 
-def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
+def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
     """Return the inputs, buffers and constants that have values."""
     tensors = {**trace.buffers, **trace.constants}
     inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
@@ -104,7 +104,7 @@ def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
     return {node: tensor for node, tensor in known.items() if has_values(tensor)}
 
 
-class _Values:
+class _CallValues:
     """Values of a trace on the CPU, for the distinct samples of the batch.
 
     Of equal samples, the first is kept.
@@ -113,7 +113,7 @@ class _Values:
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
         self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], known, batch_size(trace)
         read = [known[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
-        self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
+        self.rows = _distinct_samples(read) if read else torch.zeros(1, dtype=torch.long)
         self.rows = torch.arange(self.size) if all_rows else self.rows
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class _Values:
         return share * max((_elements(output) for output in tuple_values(node)), default=0)
 
 
-def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the indices of the first sample of each kind, by all these values."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)

@@ -38,7 +38,7 @@ def share_selections(trace: Trace) -> None:
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
-    groups = {node: _told_apart(node.args[0]) for node in selections}
+    groups = {node: _partition_key(node.args[0]) for node in selections}
     sizes = Counter(groups.values())
     kinds: dict[str, float] = {}
     for node in trace.graph.nodes:
@@ -89,7 +89,7 @@ def _in_call(trace: Trace, mask: fx.Node) -> float | None:
     return None if values is None or values.is_meta else max(float(values.bool().float().mean()), 1 / values.numel())
 
 
-def _told_apart(mask: fx.Node) -> Hashable:
+def _partition_key(mask: fx.Node) -> Hashable:
     """Return a key that is equal for masks that partition one value.
 
     These are its slices along a dim, or comparisons with different numbers.

@@ -73,7 +73,7 @@ def check_can_be_cut(trace: Trace, named: Named) -> None:
         along, (dim,) = _Along(trace, {node: dims}), dims
         if shape(node)[dim] > 1 and any(along.cut(shape(node)[dim])):
             continue
-        name = _spoken(node)
+        name = _display_name(node)
         others = [other for other, length in lengths.items() if length != lengths[name]]
         if others:
             raise LayoutError(
@@ -91,14 +91,14 @@ def check_can_be_cut(trace: Trace, named: Named) -> None:
 
 def lengths_of(trace: Trace, named: Named) -> dict[str, int]:
     """Return {input: length of its sequence} for the named inputs of this call."""
-    return {_spoken(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
+    return {_display_name(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
 
 
 def _inputs(trace: Trace) -> dict[str, fx.Node]:
-    return {_spoken(node): node for node in trace.graph.find_nodes(op="placeholder")}
+    return {_display_name(node): node for node in trace.graph.find_nodes(op="placeholder")}
 
 
-def _spoken(node: fx.Node) -> str:
+def _display_name(node: fx.Node) -> str:
     """Return the user's name of an input, also for a model combined with a loss function."""
     return facts(node)["input_name"].removeprefix("call.")
 

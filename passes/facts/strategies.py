@@ -111,7 +111,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return tuple([way for place in ROUTES for way in _at_experts(node, pattern, whole, place, num_shards)])
     if not divides_positions(argument(node, "num_experts"), num_shards):
         return ()
-    own_tokens = _own_tokens(plain)
+    own_tokens = _local_tokens(plain)
     if pattern.routes == "out":
         sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own_tokens]
         return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
@@ -119,7 +119,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
     return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
 
 
-def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
+def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
     """Return the token factor of a mixture and its placement if each rank works on local tokens.
 
     It is empty if a rank cannot. Of several placements one is returned, so that tokens are combined where they were
@@ -270,12 +270,12 @@ def _sharded(
         atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
     sources = tensor_inputs(node)
     input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
-    apart = _taken_apart(sources, pattern)
+    apart = _split_selections(sources, pattern)
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
         unsharded = R if factor == pattern.lookup and not pattern.linear else P
-        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
+        for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are given by the first row
             inputs = _places(pattern.inputs, input_shapes, factor, sections, pattern)
@@ -291,7 +291,7 @@ def _sharded(
             )
 
 
-def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
+def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     """Return the factors of dims of selected elements that a view splits.
 
     The positions of their elements are unknown.
@@ -322,7 +322,7 @@ def output_atoms(node: fx.Node) -> tuple:
     return atoms if is_tensor(node) else atoms[0]
 
 
-def _ways_to_cut(
+def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
     """Yield the sections in which a factor can be sharded.
@@ -345,7 +345,7 @@ def _ways_to_cut(
                 yield (-outer,)
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
-        for sections in sorted(_asked(node, pattern, factor)):
+        for sections in sorted(_requested_sections(node, pattern, factor)):
             sizes = section_sizes(size, sections)
             if sum(sizes) == size and all(s % num_shards == 0 for s in sizes):
                 yield sections
@@ -380,7 +380,7 @@ def _can_be_uneven(
     return atoms[i].kind == FEATURE and len(atoms) == 1 and alone and in_inputs and not few
 
 
-def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
+def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
     """Return sections of this factor that later views or splits request, or that earlier ones offer."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
