@@ -1,1 +1,1 @@
-"""Judge a plan: symbolic time and memory of a partitioned graph."""
+"""Cost of a plan: symbolic time and memory of a partitioned graph."""

@@ -1,4 +1,4 @@
-"""FLOPs of traced operators: by their rules, else by torch's own counter."""
+"""FLOPs of traced operators, by their sharding rules or by torch's own counter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopart.ops.operators import autopart_ops
 
 
 def work(node: fx.Node) -> float:
-    """FLOPs of an operator: of matrix work all, one per element for the rest, none for views."""
+    """Return the FLOPs of an operator: matrix FLOPs, or one per element of its output, or 0 for views."""
     flops = matrix_work(node)
     if flops:
         return float(flops)
@@ -27,13 +27,16 @@ def work(node: fx.Node) -> float:
 
 
 def matrix_work(node: fx.Node) -> int:
-    """FLOPs of a matrix product, from its rule, without one what torch counts; 0 for everything else."""
+    """Return the FLOPs of a matrix product by its rule, or without a rule as torch counts them.
+
+    All other operators have 0.
+    """
     pattern = facts(node)["pattern"]
     return pattern.flops if pattern is not None else counted_flops(node)
 
 
 def counted_flops(node: fx.Node) -> int:
-    """FLOPs of a call as `torch.utils.flop_counter` counts them, on fake tensors; 0 where it knows nothing of it.
+    """Return the FLOPs of a call as `torch.utils.flop_counter` counts them on fake tensors, else 0.
 
     A user's operator is counted once it has a formula (`torch.utils.flop_counter.register_flop_formula`).
     """
@@ -46,13 +49,15 @@ def counted_flops(node: fx.Node) -> int:
 
 
 def _known(node: fx.Node) -> Any:
-    """What a node computes; 0 for a number that each rank has its own of, on which no shape depends."""
+    """Return a node's value, or 0 for a per-rank number on which no shape depends."""
     return 0 if value(node) is None else value(node)
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, with what it does not know, or takes for something else: the backward of a grouped convolution
-    for that of a dense one."""
+    """Return torch's counter with formulas that it lacks, or has wrong.
+
+    torch counts the backward of a grouped convolution as that of a dense one.
+    """
     return FlopCounterMode(display=False, custom_mapping=FORMULAS)
 
 
@@ -60,18 +65,18 @@ def _convolution_backward_flops(
     grad_shape: list[int], input_shape: list[int], weight_shape: list[int], _bias: Any, _stride: Any, _padding: Any,
     _dilation: Any, transposed: bool, _output_padding: Any, _groups: int, output_mask: Sequence[bool], **_: Any,
 ) -> int:  # fmt: skip
-    """Each gradient, of the input and of the weight, takes the products of the forward (a weight's shape has its input
-    channels per group)."""
+    """Count the FLOPs of the forward for each gradient, of the input and of the weight.
+
+    The shape of a weight has its input channels per group.
+    """
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
 
 
 def _expert_flops(rows_shape: list[int], weight_shape: list[int], *_: Any, **__: Any) -> int:
-    """Every row with one matrix."""
     return 2 * rows_shape[0] * math.prod(weight_shape[1:])
 
 
 def _attention_flops(query_shape: list[int], key_shape: list[int], value_shape: list[int], *_: Any, **__: Any) -> int:
-    """The product of queries and keys, and that of weights and values."""
     return 2 * math.prod(query_shape[:-1]) * key_shape[-2] * (query_shape[-1] + value_shape[-1])
 
 
@@ -81,4 +86,4 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     autopart_ops.attention_dropout: _attention_flops,
     autopart_ops.attention_dropout_forward: _attention_flops,
 }
-"""{operator: its FLOPs, of the shapes of its arguments}."""
+"""{operator: FLOPs from the shapes of its arguments}."""

@@ -1,4 +1,4 @@
-"""What to say, and what to try, where a plan needs more memory than a rank has."""
+"""Error texts and suggested changes for a plan that needs more memory than a rank has."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, Schedule
 
 SEARCH_S = 10.0
-"""Processor time for which other ways are looked for; the one that is being estimated then is the last."""
+"""Processor time in seconds after which no further change is estimated."""
 
 TRIES = 5
-"""Settings that are estimated for the note of a plan that does not fit."""
+"""Changes that are estimated for the note of a plan that does not fit."""
 
 MOST_TENSOR_RANKS = 8
-"""Those of a node: with as many, a larger mesh gets more stages."""
+"""Ranks of a node. With this many `tp` ranks, a larger mesh gets more stages."""
 
-_SAID = {
+_KIND_NAMES = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
     "temporary": "temporary values", "communication": "communication", "inputs": "inputs", "buffers": "buffers",
     "gathered": "gathered parameters",
 }  # fmt: skip
 
 Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
-"""The memory on a mesh with these options in place of those asked for. Raises AutopartError where it cannot be."""
+"""The memory on a mesh with these options instead of the requested ones. Raises AutopartError if no plan exists."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change. `more_ranks`: on a larger mesh."""
+    """One suggested change.
+
+    Args:
+        more_ranks: True if it needs a larger mesh.
+    """
 
     text: str
     mesh: Mesh
@@ -51,11 +55,14 @@ def does_not_fit(
     ranks: Sequence[RankMemory], limit: int, mesh: Mesh, schedule: Schedule, rows: int, estimate: Estimate,
     plan_options: Mapping[str, Any],
 ) -> MemoryLimitError:  # fmt: skip
-    """The error for a plan whose fullest rank needs more than `limit` bytes: what takes it, and what would take less.
+    """Return the error for a plan whose fullest rank needs more than `limit` bytes.
+
+    The error lists what uses the memory, and changes that need less.
 
     Args:
-        rows: of the global batch.
-        plan_options: the options asked for, by name.
+        rows: samples of the global batch.
+        estimate: the memory on a mesh with given options.
+        plan_options: the requested options, by name.
     """
     rank = fullest(ranks)
     end_s = time.process_time() + SEARCH_S
@@ -76,18 +83,18 @@ def does_not_fit(
 
 
 def told(rank: RankMemory) -> str:
-    """`activations of 4 microbatches in flight 3.41 GB, optimizer state 1.09 GB, ...`, the largest first."""
+    """Format `activations of 4 microbatches in flight 3.41 GB, ...`, the largest kind first."""
     count = sum(rank.in_flight.values())
     flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
-    sizes = {kind: getattr(rank, kind) for kind in _SAID if getattr(rank, kind) * 100 >= rank.total}
-    names = _SAID | {"activations": flight}
+    sizes = {kind: getattr(rank, kind) for kind in _KIND_NAMES if getattr(rank, kind) * 100 >= rank.total}
+    names = _KIND_NAMES | {"activations": flight}
     return ", ".join(
         f"{names[kind]} {quantity(size, 'B')}" for kind, size in sorted(sizes.items(), key=lambda e: -e[1])
     )
 
 
 def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
-    """What there is to change, on the same ranks first."""
+    """Yield the suggested changes, those on the same ranks first."""
     if schedule.name is not None:
         same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in (name for name in same if name in FLUSHING and name != schedule.name):
@@ -111,8 +118,11 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, A
 
 
 def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
-    """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
-    times as many."""
+    """Yield the few changes that save the most memory.
+
+    First come single changes on the same ranks. Then come all changes together, on the same ranks and on two and
+    eight times as many.
+    """
     changes: list[tuple[str, dict[str, Any]]] = []
     if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
         changes.append(("zero=3", {"zero": 3}))
@@ -132,8 +142,11 @@ def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
 
 
 def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
-    """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
-    estimated: a count and not a time, so that all processes say the same."""
+    """Return a text for each change that needs less than `needed` bytes, up to the first that fits.
+
+    At most `TRIES` changes are estimated. The limit is a count, not a time, so that all processes return the same
+    texts.
+    """
     lines = []
     for way, total in _tried(islice(remedies, TRIES), needed, estimate):
         lines.append(f"{way.text} takes {quantity(total, 'B')}{'' if total <= limit else ', still too much'}")
@@ -143,11 +156,11 @@ def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Es
 
 
 def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
-    """The ways that take less, with what they take."""
+    """Yield the changes that need less memory, with the bytes of the fullest rank."""
     for way in remedies:
         try:
             less = fullest(estimate(way.mesh, way.options)).total
-        except AutopartError:  # it cannot be cut so
+        except AutopartError:  # no plan exists with this change
             continue
         if less < total:
             yield way, less

@@ -1,4 +1,4 @@
-"""The memory of a rank by kind, and sizes as a user writes them."""
+"""Memory of a rank by kind, and parsing of memory sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autopart.errors import OptionError
 from autopart.ir.run.report_terms import MEMORY_KINDS
 
 OPTIMIZER_VALUES = 2
-"""Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
-2019). Plain SGD keeps none, and one with masters of higher precision more."""
+"""Values per parameter that the optimizer stores, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
+2019). Plain SGD stores none; an optimizer with master weights of higher precision stores more."""
 
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -21,17 +21,23 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The most that a rank of one pipeline coordinate holds during a training step, in bytes.
+    """Peak memory of a rank of one pipeline coordinate during a training step, in bytes.
 
-    `stages`: those it runs. `parameters`, `optimizer`, `buffers`: from step to step. `gradients`: of all its weights.
-    `inputs`: the batch and what is computed from it alone. `activations`: what is kept for backwards when most is, of
-    `in_flight` microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`:
-    what pipelining receives into, and the largest bucket of tied gradients. `gathered`: with ZeRO 1 and 2 the wholes of
-    parameters that are stored in parts, and with 1 of their gradients, beyond the parts. Not all of these are there at
-    a time: `total` is the most that is. `largest`: single tensors or operators, `{name: bytes}`, the largest first.
+    A step begins without gradients (`optimizer.zero_grad()`, whose default frees them). AdamW updates without
+    copies (`fused=True`). torch's default on GPUs, `foreach`, needs up to the bytes of all trained parameters in
+    addition.
 
-    A step begins without gradients (`optimizer.zero_grad()`, whose default frees them) and AdamW updates without
-    copies (`fused=True`; torch's default on GPUs, `foreach`, takes up to the bytes of all trained parameters more).
+    Args:
+        stages: the stages that the rank runs.
+        parameters, optimizer, buffers: persistent state.
+        gradients: gradients of all its weights.
+        inputs: the batch, and values that depend on it alone.
+        activations: tensors saved for backward at their peak, with `in_flight` microbatches per stage.
+        temporary: the peak workspace of one forward or backward beyond the activations.
+        communication: receive buffers of pipelining, and the largest bucket of tied gradients.
+        gathered: with ZeRO 1 and 2, unsharded parameters beyond the shards; with ZeRO 1 also unsharded gradients.
+        total: the peak. The kinds do not all peak at the same time.
+        largest: {name: bytes} of single tensors or operators, the largest first.
     """
 
     stages: tuple[int, ...]
@@ -49,14 +55,14 @@ class RankMemory:
     largest: Mapping[str, int] = field(default_factory=dict)
 
     def as_row(self) -> dict[str, Any]:
-        """For the plan."""
+        """Return the row of `Plan.memory`, as JSON data."""
         in_flight = [self.in_flight[stage] for stage in self.stages]
         sizes = {kind: getattr(self, kind) for kind in MEMORY_KINDS}
         return {"stages": list(self.stages), **sizes, "total": self.total, "in_flight": in_flight}
 
 
 def parse_size(size: Any) -> int:
-    """Bytes of `"24GB"` (10^9), `"24GiB"` (2^30), `"800MB"` or a number of bytes.
+    """Convert `"24GB"` (10^9), `"24GiB"` (2^30), `"800MB"` or a number of bytes to bytes.
 
     Raises OptionError for anything else.
 
@@ -71,6 +77,6 @@ def parse_size(size: Any) -> int:
     elif isinstance(size, int) and not isinstance(size, bool):
         bytes_, why = size, "it is not above zero"
     if bytes_ <= 0:
-        hint = "memory='80GB', memory='24GiB', or a whole number of bytes"
+        hint = "memory='80GB', memory='24GiB', or an integer number of bytes"
         raise OptionError(f"memory={size!r} is not a size", why=why, hint=hint)
     return bytes_

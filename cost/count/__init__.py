@@ -1,1 +1,1 @@
-"""What a program takes: bytes, operations, seconds of each stage, for the simulator and the formulas."""
+"""Counts of a lowered program for the simulator and the formulas: bytes, FLOPs, collectives."""

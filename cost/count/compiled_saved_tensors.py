@@ -1,14 +1,15 @@
-"""What a compiled stage keeps for its backward, and which of its values are in memory at all.
+"""Saved tensors of a compiled stage, and the values that its kernels materialise.
 
-`torch.compile` does not keep what autograd would. It computes again, in the kernels of the backward, whatever those can
-join: of a graph it keeps the values that are fewest bytes among all between which and the backward nothing but such
-operators lie, a minimum cut (Chen et al. 2016, arXiv:1604.06174, of what is worth keeping; as a cut: torch's own
-`min_cut_rematerialization_partition`, of which the rules below are). Products, attention, collectives and draws are
-never computed again, nor what a product of the backward reads, nor a sum to a quarter and less. What is joined with its
-readers is in no memory, and neither is its gradient.
+`torch.compile` does not save what autograd would. Its backward kernels recompute everything that they can fuse.
+Of a graph it saves the values with the fewest bytes such that only fusible operators lie between them and the
+backward. This is a minimum cut (recomputation: Chen et al. 2016, arXiv:1604.06174; as a cut: torch's own
+`min_cut_rematerialization_partition`, whose rules are below).
 
-A graph falls apart at what is never computed again into small parts, and of repeated blocks they are alike: each is
-cut once.
+Never recomputed: products, attention, collectives, random ops, inputs of a product's backward, and reductions
+to a quarter or less. A value that is fused with its users is not materialised, and neither is its gradient.
+
+Operators that are never recomputed split a graph into small components. Components of repeated blocks are
+identical, so each is solved once.
 """
 
 from __future__ import annotations
@@ -30,37 +31,46 @@ from autopart.ir.facts import cost_notes, is_joined
 from autopart.ops.operators import is_cast
 
 SMALL = 4
-"""A sum to one part in so many and less is kept and not computed again."""
+"""A reduction to one part in `SMALL` or less is saved, not recomputed."""
 
 FARTHER = 1.1
-"""So much more a value weighs with each operator that lies between it and the backward."""
+"""Factor by which the weight of a buffer grows with each operator between it and the backward."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Apart:
-    """What an operator keeps for itself alone: its statistics, a copy of what it makes, or of what numbers are kept
-    for their sign alone a byte each."""
+class _ExtraSaved:
+    """A buffer that an operator saves for its own backward alone.
+
+    It holds statistics, a copy of the output, or one byte per element if the backward needs the sign alone.
+    """
 
     size_bytes: int
 
 
-Piece = Memory | _Apart
+Piece = Memory | _ExtraSaved
 Edges = Mapping[Piece, list[Memory] | None]
-"""What each piece is computed from of what is not there anyway; None: it is never computed again."""
+"""The buffers from which each buffer is computed, without parameters and gathered weights. None: it is never
+recomputed."""
 
 
 def with_compiled(walk: Walk) -> Walk:
-    """The walk of a stage, with what its compiled graph has in memory: there `keeps` and `others` are what is kept of
-    what the backward of an operator reads, and values that are in no memory have no bytes."""
+    """Return the liveness of a stage with the memory of its compiled graph as `compiled`.
+
+    There, `keeps` and `others` are the saved tensors that an operator's backward uses. Values that are not
+    materialised have 0 bytes.
+    """
     return replace(walk, compiled=_Compiled(walk).walk())
 
 
 class _Compiled:
-    """One stage. A piece is a memory, or what an operator keeps beside its values."""
+    """The compiled graph of one stage.
 
-    def __init__(self, given: Walk):
-        self.given, self.alive = given, given.reached()
-        self.calls = [node for node in given.values if node.op == "call_function"]
+    A piece is a buffer of values, or a buffer that an operator saves in addition to its values.
+    """
+
+    def __init__(self, eager: Walk):
+        self.eager, self.alive = eager, eager.reached()
+        self.calls = [node for node in eager.values if node.op == "call_function"]
         self.order = {node: index for index, node in enumerate(self.calls)}
         self.made = {node: self._made(node) for node in self.calls}
         self.read = {node: self._read(node) for node in self.calls}
@@ -69,7 +79,7 @@ class _Compiled:
         for node in self.calls:
             for memory in self.read[node] if self.made[node] else ():
                 self.users[memory].append(node)
-        self.apart = {node: _Apart(size) for node, size in given.others.items()}
+        self.apart = {node: _ExtraSaved(size) for node, size in eager.others.items()}
         self.in_backward = self._in_backward()
         self.signs_of = self._signs()
         self.far = self._used_far_apart()
@@ -77,41 +87,47 @@ class _Compiled:
         self.kept = self._kept()
 
     def _made(self, node: fx.Node) -> list[Memory]:
-        made = memories(self.given.values[node], lasting=True)
+        made = memories(self.eager.values[node], lasting=True)
         return sorted((m for m in made if m.made_by is node), key=lambda memory: memory.size_bytes)
 
     def _pieces(self, node: fx.Node) -> list[Piece]:
-        """All that a call makes."""
         return [*self.made[node], *([self.apart[node]] if node in self.apart else [])]
 
     def _read(self, node: fx.Node) -> list[Memory]:
-        read = (memories(self.given.values[used], lasting=True) for used in node.all_input_nodes)
+        read = (memories(self.eager.values[used], lasting=True) for used in node.all_input_nodes)
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
-        """What the backward of each operator reads, of what is not there anyway."""
+        """Return the buffers that each backward uses, without parameters and gathered weights."""
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
-                kept = [memory for memory in self.given.keeps.get(node, ()) if not _is_there(memory)]
+                kept = [memory for memory in self.eager.keeps.get(node, ()) if not _is_there(memory)]
                 reads[node] = [*dict.fromkeys(kept), *([self.apart[node]] if node in self.apart else [])]
         return reads
 
-    def _signs(self) -> dict[_Apart, list[Memory]]:
-        """What is kept of numbers of which a backward needs the sign alone: {it: the numbers}. The backward reads it
-        in place of them."""
-        signs: dict[_Apart, list[Memory]] = {}
+    def _signs(self) -> dict[_ExtraSaved, list[Memory]]:
+        """Return {sign buffer: the buffers it replaces} for operators whose backward needs the sign alone.
+
+        The backward then uses the sign buffer (a byte per element) instead of the values.
+        """
+        signs: dict[_ExtraSaved, list[Memory]] = {}
         for node, read in self.in_backward.items():
             numbers = [piece for piece in read if isinstance(piece, Memory)]
             if cost_notes(node).keeps_sign and numbers:
-                item_bytes = self.given.values[node].form.dtype.itemsize
-                apart = _Apart(sum(memory.size_bytes // item_bytes for memory in numbers))
+                item_bytes = self.eager.values[node].form.dtype.itemsize
+                apart = _ExtraSaved(sum(memory.size_bytes // item_bytes for memory in numbers))
                 self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
         return signs
 
     def _used_far_apart(self) -> dict[Memory, bool]:
-        """What is read on both sides of an operator that cannot be joined, and what is made of it behind that:
-        {memory: whether it is the latter}."""
+        """Return values that are used both before and after an operator that cannot be fused.
+
+        Values that the later users compute from them are included.
+
+        The result maps each buffer to True if it is computed by a later user, and to False if it is the shared
+        value.
+        """
         far: dict[Memory, bool] = {}
         for memory, users in self.users.items():
             if len(users) < 2 or not isinstance(memory, Memory):
@@ -124,7 +140,10 @@ class _Compiled:
         return far
 
     def _first_apart(self, users: Sequence[fx.Node]) -> int:
-        """Where the first operator stands that cannot be joined with these, or with what reads them."""
+        """Return the index of the first operator that cannot be fused with these users.
+
+        Operators that use the users' outputs are searched too.
+        """
         last = max(self.order[node] for node in users)
         queue, seen = [self.order[node] for node in users], set(users)
         heapq.heapify(queue)
@@ -141,7 +160,7 @@ class _Compiled:
         return last
 
     def _forced(self) -> set[Piece]:
-        """What is not computed again."""
+        """Return the buffers that are never recomputed."""
         forced: set[Piece] = {memory for memory, is_behind in self.far.items() if is_behind}
         for node in self.calls:
             size = sum(memory.size_bytes for memory in self.read[node])
@@ -155,7 +174,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[Memory]]:
-        """What each piece is computed from, of what is not there anyway."""
+        """Return the buffers each buffer is computed from, without parameters and gathered weights."""
         sources: dict[Piece, list[Memory]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -163,9 +182,9 @@ class _Compiled:
         return sources | self.signs_of
 
     def _kept(self) -> set[Piece]:
-        """The cut, and what regions that are run again read."""
-        regions = self.given.regions(self.alive)
-        kept: set[Piece] = {m for nodes in regions.values() for m in self.given.read_by(nodes)}
+        """Return the saved buffers: the minimum cut, and the inputs of recomputed regions."""
+        regions = self.eager.regions(self.alive)
+        kept: set[Piece] = {m for nodes in regions.values() for m in self.eager.read_by(nodes)}
         self.entering = set(kept)
         reads = {piece for pieces in self.in_backward.values() for piece in pieces}
         self.sources = self._sources()
@@ -177,11 +196,11 @@ class _Compiled:
         }
         for part in _parts(edges):
             if not reads.isdisjoint(part):
-                kept |= _cut(part, edges, weights, reads)
+                kept |= _component_cut(part, edges, weights, reads)
         return kept
 
     def _away(self, reads: set[Piece]) -> dict[Piece, int]:
-        """How many operators lie between each piece and the backward."""
+        """Return the number of operators between each buffer and the backward."""
         away: dict[Piece, int] = dict.fromkeys(reads, 1)
         for node in reversed(self.calls):
             nearest = min((away[made] for made in self._pieces(node) if made in away), default=100)
@@ -190,11 +209,11 @@ class _Compiled:
         return away
 
     def _is_apart(self, piece: Piece) -> bool:
-        """Whether something reads a piece that cannot be joined with what makes it."""
+        """Return True if some user of a buffer cannot be fused with the operator that computes it."""
         return isinstance(piece, Memory) and not (self.users.get(piece) and all(map(self.joined, self.users[piece])))
 
     def _needs(self) -> dict[Piece, dict[Piece, None]]:
-        """What is kept that the backward has each piece from."""
+        """Return the saved buffers from which the backward obtains each buffer."""
         needs: dict[Piece, dict[Piece, None]] = {}
         for piece, sources in self.sources.items():
             if piece in self.kept:
@@ -206,25 +225,28 @@ class _Compiled:
         return needs
 
     def walk(self) -> Walk:
-        given, left_out = self.given, self._left_out()
-        values = {node: _with(value, left_out) for node, value in given.values.items()}
+        eager, left_out = self.eager, self._left_out()
+        values = {node: _with(value, left_out) for node, value in eager.values.items()}
         needs = self._needs()
         keeps, others = dict[fx.Node, list[Memory]](), dict[fx.Node, int]()
         for node in self.calls:
             pieces = {other: None for piece in self.in_backward.get(node, ()) for other in needs.get(piece, [piece])}
-            lasting = [memory for memory in given.keeps.get(node, ()) if _is_there(memory)]
+            lasting = [memory for memory in eager.keeps.get(node, ()) if _is_there(memory)]
             keeps[node] = [*lasting, *(m for m in pieces if isinstance(m, Memory))]
-            size = sum(m.size_bytes for m in pieces if isinstance(m, _Apart))
+            size = sum(m.size_bytes for m in pieces if isinstance(m, _ExtraSaved))
             if size:
                 others[node] = size
         joined = frozenset(filter(self.joined, self.calls))
-        takes = {node: (0, 0) if node in joined else sizes for node, sizes in given.takes.items()}
+        takes = {node: (0, 0) if node in joined else sizes for node, sizes in eager.takes.items()}
         keeps = {node: [left_out.get(memory, memory) for memory in kept] for node, kept in keeps.items()}
-        return replace(given, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
+        return replace(eager, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
 
     def _left_out(self) -> dict[Memory, Memory]:
-        """Those that are in no memory, as none of any size."""
-        outputs = (self.given.values[node] for node in self.given.outputs if isinstance(node, fx.Node))
+        """Map buffers that are not materialised to copies with 0 bytes.
+
+        Saved casts are mapped to copies that are not recomputed.
+        """
+        outputs = (self.eager.values[node] for node in self.eager.outputs if isinstance(node, fx.Node))
         sent = {memory for output in outputs for memory in memories(output)}
         made = {memory for node in self.calls if self.joined(node) for memory in self.made[node]}
         there = sent | self.kept | self.entering | set(self.far)
@@ -245,7 +267,7 @@ def _with(value: Any, others: dict[Memory, Memory]) -> Any:
 
 
 def _parts(edges: Edges) -> Iterable[list[Piece]]:
-    """The pieces that are computed from each other, in their order."""
+    """Return the connected components of the buffers, each in program order."""
     graph: nx.Graph[Piece] = nx.Graph()
     for piece, sources in edges.items():
         graph.add_node(piece)
@@ -254,23 +276,27 @@ def _parts(edges: Edges) -> Iterable[list[Piece]]:
     return (sorted(part, key=index.__getitem__) for part in nx.connected_components(graph))
 
 
-def _cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
-    """Of pieces that are computed from each other those to keep."""
+def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
+    """Return the buffers of one connected component to save."""
     number = {piece: i for i, piece in enumerate(part)}
-    form = []
+    component = []
     for piece in part:
         sources = edges[piece]
-        known = None if sources is None else tuple(number[source] for source in sources)
-        form.append((known, round(weights[piece]), piece in reads))
-    return {part[i] for i in _least(tuple(form))}
+        indices = None if sources is None else tuple(number[source] for source in sources)
+        component.append((indices, round(weights[piece]), piece in reads))
+    return {part[i] for i in _minimum_cut(tuple(component))}
 
 
 @lru_cache(MAX_KNOWN)
-def _least(form: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
-    """The minimum cut of pieces by number: what each is computed from (None: it is not), its weight, and whether
-    the backward reads it."""
+def _minimum_cut(component: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
+    """Return the indices of the buffers in the minimum cut.
+
+    Args:
+        component: for each buffer, the indices it is computed from (None if it is never recomputed), its weight, and
+            whether the backward uses it.
+    """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
-    for i, (sources, weight, is_read) in enumerate(form):
+    for i, (sources, weight, is_read) in enumerate(component):
         graph.add_edge((i, "in"), (i, "out"), capacity=weight)
         for source in sources or ():
             graph.add_edge((source, "out"), (i, "in"), capacity=math.inf)
@@ -280,5 +306,5 @@ def _least(form: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozen
             graph.add_edge((i, "out"), "sink", capacity=math.inf)
     if "source" not in graph or "sink" not in graph:
         return frozenset()
-    _, (given, _) = nx.minimum_cut(graph, "source", "sink")
-    return frozenset(i for i in range(len(form)) if (i, "in") in given and (i, "out") not in given)
+    _, (source_side, _) = nx.minimum_cut(graph, "source", "sink")
+    return frozenset(i for i in range(len(component)) if (i, "in") in source_side and (i, "out") not in source_side)

@@ -1,4 +1,4 @@
-"""What sums the gradients of a stage, and gathers its weights, while it runs."""
+"""Gradient reduction and weight all-gathers of a stage that overlap with its compute."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from autopart.ir.trace import Trace
 def traffic_of(
     trace: Trace, program: Program, stage: Stage, whole: Mapping[str, int], ways: Mapping[str, Way]
 ) -> Traffic:
-    """What is sent beside the work of a stage.
+    """Return the communication that overlaps with the compute of a stage.
 
     Args:
-        whole: {parameter that is held whole for a step: its bytes}.
-        ways: {parameter: how it is gathered}, of at least these.
+        whole: {parameter that stays unsharded for a step: its bytes}.
+        ways: {parameter: how it is gathered}, with an entry for at least the parameters in `whole`.
+
+    Raises NotFoldable if weights of a deduplicated block are gathered together with weights of another block.
     """
     mesh = program.mesh
     read = in_order_of_use(stage.graph.graph, (n for n in stage.parameters if trace.parameters[n].requires_grad))
@@ -45,7 +47,7 @@ def traffic_of(
     gathered = {node: _weight(trace, program, program.parameters[source_name(node)], way_of(node)) for node in nodes}
     together = gathered_together(nodes, lambda node: gathered[node].kind)
     if any(len({times(node) for node in row}) > 1 for row in together):
-        raise NotFoldable("weights of a block that stands for others are gathered with those of another")
+        raise NotFoldable("weights of a deduplicated block are gathered with those of another block")
     rows = tuple(Row.of({source_name(node): gathered[node] for node in row}, row[0]) for row in together)
     return Traffic(sent, rows, program.prefetch, {node: i for i, row in enumerate(together) for node in row})
 
@@ -53,7 +55,12 @@ def traffic_of(
 def _weight(
     trace: Trace, program: Program, stored: StoredTensor, way: Way | None = None, whole_bytes: int | None = None
 ) -> Weight:  # fmt: skip
-    """A parameter as it travels; `way`: how it is gathered. `whole_bytes`: if not its parts together."""
+    """Return a parameter as it is communicated.
+
+    Args:
+        way: how it is gathered; None if it is not sharded over data-parallel ranks.
+        whole_bytes: bytes of the unsharded parameter, if it is not the sum of its shards.
+    """
     dtype, ranks = trace.parameters[stored.name].dtype, program.mesh.size(way.axis) if way is not None else 1
     read = (stored.compute_dtype or dtype).itemsize / dtype.itemsize
     part = local_bytes(trace, program, stored)
@@ -69,13 +76,13 @@ def _weight(
 
 
 def summed_dtype(stored: torch.dtype, program: Program) -> torch.dtype:
-    """What the gradient of a parameter of this dtype is summed in."""
+    """Return the dtype in which the gradient of a parameter of this dtype is reduced."""
     reduce = program.reduce_dtype
     return reduce if reduce is not None and stored.is_floating_point else stored
 
 
 def carried_by(trace: Trace, program: Program, names: Iterable[str]) -> list[Carried]:
-    """What data-parallel ranks send each other of these parameters in place of sums, by method."""
+    """Return what data-parallel ranks exchange for these parameters instead of an all-reduce, by method."""
     rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
         stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize
@@ -86,6 +93,6 @@ def carried_by(trace: Trace, program: Program, names: Iterable[str]) -> list[Car
 
 
 def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
-    """Bytes of a rank's part of a parameter."""
+    """Return the bytes of a rank's shard of a parameter."""
     sizes = {axis: program.mesh.size(axis) for axis in stored.layout}
     return math.prod(local_shape(stored.shape, stored.layout, sizes)) * trace.parameters[stored.name].dtype.itemsize

@@ -1,12 +1,15 @@
-"""What comes into being and goes while a stage's operators run, forward and backward, in their order.
+"""Liveness analysis of a stage graph: the buffers each operator allocates and frees, both passes.
 
-Here it is pieces of memory: `events.py` measures them in bytes, for a plan's memory, and `held.py` as `Size`, for what
-a table says of other sizes.
+The steps are shared by two counters: `memory_events.py` counts them in bytes for a plan's memory, and
+`symbolic_memory.py` as `Size`, so that a table can scale them to other sizes.
 
-The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient of
-the same value is added out of place, when what made it is gone; in place by operators that write over what they read.
-A parameter's stays in the first backward of a step; in later ones it is added to the earlier, in place, when it is
-whole.
+Rules for gradients:
+
+- The gradient of a view is a view of the gradient. The gradient of a sum's operand is the sum's gradient, expanded.
+- A second gradient of a value is added out of place, after the operator that produced it has run. Operators that
+  overwrite their inputs add in place.
+- A parameter's gradient stays allocated in the first backward of a step. Later backwards add to it in place, once
+  their own gradient is complete.
 """
 
 from __future__ import annotations
@@ -22,8 +25,12 @@ from autopart.ir.facts import cost_notes, facts
 
 
 class Forward(NamedTuple):
-    """`made`: memory that an operator is the first to have. `ended`: what none after it reads, and the backward does
-    not either."""
+    """One operator of the forward pass.
+
+    Args:
+        made: buffers that this operator allocates.
+        ended: buffers that no later operator uses and that are not saved for backward.
+    """
 
     node: fx.Node
     made: Set[Memory]
@@ -31,9 +38,15 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """`rerun`: operators that are run again right before. `made`: memory whose gradient comes into being, `done`: whose
-    goes. `further`: values that get a further gradient. `whole`: {parameter whose gradient is now all there: its
-    memory, None where its gradient is a view of another}."""
+    """The backward of one operator.
+
+    Args:
+        rerun: operators that are recomputed right before it.
+        made: buffers whose gradient is allocated.
+        further: values that receive a second or later gradient.
+        done: buffers whose gradient is freed.
+        whole: {parameter whose gradient is now complete: its buffer, or None if the gradient is a view of another}.
+    """
 
     node: fx.Node
     rerun: Sequence[fx.Node]
@@ -44,7 +57,11 @@ class Backward(NamedTuple):
 
 
 def forward_steps(walk: Walk, kept: Set[Memory]) -> Iterator[Forward]:
-    """Of every node. `kept`: what the backward reads."""
+    """Yield one step per node in forward order.
+
+    Args:
+        kept: buffers saved for backward, which are not freed in forward.
+    """
     last: dict[Memory, fx.Node] = {}
     for node in walk.values:
         for used in (node, *node.all_input_nodes):
@@ -61,7 +78,11 @@ def forward_steps(walk: Walk, kept: Set[Memory]) -> Iterator[Forward]:
 
 
 def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
-    """Of every operator that a gradient passes, from the last on. `alive`: the nodes that one passes."""
+    """Yield one step per operator that a gradient flows through, from the last operator on.
+
+    Args:
+        alive: nodes that a gradient flows through.
+    """
     calls = [node for node in walk.values if node in alive and node.op == "call_function"]
     inputs = {node: walk.towards(node) for node in reversed(calls)}
     uses = Counter(_key(used) for towards in inputs.values() for used in towards)
@@ -84,5 +105,5 @@ def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
 
 
 def _key(node: fx.Node) -> Any:
-    """A value; a parameter wherever it is read."""
+    """Return the identity of a value: a parameter is one value, however many nodes read it."""
     return str(node.target) if node.op == "get_attr" else node

@@ -1,5 +1,7 @@
-"""What a stage's operators do to a rank's memory, in bytes: what each allocates and frees (`steps.py`), and what is
-sent beside it. `cost/predict/comm_buffers.py` follows that for all blocks of the model.
+"""Memory events of a stage's operators in bytes: allocations, frees and communication buffers.
+
+The allocations come from `liveness.py`. `cost/predict/comm_buffers.py` follows the events over all blocks of
+the model.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from autopart.ir.blocks.deduplication import Folds, later, unrolled
 from autopart.ir.facts import facts, times
 
 
-class _Step(NamedTuple):
-    """What one operator does."""
+class _OperatorEvents(NamedTuple):
+    """The memory events of one operator."""
 
     node: fx.Node
     events: tuple[Event, ...]
@@ -28,8 +30,8 @@ class _Step(NamedTuple):
         path, number = facts(self.node).get("block", ("", 0))
         return f"{path}.{number}"
 
-    def later(self, folds: Folds, blocks: int) -> _Step:
-        """The same, so many blocks later."""
+    def later(self, folds: Folds, blocks: int) -> _OperatorEvents:
+        """Return the step of the equivalent operator `blocks` blocks later, with its parameters renamed."""
         if not any(event.name for event in self.events):
             return self
         return self._replace(
@@ -37,15 +39,15 @@ class _Step(NamedTuple):
         )
 
 
-def _of_all(folds: Folds, steps: Iterable[_Step]) -> list[tuple[Event, ...]]:
-    """Those of all blocks of the model."""
+def _of_all(folds: Folds, steps: Iterable[_OperatorEvents]) -> list[tuple[Event, ...]]:
+    """Expand the steps of a deduplicated trace to all blocks of the model."""
     return [
         step.events for step in unrolled(folds, list(steps), lambda one: one.block, lambda one, i: one.later(folds, i))
     ]
 
 
 def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> float:
-    """The most that values, weights on their way and what is kept take while the forward runs."""
+    """Return the peak bytes of values, gathered weights and saved tensors in a microbatch's forward."""
     steps = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
     made_bytes = {step.node: _bytes(step.made) for step in steps}
 
@@ -65,18 +67,18 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
         yield Event("takes", written_over - _bytes(ended))
 
     return forward_peak(_of_all(walk.trace.folds, (
-        _Step(step.node, tuple(events(step.node, step.ended))) for step in steps if step.node.op == "call_function"
+        _OperatorEvents(step.node, tuple(events(step.node, step.ended)))
+        for step in steps if step.node.op == "call_function"
     )))  # fmt: skip
 
 
 def backward_bytes(
     walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
 ) -> tuple[float, float]:  # fmt: skip
-    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
-    ones.
+    """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
 
     Args:
-        kept: bytes that are held for the backward of each node.
+        kept: bytes saved for the backward of each node.
     """
     steps = _of_all(walk.trace.folds, _Backward(walk, alive, kept, traffic).steps())
     whole = {str(n.target): read.memory.size_bytes for n, read in walk.values.items() if n.op == "get_attr"}
@@ -85,7 +87,7 @@ def backward_bytes(
 
 
 class _Backward:
-    """What the backward of every operator does."""
+    """Generates the memory events of every operator's backward."""
 
     def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
         self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
@@ -93,16 +95,16 @@ class _Backward:
         self.in_rows = {name for row in traffic.rows for name in row.names}
         self.opened: set[int] = set()
         self.read_bytes = 0
-        """Of what the operators right before have read, which are one kernel with the next if that is joined: all is
-        there until it ends."""
+        """Bytes that the preceding fused operators have read. They are one kernel with the next operator if that is
+        fused too, so they stay allocated until the kernel ends."""
         self.read_sizes: set[int] = set()
-        """Of what these keep: one of the size of what the kernel makes is written over."""
+        """Sizes in bytes of the buffers that these operators saved. The kernel overwrites one of its output's size."""
         self.parts_bytes: Counter[int] = Counter()
         self.wholes_bytes: Counter[int] = Counter()
 
-    def steps(self) -> Iterator[_Step]:
+    def steps(self) -> Iterator[_OperatorEvents]:
         for step in backward_steps(self.walk, self.alive):
-            yield _Step(step.node, tuple(self._events(step)))
+            yield _OperatorEvents(step.node, tuple(self._events(step)))
 
     def _events(self, step: Backward) -> Iterator[Event]:
         node, values = step.node, self.walk.values
@@ -121,7 +123,7 @@ class _Backward:
                     yield Event("needs", new_bytes + self.read_bytes)
                 self.read_bytes, self.read_sizes = 0, set()
             yield Event("takes", new_bytes - written_over)
-        else:  # gradients of parts are made where those of all wholes are there, which are sent
+        else:  # gradients of shards are allocated while all unsharded gradients of the row are still resident
             self.parts_bytes[row] += new_bytes
             self.wholes_bytes[row] += done
             new_bytes = done = 0
@@ -138,11 +140,11 @@ class _Backward:
             yield Event("gives", memory.size_bytes if memory and name not in self.in_rows else 0, name=name)
 
     def _before(self, step: Backward) -> Iterator[Event]:
-        """What is run again, and gathered again, before the backward of a node."""
+        """Yield the events of recomputation and of weight all-gathers before the backward of a node."""
         row_of = self.traffic.row_of
         if step.rerun:
             rows = {row_of[n] for n in step.rerun if n in row_of}
-            yield from self._open(set(sorted(rows)[:1]))  # which it begins with
+            yield from self._open(set(sorted(rows)[:1]))  # the first row that the region uses
             yield Event("takes", sum(self.again.get(n, 0) for n in step.rerun))
             yield from self._open(rows)
         yield from self._open({row_of[m.made_by] for m in self.walk.keeps.get(step.node, ())
@@ -155,8 +157,12 @@ class _Backward:
 
 
 def _writes_over(walk: Walk, node: fx.Node) -> bool:
-    """Whether what an operator makes may lie where what it reads was, or the gradient of one where that of the other
-    was: of a cast they may not, whose elements have another size."""
+    """Return True if an operator's output can reuse the buffer of its input.
+
+    In backward, the input's gradient then reuses the buffer of the output's gradient.
+
+    A cast to another element size cannot.
+    """
     if node not in walk.in_place:
         return False
     made, *read = (value.form.dtype.itemsize for one in (node, *node.all_input_nodes)

@@ -1,7 +1,7 @@
-"""What one microbatch of a stage holds on a rank, and how far its forward and its backward go beyond that.
+"""Saved bytes of one microbatch of a stage, and the peaks of its forward and backward beyond them.
 
-The walk of a stage (`footprint.py`) says whose memory every value is and until when it is read; its traffic
-(`sending.py`) what weights and gradients take on their way between ranks.
+The liveness of values comes from `stage_footprint.py`. Communication buffers come from
+`gradient_communication.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from autopart.ir.run.schedule_actions import StageBytes
 
 @dataclass
 class StageMemory:
-    """What one microbatch of a stage holds on one rank.
+    """Memory of one microbatch of a stage on one rank.
 
-    `saved`: what autograd keeps, by the node that keeps it first. `bytes`: how much the schedule's actions take.
-    `input_bytes`: values of the inputs alone, for all microbatches. `trained`: the parameters that get a gradient.
-    `whole`: {parameter that is held whole for a step: its bytes}. `whole_backward`: whether the runtime never splits
-    the backward, as something is run again in it. `traffic`: what is sent beside its work.
+    Args:
+        saved: bytes saved by autograd, by the node that saves them first.
+        bytes: sizes for the actions of the schedule.
+        input_bytes: bytes of values that depend on inputs alone, for all microbatches.
+        trained: names of the parameters that get a gradient.
+        whole: {parameter that stays unsharded for a step: its bytes}.
+        whole_backward: True if the runtime never splits the backward, because something is recomputed in it.
+        traffic: communication that overlaps with the stage's compute.
     """
 
     saved: dict[fx.Node, int]
@@ -40,12 +44,12 @@ class StageMemory:
 
     @property
     def temporary_bytes(self) -> int:
-        """How far a forward or backward goes beyond what is held, at its largest."""
+        """The larger of the forward and backward peaks, in bytes beyond the saved tensors."""
         return max(self.bytes.forward, self.bytes.backward)
 
 
 def stage_memory(walk: Walk) -> StageMemory:
-    """What one microbatch of a stage holds on its heaviest rank."""
+    """Return the memory of one microbatch of a stage on the rank that holds the most."""
     walk = walk.in_memory
     stage, program = walk.stage, walk.program
     alive = walk.reached()
@@ -79,7 +83,10 @@ def stage_memory(walk: Walk) -> StageMemory:
 
 
 def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
-    """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
+    """Return the bytes of gradients that a split backward keeps from the input part to the weight part.
+
+    These are the gradients of values that depend on weights and on other values.
+    """
     weights = walk.of_weights(alive)
     mixed = [n for n in walk.values if n in alive and n not in weights and any(u in weights for u in n.all_input_nodes)]
     kept = {memory for node in mixed for memory in memories(walk.values[node])}
@@ -87,7 +94,10 @@ def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
 
 
 def _sent_bytes(sent: Any, held: set[Memory]) -> int:
-    """What sending a value holds beside what is held anyway: a copy where it does not lie in order."""
+    """Return the bytes that sending a value adds.
+
+    This is its buffer if it is not saved, or a copy if it is not contiguous.
+    """
     if not isinstance(sent, Value) or sent.memory.lives or (sent.form.is_contiguous and sent.memory in held):
         return 0
     return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes

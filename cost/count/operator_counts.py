@@ -1,11 +1,11 @@
-"""What every operator of a stage does in a microbatch, from the stage's graph with its local shapes.
+"""Kernels and collectives of every operator of a stage in a microbatch, from local shapes.
 
-The FLOPs of a matrix product are those that torch counts on the local shapes. Everything else is its memory traffic;
-what makes no memory of its own (views) does nothing.
+The FLOPs of a matrix product are those that torch counts on the local shapes. All other operators count their
+memory traffic. Views allocate nothing and cost nothing.
 
-Of a matrix product each operand's gradient takes as long as the product; of fused attention, which computes its scores
-again (Dao et al. 2022, arXiv:2205.14135, section 3.1), five products where the forward has two. Of all others the
-backward reads the gradient of the output and what was kept, and writes the gradients of the inputs.
+The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its
+scores (Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward
+of all other operators reads the output's gradient and the saved tensors, and writes the inputs' gradients.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast
 
 _SUMMED = 3
-"""Values that adding a gradient to another one reads and writes."""
+"""Values that the addition of two gradients reads and writes, per element."""
 
 
 class Counted(NamedTuple):
-    """What one operator of a stage does in a microbatch: its forward, the backwards towards what the stage received and
-    towards its weights, what of the forward is run again before them, and adding the gradients of weights, which it is
-    the first to read, to those of earlier microbatches."""
+    """Work of one operator of a stage in a microbatch.
+
+    Args:
+        forward: work of the forward.
+        input_backward: backward towards the tensors that the stage received.
+        weight_backward: backward towards the stage's weights.
+        recompute: forward work that is recomputed before the backward.
+        accumulate: adding gradients of weights to those of earlier microbatches; counted at the first operator that
+            reads the weight.
+    """
 
     node: fx.Node
     forward: tuple[Work, ...]
@@ -50,12 +57,12 @@ class Counted(NamedTuple):
 
 
 def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool = False) -> list[list[Counted]]:
-    """What the operators of every stage do in a microbatch on the stage's first rank, in their order.
+    """Return the work of every stage's operators in a microbatch, in program order, on its first rank.
 
     Args:
-        fused: what lies between two products or collectives is one kernel, as a compiler makes it (or Megatron's fused
-            kernels: Narayanan et al. 2021, section 4.2), which reads and writes what others made or use, each piece of
-            memory once; the last operator of a chain has its work.
+        fused: count everything between two products or collectives as one kernel, as a compiler emits it (or
+            Megatron's fused kernels: Narayanan et al. 2021, section 4.2). The kernel reads its inputs and writes
+            its outputs, each buffer once. The last operator of the chain has the work of the chain.
     """
     growth = Growth(trace, program)
     known: dict[Any, Counted] = {}
@@ -64,7 +71,11 @@ def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool =
 
 
 class _Counter:
-    """One stage. `known`: what calls do, by all that it depends on; repeated blocks are counted once."""
+    """Counter of one stage.
+
+    Args:
+        known: cache of the work of calls by signature, so that repeated blocks are counted once.
+    """
 
     def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted], fuses: bool):
         self.walk, self.growth, self.known, self.fuses = walk, growth, known, fuses
@@ -73,7 +84,7 @@ class _Counter:
         self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
 
     def stage(self) -> list[Counted]:
-        """All operators."""
+        """Return the work of all operators of the stage."""
         rerun = rerun_nodes(self.walk, self.alive)
         added, read = set[fx.Node](), set[fx.Node]()
         operators = []
@@ -93,7 +104,10 @@ class _Counter:
         return operators
 
     def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
-        """Adding gradients to those of operators before this one which have `read` the same values; it reads more."""
+        """Return the additions of a value's gradients where earlier operators use the same input.
+
+        Adds this node's inputs to `read`.
+        """
         if self.fuses or node not in self.alive:
             return ()
         works = []
@@ -106,7 +120,7 @@ class _Counter:
         return tuple(works)
 
     def fused(self, operators: Sequence[Counted]) -> list[Counted]:
-        """With the works of every chain of operators that are priced by their memory traffic as one."""
+        """Replace every chain of operators that cost memory traffic alone by one kernel."""
         fused, chain = [], list[Counted]()
         ends: tuple[Counted | None, ...] = (*operators, None)
         for one in ends:
@@ -154,7 +168,7 @@ class _Counter:
             return self._conversion(node, name)
         if name in ROTATING:
             return self._rotation(node)
-        if is_cast(node):  # priced with the parameter: `cost.rows.Parameter`
+        if is_cast(node):  # counted with the parameter: `table_rows.Parameter.cast`
             return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
@@ -173,7 +187,7 @@ class _Counter:
         axis: Any = node.args[1]
         sides = (node, node.args[0]) if backward else (node,)
         forms = {n: self.walk.values[n].form for n in sides}
-        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
+        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # the unsharded side
         out_dtype, whole_dtype = forms[node].dtype, forms[whole].dtype
 
         def sent(dtype: torch.dtype) -> Size:
@@ -185,12 +199,12 @@ class _Counter:
             return Counted(node, moved)
         back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or out_dtype))
         towards, others = (back, ()) if node in self.weights else ((), back)
-        if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
+        if self.walk.values[node].memory in self.again:  # the backward uses this weight, so it is gathered again
             others += moved
         return Counted(node, moved, others, towards)
 
     def _rotation(self, node: fx.Node) -> Counted:
-        """Attention whose keys and values go around: its products with the keys of all ranks, and what is sent on."""
+        """Count ring attention: products with the keys of all ranks, and the sends around the ring."""
         query, axis, key, value = node.args[0], str(node.args[1]), node.args[2], node.args[3]
         ranks = self.walk.program.mesh.size(axis)
         (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
@@ -208,7 +222,7 @@ class _Counter:
         return Counted(node, (one, sent), (one._replace(times=2.5), back))
 
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
-        """The bytes of a value of which every rank of an axis has a shard, before and after."""
+        """Return the bytes of a value over all ranks of an axis, each of which has a shard before and after."""
         mesh = self.walk.program.mesh
         cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in parts_of(axis)}
         return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
@@ -236,20 +250,19 @@ class _Counter:
         return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
 
     def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
-        """Of an operator that computes little."""
+        """Count the backward of an operator without matrix products."""
         notes = cost_notes(node)
         if self.fuses or not notes.is_arithmetic:
             return (Work("other", Size.sum((written, kept, *grads))),)
         small = [size for size in grads if size.value < written.value]
-        works = [Work("other", written + size) for size in small]  # summed over what it was broadcast to
+        works = [Work("other", written + size) for size in small]  # reduced over the broadcast dims
         if notes.gradients == "handed on":
             return tuple(works)
         return (*works, Work("other", written * 2.0 + kept * (1 / len(grads)), times=float(len(grads)),
                              in_order=self._in_order(node)))  # fmt: skip
 
     def _in_order(self, node: fx.Node) -> bool:
-        """Whether a call is arithmetic of numbers and whole tensors, none of which is repeated or read in another
-        order."""
+        """Return True if a call is pointwise arithmetic on contiguous tensors of one shape."""
         if self.fuses or not cost_notes(node).is_arithmetic:
             return False
         out = self.walk.values[node]
@@ -258,15 +271,18 @@ class _Counter:
         return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
 
     def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
-        """The backward of what makes no memory of its own: of a part it writes zeros and the part, of parts it joins
-        them, of what was repeated it sums."""
+        """Count the backward of an operator that allocates no memory.
+
+        A slice writes zeros and the slice's gradient. A split concatenates gradients. An expand sums over the
+        expanded dims.
+        """
         gradients, (source, *_) = cost_notes(node).gradients, tensor_inputs(node)
         if gradients == "part":
             return (Work("other", self.size(source) + self.size(node) * 2.0),)
         if gradients == "parts":
             return (Work("other", self.size(source) * 2.0),)
         form = self.walk.values[node].form
-        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # a view's own size is that of its memory
+        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # `size_bytes` of a view is that of its storage
         if gradients == "repeated" and whole > self.size(source).value:
             return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
         return ()
@@ -291,35 +307,43 @@ class _Counter:
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
-                sum_of_rows = Work("other", self._made(node) + self.size(used))  # a bias's
+                sum_of_rows = Work("other", self._made(node) + self.size(used))  # the gradient of a bias
                 product = one._replace(depth=self._depth(used, counted))
                 parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
         return Counted(node, (one,), parts[False], parts[True])
 
     def _width(self, query: fx.Node) -> Size:
-        """Of a head; which mesh or batch does not change."""
+        """Return the head width of attention, which does not depend on the mesh or the batch."""
         return Size.of(float(self.walk.values[query].form.shape[-1]), Powers())
 
     def _row(self, node: fx.Node) -> int:
-        """Values in a row of a matrix on a rank; 0 of what is none."""
+        """Return the elements in a row of a matrix on a rank, or 0 if the node is not a matrix."""
         found = self.walk.values[node]
         return found.form.shape[-1] if isinstance(found, Value) and len(found.form.shape) > 1 else 0
 
     def _queries(self, node: fx.Node) -> Size:
-        """How many queries attention has, which grow where its scores grow by more than their keys."""
+        """Return the number of queries of attention.
+
+        It scales with the sequence if the scores scale faster than the keys.
+        """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Powers(s=min(1, self.growth.of_product(node).s)))
 
     def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Attention that was counted by the keys seen, as causal attention to all keys, of which that is half: what a
-        kernel computes of blocks of keys beyond what is seen is then as much as there."""
+        """Convert attention work over attended keys alone to causal attention work over all keys.
+
+        Causal attention attends half of the keys, so the FLOPs are doubled. The excess that a kernel computes in
+        partly masked blocks is then the same as for causal attention.
+        """
         grown = Powers(s=min(1, self.growth.of_product(node).s))
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
-        """How many features each element of a product's result is the sum over; nothing for sums over rows and
-        positions, as in the gradient of a weight."""
-        if not isinstance(self.walk.values[product], Value):  # a recurrent layer's several
+        """Return the features over which each element of a product is summed (the inner dim).
+
+        Returns `NOTHING` for sums over batch and sequence, as in the gradient of a weight.
+        """
+        if not isinstance(self.walk.values[product], Value):  # a recurrent layer returns several tensors
             return NOTHING
         elements = math.prod(self.walk.values[product].form.shape)
         (powers, number), other = flops.terms[0], self.growth.of(product)
@@ -327,7 +351,7 @@ class _Counter:
         return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
-        """Bytes of new memory that a call writes."""
+        """Return the bytes of new memory that a call writes."""
         result = self.walk.values[node]
         values = result if isinstance(result, tuple) else (result,)
         written = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
@@ -335,8 +359,11 @@ class _Counter:
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
-    """The operators that the backward runs again: those of each region up to the last of which autograd keeps anything,
-    as `torch.utils.checkpoint` stops there."""
+    """Return the operators that the backward recomputes.
+
+    Of each region, these are the operators up to the last one that saves a tensor, because `torch.utils.checkpoint`
+    stops there.
+    """
     last: dict[int, int] = {}
     nodes = [node for node in walk.values if "region" in facts(node) and node.op == "call_function"]
     for index, node in enumerate(nodes):
@@ -346,7 +373,7 @@ def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
 
 
 def _flops(node: fx.Node) -> int:
-    """Its matrix work on the local shapes; none where that cannot be told without values."""
+    """Return the FLOPs of matrix products on local shapes, or 0 if they depend on values."""
     is_own = operator_name(node).startswith("autopart::")
     if is_own and node.target.overloadpacket not in FORMULAS:
         return facts(node).get("counted_flops", 0)

@@ -1,4 +1,4 @@
-"""What a program does, counted for the plan: stages, collectives with their bytes, predicted cost."""
+"""Summary of a program for the plan: stages, collectives with their bytes, predicted cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
-    """Every collective and send of a program, the same ones of repeated blocks together."""
+    """Return every collective and send of a program, with bytes per rank. Repeated blocks share one entry."""
     totals: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
         entry = totals[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
@@ -52,8 +52,12 @@ def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
 
 
 class _Move(NamedTuple):
-    """One collective of a stage graph; `bytes` are those that one rank sends for it, forward and backward. `times`: how
-    many it stands for."""
+    """One collective of a stage graph.
+
+    Args:
+        bytes: bytes that one rank sends for it, forward and backward.
+        times: how many collectives of the model it represents.
+    """
 
     stage: int
     path: str
@@ -81,13 +85,13 @@ def _moves(program: Program) -> Iterator[_Move]:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, sent, times(node))
                 continue
             sides = (node, node.args[0]) if backward else (node,)
-            size = summed = max(size_bytes(n) for n in sides)  # the whole array is on one side of it
-            if node.kwargs:  # of a parameter in mixed precision
+            size = summed = max(size_bytes(n) for n in sides)  # the larger side is the full array
+            if node.kwargs:  # a parameter in mixed precision
                 elements, out_dtype = max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (
                     elements * dtype.itemsize for dtype in (out_dtype, node.kwargs.get("grad_dtype") or out_dtype)
                 )
-            if forward == "all_to_all":  # but then every rank has a shard on either side
+            if forward == "all_to_all":  # both sides are shards, so the full array is larger by the axis
                 size, summed = (one * program.mesh.size(axis) for one in (size, summed))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
@@ -101,14 +105,14 @@ def _moves(program: Program) -> Iterator[_Move]:
 
 
 def _scattered_bytes(node: fx.Node, program: Program) -> int:
-    """What a rank sends of the gradient of a gathered weight."""
+    """Return the bytes that a rank sends to reduce-scatter the gradient of a gathered weight."""
     dtype = node.kwargs.get("grad_dtype") or value(node).dtype
     ranks = program.mesh.size(node.args[1])
     return round(wire_bytes("reduce_scatter", ranks, value(node).numel() * dtype.itemsize))
 
 
 def _is_saved(weight: fx.Node) -> bool:
-    """Whether the backward reads a gathered weight: for the gradient of what it is multiplied with."""
+    """Return True if the backward uses a gathered weight, for the gradient of the other operand."""
     for user in weight.users:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
@@ -119,7 +123,10 @@ def _is_saved(weight: fx.Node) -> bool:
 
 
 def _module_of(node: fx.Node) -> str:
-    """The module a written node belongs to; for what is done to a parameter itself, the module that holds it."""
+    """Return the path of a lowered node's module.
+
+    For an operation on a parameter, this is the module that owns the parameter.
+    """
     if "key" in facts(node):
         return facts(node)["key"].rsplit("/", 1)[0]
     source = node
@@ -137,7 +144,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[StageCrossing]:
-    """What every stage but the first receives in a program that sends values whole."""
+    """Return what every stage but the first receives, in bytes, in a program that sends unsharded values."""
     nodes = {node.name: node for node in trace.graph.nodes}
 
     def alike(sent: Boundary) -> bool:
@@ -166,7 +173,10 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _methods(trace: Trace, program: Program) -> list[Collective]:
-    """What data-parallel ranks send each other in place of gradients, once a step or on average."""
+    """Return the exchanges per step of data-parallel methods that replace the gradient all-reduce.
+
+    Exchanges that do not happen in every step are averaged.
+    """
     rows, trained = [], [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
     axis = next(iter(program.mesh.along("rows")), "")
     for one in carried_by(trace, program, trained):
@@ -178,7 +188,7 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _wholes(trace: Trace, program: Program) -> list[Collective]:
-    """What is gathered, and with ZeRO 1 scattered, once a step."""
+    """Return the once-per-step all-gathers of parameters and, with ZeRO 1, reduce-scatters of gradients."""
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
     for name, way in held_whole(program, program.stages).items():
         stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
@@ -198,8 +208,10 @@ def _wholes(trace: Trace, program: Program) -> list[Collective]:
 
 
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
-    """One row a stage: where it begins and ends, its FLOPs for the global batch, parameters, values it receives, and
-    the same for its blocks."""
+    """Return one row per stage: first and last operator, FLOPs, parameters, received values, blocks.
+
+    FLOPs are those of the forward on the global batch.
+    """
     rows, moves = [], list(_moves(program))
     for stage in program.stages:
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
@@ -216,7 +228,7 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
 
 
 def block_of(path: str) -> str:
-    """The block a module belongs to: what is right inside a repeated layer, else the first two names of its path.
+    """Return the block of a module: its child of a repeated layer, or the first two names of its path.
 
     >>> block_of("transformer.h.3.attn.c_attn"), block_of("transformer.wte"), block_of("transformer.h.3")
     ('transformer.h.*.attn', 'transformer.wte', 'transformer.h.*')
@@ -227,9 +239,11 @@ def block_of(path: str) -> str:
 
 
 def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[dict[str, Any]]:
-    """One row a block of a stage, in the order of the model: its layers (`"0-3"`), how many modules that is where it is
-    not one a layer, FLOPs, weights of other blocks that it reads, collectives as `{"tp all_reduce": count}` and the
-    bytes they send. What is empty or zero is left out."""
+    """Return one row per block of a stage, in model order. Empty and zero entries are left out.
+
+    A row has the layers (`"0-3"`), the number of modules if it is not one per layer, FLOPs, weights of other blocks
+    that the block reads, collectives as `{"tp all_reduce": count}` and the bytes they send.
+    """
     paths: dict[str, dict[str, None]] = defaultdict(dict)
     flops: dict[str, int] = defaultdict(int)
     shared: dict[str, dict[str, None]] = defaultdict(dict)
@@ -263,7 +277,7 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0-2,5` for [0, 1, 2, 5]."""
+    """Format [0, 1, 2, 5] as `0-2,5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -282,11 +296,11 @@ def cost(
     rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
     device_memory: tuple[str, float], lower_bound: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The predicted cost: the step as simulated, what was counted, and the memory that a rank has.
+    """Return the entries of `Plan.cost`: the simulated step, the counts, and the memory of a device.
 
     Args:
-        device_memory: who says how much that is, a profile's name or "memory=", and the bytes.
-        lower_bound: of the FLOPs of the heaviest of several stages; None of one.
+        device_memory: the source of the limit (a profile's name or "memory="), and its bytes.
+        lower_bound: lower bound of the most loaded stage's FLOPs; None with one stage.
     """
     flops = max(row["flops"] for row in rows)
     bound = float(flops) if lower_bound is None else lower_bound

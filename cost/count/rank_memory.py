@@ -1,4 +1,4 @@
-"""The memory of every rank of a plan, by kind: what is stored, what a step adds, and what is largest."""
+"""Memory of every rank of a plan by kind: persistent state, what a step adds, and the largest tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from autopart.ir.trace import Trace
 
 
 def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Walk]) -> tuple[RankMemory, ...]:
-    """One entry a pipeline coordinate, of its rank that holds the most (the first of each other axis).
+    """Return one entry per pipeline coordinate: the memory of its rank that holds the most.
+
+    This is the rank at index 0 of all other axes.
 
     Args:
-        walks: one of each stage.
+        walks: the liveness analysis of each stage.
     """
     stages = [stage_memory(walk) for walk in walks]
     orders = actions(schedule.name, len(stages), program.mesh.size("pp"), program.microbatches)
@@ -74,14 +76,17 @@ def _rank_memory(
 
 
 def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]) -> int:
-    """What methods of data parallelism keep of the parameters that are trained here."""
-    here = [name for name in trained if name in program.parameters]  # in a folded trace no method is asked for
+    """Return the bytes of state that data-parallel methods keep for this rank's trained parameters."""
+    here = [name for name in trained if name in program.parameters]  # deduplicated traces have no data-parallel method
     return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, here)))
 
 
 def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:
-    """What the gradient of a parameter takes until a step ends: with ZeRO 1 it is whole. One that a method is given has
-    the dtype of its parameter."""
+    """Return the bytes of a parameter's gradient until the end of a step.
+
+    With ZeRO 1 the gradient is unsharded. A gradient that a data-parallel method receives has the parameter's
+    dtype.
+    """
     if name not in wholes or program.zero != 1:
         return size
     original = trace.originals[name]
@@ -94,18 +99,20 @@ def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping
 
 
 def _buffer_bytes(trace: Trace) -> int:
-    """Every rank holds every buffer; one that has two names once."""
+    """Return the bytes of all buffers, which are replicated. A buffer with two names counts once."""
     return sum(stored_bytes(buffer) for buffer in {id(buffer): buffer for buffer in trace.buffers.values()}.values())
 
 
 def _input_bytes(trace: Trace) -> int:
-    """Every rank is given the whole batch."""
+    """Return the bytes of the global batch, which every rank receives."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in trace.call.tensors}.values())
 
 
 def _pipeline_bytes(program: Program, mine: Sequence[int], home: Mapping[int, int], order: Sequence[Action]) -> int:
-    """What pipelining receives into: one place for every microbatch, of values and of their gradients. It also leaves
-    the gradients of received values where the backward of the weights is split off."""
+    """Return the bytes of the receive buffers of pipelining, one per microbatch and boundary tensor.
+
+    Schedules that split the backward also keep the gradients of received values until the weight part.
+    """
     total = 0
     for index in mine:
         stage = program.stages[index]
@@ -122,8 +129,12 @@ def _bytes(boundaries: Sequence[Boundary]) -> int:
 
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
-    """The flat copy of the largest bucket of gradients of tied parameters, which are summed when a step has ended; one
-    that fills a bucket alone is summed where it is, unless it is summed in another dtype."""
+    """Return the bytes of the flat copy of the largest bucket of tied parameters' gradients.
+
+    Gradients of tied parameters are reduced at the end of a step.
+
+    A gradient that fills a bucket alone is reduced in place, unless it is reduced in another dtype.
+    """
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
         original = trace.originals[name]
@@ -140,7 +151,7 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
 
 
 def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:
-    """What the operators of each pattern keep, all microbatches and blocks together."""
+    """Return the bytes saved by the operators of each pattern, over all microbatches and blocks."""
     activations: dict[str, int] = defaultdict(int)
     for stage, count in in_flight.items():
         for node, size in memories[stage].saved.items():
@@ -149,7 +160,7 @@ def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int
 
 
 def _named(node: fx.Node) -> str:
-    """`model.layers.*.mlp (linear)`."""
+    """Format a node as `model.layers.*.mlp (linear)`."""
     path = pattern_of(facts(node).get("key", "").rsplit("/", 1)[0])
     return f"{path} ({short_name(node)})" if path else short_name(node)
 

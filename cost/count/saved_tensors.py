@@ -1,9 +1,9 @@
-"""Which tensors autograd keeps for the backward of an operator, found by running it on fake tensors.
+"""Tensors that autograd saves for the backward of an operator, found by a run on fake tensors.
 
-An operator is run once per signature (target, shapes, strides, dtypes, which inputs need gradients), under
-`torch.autograd.graph.saved_tensors_hooks`. What is kept is told by whose memory it is: an input's, an output's, or its
-own. An operator that is made of others may choose them by the device (attention, recurrent layers): it is run as on a
-CPU, where flash attention keeps what it keeps on a GPU; all others on `meta`.
+An operator runs once per signature (target, shapes, strides, dtypes, which inputs need gradients) under
+`torch.autograd.graph.saved_tensors_hooks`. Each saved tensor is classified by its storage: an input's, an
+output's, or its own. Composite operators may choose their kernel by device (attention, recurrent layers). They
+run as on a CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import TorchDispatchMode, fake_mode, is_composite, tree_flatten
 
 MAX_KNOWN = 20_000
-"""How many signatures are remembered, over all plans of a process."""
+"""Maximum number of cached signatures per process, over all plans."""
 
 
 class Form(NamedTuple):
-    """All that decides what an operator keeps of a tensor."""
+    """Tensor spec: the properties that decide what an operator saves of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, needs_grad: bool = False) -> Form:
-        """The form of a tensor, which may be fake or on `meta`."""
+        """Return the spec of a tensor, which may be fake or on `meta`."""
         return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, needs_grad and _differentiable(tensor.dtype))
 
     @property
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of its elements; those of a dim of stride 0 are one."""
+        """Bytes of the elements in memory. A dim of stride 0 counts as one element."""
         elements = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
         return math.prod(elements) * self.dtype.itemsize
 
@@ -69,9 +69,9 @@ def _differentiable(dtype: torch.dtype) -> bool:
 
 
 class Kept(NamedTuple):
-    """What an operator keeps: inputs and outputs by position, and bytes of tensors that are neither.
+    """Tensors that an operator saves: indices of inputs and outputs, and the bytes of other tensors.
 
-    Inputs are numbered as `graph.tensor_inputs` lists them, with each as often as it occurs.
+    Inputs are numbered as `graph.tensor_inputs` lists them, each as often as it occurs.
     """
 
     inputs: tuple[int, ...]
@@ -81,11 +81,16 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """What a call makes and keeps.
+    """Outputs and saved tensors of a call.
 
-    `made`: its result with a number in place of every tensor, into `forms`. `memory`: whose memory each is: that of
-    input `i`, or (from -1 down) the call's own piece `-1 - memory`, of `pieces` bytes. `forward_bytes`,
-    `backward_bytes`: the most new memory while either runs, of which some may be gone when it ends.
+    Args:
+        made: the call's result with a `MadeTensor` index into `forms` in place of every tensor.
+        forms: the spec of each output tensor.
+        memory: the owner of each output's storage: input `i`, or from -1 down the call's buffer `-1 - memory`.
+        pieces: bytes of the call's new buffers.
+        kept: the saved tensors.
+        forward_bytes, backward_bytes: peak of new memory in bytes while forward or backward runs. Some of it may be
+            freed when the call ends.
     """
 
     made: Any
@@ -99,19 +104,19 @@ class Effect:
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """Stands for a tensor in `Effect.made`."""
+    """Placeholder for a tensor in `Effect.made`."""
 
     number: int
 
 
 @dataclass
 class Known:
-    """The effects of operators by signature."""
+    """Cache of the effects of operators by signature."""
 
     effects: dict[Hashable, Effect] = field(default_factory=dict)
 
     def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-        """What `target(*args, **kwargs)` makes and keeps, with a Form for every tensor among the arguments.
+        """Return outputs and saved tensors of `target(*args, **kwargs)`. A `Form` replaces every tensor.
 
         Raises what the operator raises on fake tensors.
         """
@@ -168,7 +173,7 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
-    """The most new memory while the backward runs; nothing where it cannot run without values."""
+    """Return the peak of new memory in bytes during backward, or 0 if it cannot run without values."""
     outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     towards = [tensor for tensor in inputs if tensor.requires_grad]
     if not outputs or not towards:
@@ -183,7 +188,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
 
 
 class Allocated(TorchDispatchMode):
-    """`most`: bytes of the storages that operators inside have made, when most are there at a time."""
+    """Dispatch mode that measures the peak bytes of storages allocated inside it, as `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +214,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class _Saved:
-    """A tensor that autograd has packed; gone when autograd drops it."""
+    """A tensor that autograd has packed. It is collected when autograd drops it."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

@@ -1,5 +1,4 @@
-"""In which powers of a microbatch's rows, a row's tokens, `1 / tp`, `1 / cp` and `1 / ep` written values and FLOPs
-grow."""
+"""Scaling exponents of values and FLOPs in batch, sequence, `1 / tp`, `1 / cp` and `1 / ep`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from autopart.ir.trace import Trace
 
 
 def tokens(trace: Trace) -> int:
-    """The tokens of a row: the second dim of the first input of whole numbers or of embeddings; else 1."""
+    """Return the tokens per sample: size of dim 1 of the first integer or embedding input, else 1."""
     for node in trace.graph.find_nodes(op="placeholder"):
         tensor = value(node)
         if tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.dtype.is_floating_point):
@@ -28,9 +27,9 @@ def tokens(trace: Trace) -> int:
 
 
 class Growth:
-    """The powers of written nodes, from the factors that the dims of the traced values are made of.
+    """Scaling exponents of lowered nodes, from the factors of the dims of the traced values.
 
-    A dim that is a multiple of the tokens of a row, and is not a size of a weight, counts tokens.
+    A dim counts tokens if it is a multiple of the tokens per sample and is not a size of a weight.
     """
 
     def __init__(self, trace: Trace, program: Program):
@@ -40,21 +39,21 @@ class Growth:
         sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
         self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
-        # Each found once: the powers of a written value's bytes, of a traced value, the dim that is cut over an axis.
+        # Cached: exponents of a lowered value, exponents of a traced value, the dim that is sharded over an axis.
         self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
 
     def of_value(self, node: fx.Node, result: Any) -> Size:
-        """The bytes of a value that a node makes; nothing for several."""
+        """Return the bytes of a node's value as a `Size`, or `NOTHING` if the node returns several values."""
         return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, Value) else NOTHING
 
     def of_memory(self, memory: Memory) -> Size:
-        """The bytes of a piece of memory."""
+        """Return the bytes of a buffer as a `Size`."""
         return Size.of(memory.size_bytes, self.of(memory.made_by))
 
     def _of_written(self, node: fx.Node) -> Powers:
-        """Of a written value's bytes."""
+        """Return the exponents of the bytes of a lowered value."""
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
-        if origin is None:  # one step of several towards a traced value, or a tuple of them
+        if origin is None:  # an intermediate step of a traced value, or a tuple
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}
@@ -68,7 +67,11 @@ class Growth:
         return self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
 
     def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
-        """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
+        """Return the dim of a lowered value that is sharded over an axis, or None.
+
+        A node without a traced value (one of several lowered steps) takes the dim from its input, if it keeps that
+        dim.
+        """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
             return placement.dim if placement is not None and placement.is_divided else None
@@ -83,7 +86,7 @@ class Growth:
         return None
 
     def of_product(self, node: fx.Node) -> Powers:
-        """Of the FLOPs of a written product: those of its factors, each counted once."""
+        """Return the exponents of a matrix product's FLOPs: those of its factors, each counted once."""
         largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
         origin = self._traced.get(facts(node).get("origin", ""))
         pattern = facts(origin).get("pattern") if origin is not None else None

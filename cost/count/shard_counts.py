@@ -1,4 +1,4 @@
-"""How many parts there are of what the layouts of a program divide over an axis: heads, experts, features."""
+"""Number of shards that the layouts of a program can divide over an axis: heads, experts, features."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopart.ir.program import Program
 from autopart.ir.trace import Trace
 
 Divided = dict[str, dict[int, str]]
-"""`{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`: by axis, how many of what a product reads or
-makes are divided over it, and the first such product."""
+"""For each axis, the counts that products divide over it, with the first such product: `{"tp": {16:
+"model.layers.*.self_attn/scaled_dot_product_attention"}}`."""
 
 
 def divided(trace: Trace, program: Program) -> Divided:
-    """What the products of a program divide over the axes that features and experts lie on."""
+    """Return the counts that products divide over feature and expert axes: {axis: {count: product}}."""
     mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
     traced = {node.name: node for node in trace.graph.nodes}
@@ -36,7 +36,10 @@ def divided(trace: Trace, program: Program) -> Divided:
 
 
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
-    """Of the dims of what a node reads and makes that are cut over an axis, the sizes of their outermost factors."""
+    """Yield the size of the outermost factor of each dim that is sharded over an axis.
+
+    The dims are those of a node's inputs and output.
+    """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)
         if origin is None or placement is None or not placement.is_shard:
@@ -44,7 +47,7 @@ def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[in
         atoms = facts(origin)["atoms"][placement.dim]
         if not atoms or atoms[0].kind in (BATCH, DATA_DIM):
             continue
-        if len(placement.sections) == 1:  # so many equal ones
+        if len(placement.sections) == 1:  # equal sections; the number is the section size
             yield shape(origin)[placement.dim] // abs(placement.sections[0])
         else:
             yield from placement.sections or (atoms[0].size,)

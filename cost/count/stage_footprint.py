@@ -1,8 +1,9 @@
-"""The memory a program takes on its ranks, from its lowered graphs with their local shapes.
+"""Memory footprint of a program on its ranks, from its lowered graphs with local shapes.
 
-Of every stage graph a rank's values are followed node by node: whose memory each is, what autograd keeps of it
-(`kept.py`), and until when it is read. So a microbatch's activations are those that the runtime holds, to the byte; how
-many microbatches are held at a time comes from the schedule's own actions (`autopart.ir.run.schedule_actions`).
+The analysis follows a rank's values through every stage graph node by node: the owner of each value's buffer,
+the tensors that autograd saves of it (`saved_tensors.py`), and its last use. The activations of a microbatch
+therefore equal those of the runtime to the byte. The number of microbatches in flight comes from the schedule's
+actions (`autopart.ir.run.schedule_actions`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from autopart.ops.operators import is_cast, stored_source
 
 @dataclass(eq=False)
 class Memory:
-    """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
-    is gathered of its parts, or cast, and again where the backward reads it."""
+    """A buffer.
+
+    Args:
+        lives: True if it persists before and after a microbatch, as a parameter does.
+        again: True for a gathered or cast weight, which is gathered or cast again if the backward reads it.
+    """
 
     size_bytes: int
     lives: bool
@@ -41,7 +46,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of one rank."""
+    """A local tensor of one rank: its spec and its buffer."""
 
     form: Form
     memory: Memory
@@ -50,8 +55,13 @@ class Value:
 def saved_memory(
     walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
 ) -> dict[fx.Node, list[Memory]]:  # fmt: skip
-    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again
-    that is what the region reads, kept by its first node."""
+    """Return the buffers that autograd saves, by the node that saves them first.
+
+    A recomputed region saves its inputs, which count at its first node.
+
+    Args:
+        received: persistent buffers that count too, because another stage sent them.
+    """
     held: set[Memory] = set()
     saved: dict[fx.Node, list[Memory]] = {}
     entered: set[int] = set()
@@ -72,13 +82,18 @@ def saved_memory(
 
 
 def saved_others(walk: Walk, node: fx.Node) -> int:
-    """Bytes that a node keeps of its own, until its backward."""
+    """Return the bytes that a node saves for its own backward, besides inputs and outputs."""
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
 def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Memory], int]]:
-    """What each region keeps when its backward begins, beside what is kept anyway, by the node that keeps it first:
-    memory, and bytes of what is no value. With that node's backward it goes."""
+    """Return the buffers that a recomputed region allocates at the start of its backward.
+
+    Saved buffers are excluded.
+
+    The result maps the node that saves them first to buffers and to bytes of other saved tensors. Both are freed
+    with that node's backward.
+    """
     regions = walk.regions(alive)
     kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
     again: dict[fx.Node, tuple[set[Memory], int]] = {}
@@ -90,7 +105,7 @@ def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Mem
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
-    """The values of a stage's nodes on its heaviest rank, for one microbatch."""
+    """Return the liveness analysis of a stage for one microbatch, on the rank that holds the most."""
     held = held_whole(program, program.stages)
     walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage), held)
     walk.run()
@@ -98,7 +113,11 @@ def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
 
 
 def memories(result: Any, lasting: bool = False) -> set[Memory]:
-    """The memory of a value, or of a tuple of them; `lasting`: also what lives on."""
+    """Return the buffers of a value, or of a tuple of values.
+
+    Args:
+        lasting: True to include persistent buffers.
+    """
     if isinstance(result, tuple):
         return {memory for item in result for memory in memories(item, lasting)}
     return {result.memory} if isinstance(result, Value) and (lasting or not result.memory.lives) else set()
@@ -106,9 +125,13 @@ def memories(result: Any, lasting: bool = False) -> set[Memory]:
 
 @dataclass
 class Walk:
-    """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches. `takes`: the most
-    new memory in a node's forward and in its backward. `compiled`: the same as it is in memory where the stage is
-    compiled (`remade.py`)."""
+    """Liveness analysis of a stage graph, which is evaluated on tensor specs.
+
+    Args:
+        input_bytes: bytes of values that depend on inputs alone, for all microbatches.
+        takes: peak of new memory in a node's forward and in its backward, in bytes.
+        compiled: the analysis of the compiled graph, if the stage is compiled (`compiled_saved_tensors.py`).
+    """
 
     trace: Trace
     program: Program
@@ -116,7 +139,7 @@ class Walk:
     inputs: Mapping[str, Any]
     input_bytes: int
     held: Mapping[str, Way] = field(default_factory=dict)
-    """The parameters that are whole for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
+    """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
@@ -124,11 +147,11 @@ class Walk:
     outputs: tuple[Any, ...] = ()
     compiled: Walk | None = None
     in_place: Set[fx.Node] = frozenset()
-    """The operators that write over what they read last, as kernels of a compiler do."""
+    """The operators that overwrite an input at its last use, as fused kernels do."""
 
     @property
     def in_memory(self) -> Walk:
-        """What is held of it."""
+        """The analysis of the graph that runs: the compiled one if there is one."""
         return self.compiled or self
 
     def run(self) -> None:
@@ -148,7 +171,7 @@ class Walk:
                 self.values[node] = self._call(node)
 
     def _read(self, node: fx.Node) -> Value:
-        """An attribute; the whole of a parameter that is held whole."""
+        """Return the value of an attribute. A parameter that stays unsharded for a step has its full shape."""
         attribute = _attribute(self.trace, node)
         if str(node.target) not in self.held:
             return attribute
@@ -158,7 +181,7 @@ class Walk:
         return Value(form, Memory(form.size_bytes, True, node))
 
     def gathers_held(self, node: fx.Node) -> bool:
-        """Whether a node gathers what is there whole already."""
+        """Return True if a node gathers a parameter that is already unsharded."""
         source = node.args[0] if node.args else None
         return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
 
@@ -171,7 +194,7 @@ class Walk:
         if name in DIRECTIONS:
             result = self._convert(node, DIRECTIONS[name][0])
             if name in ROUTING and result.form.needs_grad:
-                self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the sort order of the tokens
             self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
             return result
         if name in ROTATING:
@@ -182,8 +205,11 @@ class Walk:
         return result
 
     def _rotate(self, node: fx.Node) -> Value:
-        """Attention whose keys and values go around: it keeps its operands, its output and a number for every query,
-        and has room for two ranks' keys and values, in the backward for their gradients too."""
+        """Return the output of ring attention.
+
+        It saves its operands, its output and a log-sum-exp per query. Its workspace is two ranks' keys and values;
+        in backward also their gradients.
+        """
         traced = value(node)
         sides: list[Value] = [self.values[used] for used in tensor_inputs(node)]
         form = Form.contiguous(traced.shape, traced.dtype, any(side.form.needs_grad for side in sides))
@@ -197,7 +223,7 @@ class Walk:
         return output
 
     def _conversion_bytes(self, node: fx.Node, result: Form, source: Form) -> tuple[int, int]:
-        """The most new memory in a conversion and in its backward, with the copies in the dtype that is sent."""
+        """Return the peak of new memory of a conversion and of its backward in bytes, casts included."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
         numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]
@@ -211,7 +237,7 @@ class Walk:
         return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
-        """A collective, or the local part of one, as `runtime.collectives` makes it."""
+        """Return the result of a collective, or of its local part, as `runtime.collectives` computes it."""
         source: Value = self.values[node.args[0]]
         parts = self.program.mesh.size(node.args[1])
         form, owner = source.form, source.memory
@@ -225,20 +251,20 @@ class Walk:
             shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
             in_order = primitive == "slice" and len(cut.spans(0)) == 1
         elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
-            shape = list(value(node).shape)  # of rows that are sent to experts, as many as are expected
+            shape = list(value(node).shape)  # dispatched tokens: the expected count
         elif primitive == "all_to_all":
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
             shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
         result_form = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
-        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
+        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first elements
             return Value(result_form, owner)
         stores = self.program.mesh.stores(node.args[1])
         again = primitive == "all_gather" and stores and stored_source(node) is not None
         return Value(result_form, Memory(result_form.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
-        """The nodes that a gradient of the outputs passes."""
+        """Return the nodes that a gradient of the outputs flows through."""
         alive: set[fx.Node] = set()
         todo = [node for node in self.outputs if isinstance(node, fx.Node)]
         while todo:
@@ -249,7 +275,7 @@ class Walk:
         return alive
 
     def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """The operators of every region that is run again in the backward (`Facts.region`)."""
+        """Return the operators of every region that the backward recomputes (`Facts.region`)."""
         by_region: dict[int, list[fx.Node]] = {}
         for node in self.values:
             if "region" in facts(node) and node.op == "call_function":
@@ -257,17 +283,17 @@ class Walk:
         return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that its backward makes gradients of."""
+        """Return the inputs that get a gradient from this node's backward."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
-        """The memory that operators read and do not make."""
+        """Return the buffers that these operators read and do not allocate."""
         inside = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
         return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
 
     def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
-        """Of the nodes that a gradient passes: those that pass it on to weights alone."""
+        """Return the nodes in `alive` whose backward computes gradients of weights alone."""
         weights: set[fx.Node] = set()
         for node in self.values:
             if node not in alive:
@@ -279,8 +305,10 @@ class Walk:
 
 
 def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
-    """The most new memory in a collective or its local part, as `runtime.collectives` runs it: parts that do not lie in
-    order are copied together before they are sent, or joined after."""
+    """Return the peak of new memory of a collective or its local part, as `runtime.collectives` runs it.
+
+    Shards that are not contiguous are copied together before they are sent, or concatenated afterwards.
+    """
     copied = 0 if in_order else whole
     taken = {"all_reduce": whole, "all_gather": whole + copied, "reduce_scatter": part + copied}
     return taken.get(primitive, 3 * whole if primitive == "all_to_all" else 0)
@@ -290,14 +318,21 @@ def call(
     node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int],
     takes: dict[fx.Node, tuple[int, int]],
 ) -> Any:  # fmt: skip
-    """What a call makes, with its memory; what it keeps and takes is noted."""
+    """Return the outputs of a call with their buffers.
+
+    Adds its saved tensors and workspace to `keeps`, `others` and `takes`.
+    """
     assert callable(node.target)
     inputs = [values[used] for used in tensor_inputs(node)]
     read = [v for v in inputs if isinstance(v, Value)]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
     try:
         effect = KNOWN.effect(node.target, args, kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # it needs values: as if it kept all
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ):  # it needs values: assume that it saves all inputs and outputs
         effect = _unknown(node, read)
     pieces = [Memory(size, False, node) for size in effect.pieces]
     owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
@@ -351,7 +386,7 @@ def _attribute(trace: Trace, node: fx.Node) -> Value:
 
 
 def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[str, Any], int]:
-    """What the prologue makes, as one microbatch's rows on one rank; and the bytes of all of it."""
+    """Return the prologue's outputs for one microbatch on one rank, and the bytes of all of them."""
     values: dict[fx.Node, Any] = {}
     forms = [Form.of(t, t.requires_grad) for t in trace.call.tensors]
     if program.input_names[-1:] == (SEEDS,):
@@ -378,7 +413,7 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
             inputs[stage_input.name] = whole
             continue
         rows, memory = _rows(program, stage_input.batch_dim, whole)
-        is_copied = memory is not whole.memory  # the rows of every microbatch
+        is_copied = memory is not whole.memory  # a copy per microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         sizes[memory] = memory.size_bytes * number
         inputs[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
@@ -386,7 +421,7 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
 
 
 def _rows(program: Program, dim: int | None, whole: Value) -> tuple[Form, Memory]:
-    """One microbatch's rows on one rank: a view where rows are cut, else a copy."""
+    """Return one microbatch's samples on one rank: a view if the batch is dim 0, else a copy."""
     blocks = program.row_ranks * program.microbatches
     form = whole.form
     if dim is None or blocks == 1:

@@ -1,7 +1,8 @@
-"""What a stage's operators hold in memory, as `Size`, so that a table knows it at other sizes: what each keeps for the
-backward, what a cut before it sends, and what is there while it runs, which `events.py` counts of the same steps in
-bytes. Weights on their way and gradients of weights are no part of it: `cost.table_memory` knows when those come and
-go.
+"""Memory of a stage's operators as `Size` polynomials, so that a table can scale it to other sizes.
+
+It has the tensors that each operator saves for backward, the bytes that a stage boundary before it sends, and
+the buffers that exist while it runs. `memory_events.py` counts the same steps in bytes. In-flight weights and
+gradients of weights are not included: `cost/predict/table_memory.py` adds them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from autopart.ops.operators import is_cast, stored_source
 PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
 
 
-class Running:
-    """A sum of Sizes that come and go."""
+class _SizeSum:
+    """A running sum of `Size` polynomials that are added and removed."""
 
     def __init__(self) -> None:
         self.total: dict[Powers, float] = {}
@@ -50,8 +51,11 @@ class Running:
 
 
 class Held:
-    """What a stage's operators hold in memory. `kept_before`: which of the values that it receives, by number, the
-    stages before keep."""
+    """Symbolic memory of a stage's operators.
+
+    Args:
+        kept_before: indices of the received values that earlier stages save for backward.
+    """
 
     def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
         self.walk, self.growth, self.size = walk, growth, cache(growth.of_memory)
@@ -84,7 +88,12 @@ class Held:
         self.cast_again = {str(node.target) for node in read if node is not None}
 
     def row(self, one: Counted, is_place: bool, load: Size) -> Row:
-        """`is_place`: whether a stage may begin there. `load`: as the row has it."""
+        """Return the table row of one operator.
+
+        Args:
+            is_place: True if a stage may begin at this operator.
+            load: FLOPs by which stages are balanced.
+        """
         works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
         values = [self.walk.values[n] for n in one.node.all_input_nodes]
@@ -100,8 +109,11 @@ class Held:
         )  # fmt: skip
 
     def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> tuple[Size, Size, Size]:
-        """Of what a cut before a node sends: what ranks have alike, what no operator before keeps, and of that
-        what one behind does."""
+        """Classify the bytes that a stage boundary before a node sends.
+
+        Returns three sizes: bytes that ranks hold replicated, bytes that no earlier operator saves, and the subset
+        of these that a later operator saves.
+        """
         alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
         pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
         after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]]
@@ -109,15 +121,15 @@ class Held:
         return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
 
     def _can_be_scattered(self, node: fx.Node) -> bool:
-        """Whether a value of the stage can be sent in parts."""
+        """Return True if a value of the stage can be sent as shards (scatter-gather)."""
         origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         return origin is not None and in_parts(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
-        """While the forward of each node runs."""
-        now, beyond = Running(), dict[fx.Node, Size]()
+        """Return the bytes that exist while the forward of each node runs."""
+        now, beyond = _SizeSum(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
-        now.add(self._values(memory for memory in held if memory.lives))  # what the stage receives
+        now.add(self._values(memory for memory in held if memory.lives))  # received values
         for step in forward_steps(self.walk, held):
             kept = self.kept.get(step.node, NOTHING) * -1
             needs = now.size() + self._takes(step.node, 0) + kept
@@ -128,11 +140,11 @@ class Held:
         return beyond
 
     def _in_backward(self) -> dict[fx.Node, Size]:
-        """While the backward of each node runs: gradients of values, and what it takes itself."""
-        now, beyond = Running(), dict[fx.Node, Size]()
+        """Return the bytes that exist while the backward of each node runs: gradients and workspace."""
+        now, beyond = _SizeSum(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
             now.add(Size.sum(self.rerun.get(node, NOTHING) for node in step.rerun))
-            of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # which are counted apart
+            of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # `table_memory.py` counts these
             needs = now.size() + self._takes(step.node, 1) + of_weights * -1
             now.add(self._values(step.made))
             further = Size.sum(map(self._value, step.further))
@@ -143,7 +155,7 @@ class Held:
         return beyond
 
     def _takes(self, node: fx.Node, direction: int) -> Size:
-        """What a node makes for itself, which grows as the largest of what it reads and makes."""
+        """Return the workspace of a node, which scales like the largest of its inputs and outputs."""
         if node in self.gathers:
             return NOTHING
         sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], Value)]
@@ -151,35 +163,42 @@ class Held:
         return Size.of(self.walk.takes.get(node, (0, 0))[direction], self.growth.of(largest))
 
     def _values(self, pieces: Iterable[Memory]) -> Size:
-        """All memory but that of weights and of what is gathered of them."""
+        """Return the bytes of buffers, without weights and gathered weights."""
         return Size.sum(self.size(memory) for memory in pieces if not self._is_weight(memory))
 
     def _is_weight(self, memory: Memory) -> bool:
         return memory.made_by.op == "get_attr" or memory.made_by in self.gathers
 
     def _value(self, node: fx.Node) -> Size:
-        """A value by its own shape."""
         return self.growth.of_value(node, self.walk.values[node])
 
     def _other(self, node: fx.Node, size_bytes: int) -> Size:
-        """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
-        something that grows as what it makes."""
+        """Return the size of a saved tensor that is neither an input nor an output of its operator.
+
+        It is matched to copies of inputs by its bytes. Without a match it scales like the operator's output.
+        """
         read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], Value)]
         options = [Size.sum(read), *read]
         return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
     @property
     def received(self) -> list[fx.Node]:
-        """What the stage before sends."""
+        """The nodes that receive values from the stage before."""
         return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
-        """What a stage that begins at a node would receive: None of a value without gradient, which cannot travel."""
+        """For each node, the values that a stage which begins there would receive, with their sizes.
+
+        The size is None for a value without gradient, which pipelining cannot send.
+        """
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
-        data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
+        data, weights = (
+            set[fx.Node](),
+            set[fx.Node](),
+        )  # depend on inputs or weights alone: each stage computes them itself
         received, travelling = set(self.received), dict[fx.Node, Size | None]()
         crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""A model as a `Table`: what the operators of a program do."""
+"""Builds the `Table` of a model from the operators of a lowered program."""
 
 from __future__ import annotations
 
@@ -36,26 +36,34 @@ from autopart.ir.run.unshard_policy import storing_axes
 from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
-"""{path of a container: for every block of the model, which block of the traced copy it is like}."""
+"""{path of a container: for every block of the model, the index of the traced block that represents it}."""
 
 
 class BlocksApart(Exception):
-    """The operators of a repeated block do not lie together, so that one cannot stand for others."""
+    """Raised if the operators of a repeated block are not contiguous.
+
+    One block then cannot represent others.
+    """
 
 
 class _At(NamedTuple):
-    """A repeated block: its container, and its number in the traced copy."""
+    """A repeated block: its container, and its index in the traced model."""
 
     path: str
     number: int
 
 
 def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Blocks, fused: bool = False) -> Table:
-    """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`. `walks`: of
-    every stage.
+    """Build the table of a program in which one traced block represents all equivalent blocks.
 
-    Raises BlocksApart where the operators of such a block do not lie together. Of a folded trace the order has the
-    blocks that are there; `of_few_rows` puts in those left out.
+    For a deduplicated trace, the order has the traced blocks alone; `of_few_rows` adds the others.
+
+    Args:
+        walks: the liveness analysis of every stage.
+        blocks: for each container, the traced block that represents each block of the model.
+        fused: as in `counted`.
+
+    Raises BlocksApart if the operators of such a block are not contiguous.
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
@@ -64,7 +72,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         held.append(Held(walk.in_memory, growth, held[-1].sends_kept if held else set()))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
-    places |= {operators[0].node for operators in stages[1:]}  # maybe a conversion of what is received
+    places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING))
         for one, operators in zip(held, stages, strict=True) for each in operators
@@ -88,7 +96,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) * times(n) for n in active)
     buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
-    of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
+    of_rank = max(
+        1, batch // (program.row_ranks * program.microbatches)
+    )  # a call without a batch is identical on every rank
     return Table(
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace), flops / batch,
         sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()), gathers,
@@ -97,8 +107,11 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
 
 
 def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The written operators before which plans cut: the first of those that are written for an operator of the trace
-    that depends on parameters, with what is done to its inputs. What makes a partial sum whole is the operator's."""
+    """Return the lowered operators before which a stage may begin.
+
+    These are the first nodes lowered from each traced operator that depends on parameters, including conversions of
+    its inputs. The reduction of a partial sum belongs to the operator that produces the partial sum.
+    """
     keys = {facts(node).get("key") for node in active_operators(trace.graph)}
     places, last, begins, is_made = set[fx.Node](), None, True, False
     for node in nodes:
@@ -106,7 +119,7 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
             continue
         key = facts(node).get("key")
         is_same = key is not None and key == last
-        is_one = key in keys and not (is_same and is_made)  # else what is made is converted for another
+        is_one = key in keys and not (is_same and is_made)  # else the output is converted for another operator
         if begins and not (is_one and is_same):
             places.add(node)
         begins, last = is_one, key if is_one else last
@@ -115,8 +128,10 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
-    """What plans balance stages by, on the first operator that is written for each of the trace; of what is written
-    together with another, on that one."""
+    """Attribute each traced operator's FLOPs to the first lowered node of that operator.
+
+    A traced operator without a node of its own is fused into another operator and counts on that operator's node.
+    """
     first = {key: node for node in reversed(nodes) if (key := facts(node).get("key")) is not None}
     loads, total = dict[fx.Node, Size](), 0.0
     for traced in active_operators(trace.graph):
@@ -128,7 +143,10 @@ def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.No
 
 
 def _hidden(trace: Trace, program: Program) -> float:
-    """The share of gradients that are not in the bucket which a backward completes last: the first that is read."""
+    """Return the share of gradient bytes outside the bucket that the backward completes last.
+
+    That bucket holds the parameters that the forward reads first.
+    """
     total = last = 0
     for stage in program.stages:
         read = [n for n in in_order_of_use(stage.graph.graph, stage.parameters) if trace.parameters[n].requires_grad]
@@ -141,7 +159,7 @@ def _hidden(trace: Trace, program: Program) -> float:
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
-    """What a rank stores of a parameter, before ZeRO cuts it."""
+    """Return the bytes that a rank stores of a parameter, before ZeRO shards it."""
     mesh, stored = program.mesh, program.parameters[name]
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
     cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
@@ -151,7 +169,7 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
 
 
 def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
-    """Bytes of an element, and the first dim, where that counts for what data-parallel ranks send."""
+    """Return the element size in bytes and the first dim if data-parallel methods need them, else (4, 0)."""
     tensor = trace.parameters[name]
     if program.dp_sync.is_default:
         return 4, 0
@@ -159,14 +177,17 @@ def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
 
 
 def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
-    """The axes over which its gradient is summed, or would be if it were not stored in parts."""
+    """Return the axes over which its gradient is reduced, or would be if ZeRO did not shard it."""
     over = parts_of(mesh.stored_over(stored.layout) or mesh.data_axis)
     return tuple(dict.fromkeys((mesh.data_axis, *over, *stored.grad_axes)))
 
 
 def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
-    """The axes over which ZeRO-3 cuts it on a mesh on which all of them have several ranks; `is_stored`: as this
-    program has it."""
+    """Return the axes over which ZeRO-3 shards it on a mesh on which all of them have several ranks.
+
+    Args:
+        is_stored: True if this program shards parameters with ZeRO-3.
+    """
     over = mesh.stored_over(stored.layout)
     if over is None and (is_stored or len(stored.shape) < MIN_DIMS):
         return ()
@@ -176,7 +197,7 @@ def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, .
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:
-    """Bytes that are read of a parameter, and summed of its gradient, for each that is stored."""
+    """Return the bytes read of a parameter, and reduced of its gradient, per byte stored."""
     stored, precision = trace.parameters[name].dtype, trace.precision
     if precision is None or not stored.is_floating_point:
         return 1.0, 1.0
@@ -187,7 +208,7 @@ def _shares(trace: Trace, name: str) -> tuple[float, float]:
 
 
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
-    """Every repeated block that has a name as one like itself alone."""
+    """Return every named repeated block as one that represents itself alone."""
     counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():
         path, _, number = name.rpartition(".")
@@ -205,13 +226,13 @@ def _block_of(name: str, blocks: Blocks) -> _At | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """How many operators or tensors of the model one of the copy stands for."""
+    """Return how many operators or tensors of the model one of the traced model represents."""
     at = _block_of(name, blocks)
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
 
 def _blocks_of(operators: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
-    """The block of every operator; what lies between two of a block is in it."""
+    """Return the block of every operator. An operator between two operators of a block is in that block."""
     at = [_block_of(_name(one.node), blocks) for one in operators]
     last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
     inside: _At | None = None
@@ -226,7 +247,7 @@ def _blocks_of(operators: Sequence[Counted], blocks: Blocks) -> list[_At | None]
 
 
 def _name(node: fx.Node) -> str:
-    """What an operator is known by: its key, or the parameter that it is done to."""
+    """Return the key of an operator, or the parameter that it processes."""
     source = source_of(node)[0]
     while "key" not in facts(source) and source.op == "call_function" and isinstance(source.args[0], fx.Node):
         source = source.args[0]
@@ -234,11 +255,14 @@ def _name(node: fx.Node) -> str:
 
 
 def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
-    """All operators of the model in order: the row of each, and the block of the model it is in ("" for none)."""
+    """Yield all operators of the model in order as (row, container, block index).
+
+    The container is "" for operators outside blocks.
+    """
     for row, block in enumerate(at):
         if block is None:
             yield row, "", 0
-        elif row == at.index(block):  # here begin the blocks of the model up to the next one that was traced
+        elif row == at.index(block):  # emit all blocks up to the next traced one
             like = blocks[block.path]
             ends = like.index(block.number + 1) if block.number + 1 in like else len(like)
             for number in range(like.index(block.number), ends):

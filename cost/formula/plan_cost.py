@@ -1,4 +1,4 @@
-"""`Plan.cost`: figures as a mapping, and the formulas behind them (`cost.formula`) with the plan's own values."""
+"""`Plan.cost`: figures as a mapping, and the formulas behind them with the plan's own values."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
-"""What plans had beside a time that was not the simulated one."""
+"""Keys of older plans, whose time was not the simulated one."""
 
 
 def _simulated(plan: Plan) -> Any:
-    from autopart.cost.predict.simulate import simulate  # loads torch, which a plan that is only shown does not need
+    from autopart.cost.predict.simulate import simulate  # imports torch, which printing a plan does not need
 
     return simulate(plan)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A step's numbers: seconds and bytes, and both by kind. `float()` of it is the seconds. `notes`: what may be
-    otherwise in a plan that is made for these sizes."""
+    """Figures of a step: seconds and bytes, in total and by kind. `float()` returns the seconds.
+
+    Args:
+        step_time_s: seconds of a step.
+        memory_bytes: peak bytes of the fullest rank.
+        parts_s: seconds by kind of work.
+        memory_parts: bytes by kind.
+        notes: what a plan made for these sizes may do differently.
+    """
 
     step_time_s: float
     memory_bytes: float
@@ -49,12 +56,13 @@ class Figures:
 
 
 class Cost(dict[str, Any]):
-    """What a plan costs. As a mapping: its figures. `expression`: seconds of a step in sympy, `parts`: the same by
-    kind, `memory` and `memory_parts`: bytes of a rank. The formulas are those of equal stages, times `scale`.
+    """Cost of a plan. As a mapping, it has the plan's figures.
 
-    Symbols are those of `autopart.cost.formula.step_formula`: `b` rows of a microbatch on a rank, `s` tokens of a
-    row, `tp`, `dp`,
-    `pp`, `m` microbatches, `v` stages a rank, and the hardware's.
+    `expression` and `parts` are the seconds of a step in sympy, in total and by kind. `memory` and `memory_parts`
+    are the bytes of a rank. The formulas assume equal stages and are multiplied by `scale`.
+
+    Symbols are those of `autopart.cost.formula.step_formula`: `b` samples of a microbatch on a rank, `s` tokens per
+    sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and the hardware's.
 
     Example:
         >>> plan.cost.parts["matmul"], plan.cost.at(tp=8, pp=4).step_time_s    # doctest: +SKIP
@@ -64,7 +72,10 @@ class Cost(dict[str, Any]):
 
     @staticmethod
     def of(plan: Plan) -> Cost:
-        """A plan's. One of an older version says a time of other formulas: the step is simulated in its place."""
+        """Return the cost of a plan.
+
+        Plans of older versions stored the time of other formulas. Their step is simulated again.
+        """
         cost = Cost(plan.cost)
         cost.plan = plan
         if plan.timing and "step_time_s" in cost and any(name in cost for name in OF_OLD_PLANS):
@@ -75,10 +86,10 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def scale(self) -> float:
-        """What the formulas are multiplied by, so that at the plan's own sizes they say what `autopart.simulate` does.
+        """Factor by which the formulas equal `autopart.simulate` at the plan's own sizes.
 
-        The simulated step over theirs: stages that weigh unlike, waiting in a pipeline, odd buckets of gradients. 1
-        where the plan has no step.
+        It is the simulated step time over the formulas' step time. It covers unequal stages, waiting in a pipeline
+        and partly filled gradient buckets. It is 1 if the plan has no step time.
         """
         from autopart.cost.formula.step_formula import compiled
 
@@ -89,20 +100,20 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def table(self) -> Table:
-        """What the operators do. Raises PlanError for a plan without it."""
+        """Table of the plan's operators. Raises PlanError for a plan without it."""
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
-        if data is None or "divided" not in data:  # the latter is of an older version
+        if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
                 "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
-                hint="autopart.plan(...), or leave the entry in the file",
+                hint="autopart.plan(...), or keep the entry in the file",
             )  # fmt: skip
         return from_data(data)
 
     @cached_property
     def formula(self) -> Formula:
-        """Raises PlanError for a plan without a table."""
+        """Formulas of the plan. Raises PlanError for a plan without a table."""
         from autopart.cost.formula.step_formula import Formula
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.dp_sync_costs import shares
@@ -124,27 +135,27 @@ class Cost(dict[str, Any]):
 
     @property
     def expression(self) -> sympy.Expr:
-        """Seconds of a step: at the plan's own sizes those of `autopart.simulate`, at others the formula's estimate."""
+        """Seconds of a step: at the plan's own sizes those of `autopart.simulate`, else an estimate."""
         return self.scale * self.formula.step_time_s
 
     @property
     def parts(self) -> Mapping[str, sympy.Expr]:
-        """Seconds of a step by kind of work, of each collective, `sends`, `bubble`, `gradient sums`, `optimizer`."""
+        """Seconds of a step by kind of work and collective, `sends`, `bubble`, `gradient sums`, `optimizer`."""
         return {kind: self.scale * seconds for kind, seconds in self.formula.parts_s.items()}
 
     @property
     def memory(self) -> sympy.Expr:
-        """Bytes of a rank."""
+        """Peak bytes of a rank."""
         return self.formula.memory_bytes
 
     @property
     def memory_parts(self) -> Mapping[str, sympy.Expr]:
-        """Bytes of a rank by kind; with one microbatch gradients and activations are not all there at a time."""
+        """Bytes of a rank by kind. With one microbatch, gradients and activations do not peak together."""
         return self.formula.memory_parts
 
     @property
     def forward_flops(self) -> sympy.Expr:
-        """Matrix work of the forward of one microbatch, of all stages, on one rank of `tp`."""
+        """Matrix FLOPs of the forward of one microbatch over all stages, on one rank of `tp`."""
         import sympy
 
         works = self.formula.totals.works.items()
@@ -152,11 +163,13 @@ class Cost(dict[str, Any]):
 
     @property
     def free_symbols(self) -> set[sympy.Basic]:
-        """Of the seconds of a step."""
+        """Symbols of the seconds of a step."""
         return self.expression.free_symbols
 
     def subs(self, *values: Any, **named: Any) -> sympy.Expr:
-        """The seconds of a step with values for some symbols, given by name or as `sympy.Expr.subs` takes them.
+        """Return the seconds of a step with values for some symbols.
+
+        Symbols are given by name, or as `sympy.Expr.subs` takes them. Raises OptionError for an unknown symbol.
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
@@ -171,22 +184,21 @@ class Cost(dict[str, Any]):
         unknown = [name for name in asked if name not in symbols]
         if unknown:
             raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
-        # All at once: `Expr.subs` goes symbol by symbol, and looks each time for which of two long terms is less.
+        # `Expr.subs` goes symbol by symbol and compares long terms each time; `xreplace` does not.
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
-        """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
+        """Return the figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed.
 
-        The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
-        stages are balanced anew where there are others, or other tokens. Memory is as many times the plan's as the
-        table, which has it operator by operator and not value by value as `Plan.memory`, predicts.
+        The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if
+        their number or the tokens per sample change. Memory is that of `Plan.memory` times the ratio that the table
+        predicts.
 
-        Layouts are the plan's. Where a plan for these sizes may have others, as sizes that layouts are chosen by are
-        others, a note says so.
+        Layouts stay those of the plan. A note says so if a plan made for these sizes may have other layouts.
 
-        Raises OptionError for other names, sizes that are not above zero and fewer ranks with experts than the plan's
-        `balance`, LayoutError for more ranks than what the layouts divide over them has parts, StageError where there
-        are too few places to cut, or no schedule runs so many stages and microbatches.
+        Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than the
+        plan's `balance`. Raises LayoutError if the layouts divide fewer shards than there are ranks. Raises
+        StageError if there are too few stage boundaries, or no schedule runs this many stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
@@ -199,7 +211,7 @@ class Cost(dict[str, Any]):
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
     def _check_divides(self, mesh: Mesh) -> None:
-        """Raises LayoutError where the plan's layouts leave a rank without its part of a product."""
+        """Raise LayoutError if the plan's layouts leave a rank without a shard of a product."""
         from autopart.cost.predict.operator_work import CHOSEN, chosen_ranks
 
         for name, ranks in chosen_ranks(mesh).items():
@@ -207,13 +219,13 @@ class Cost(dict[str, Any]):
             if counts and min(counts) < ranks:
                 fewest, axis = min(counts), mesh.innermost(CHOSEN[name])
                 raise LayoutError(
-                    f"cost.at({axis}={ranks}): the plan's layouts have {fewest} parts to divide over {axis}",
-                    why=f"{ranks} ranks would not all have one; a plan for {axis}={ranks} has other layouts",
+                    f"cost.at({axis}={ranks}): the plan's layouts have only {fewest} shards over {axis}",
+                    why=f"some of {ranks} ranks would have no shard; a plan for {axis}={ranks} has other layouts",
                     where=counts[fewest], hint=f"{axis}={fewest} or less, or a plan for {axis}={ranks}",
                 )  # fmt: skip
 
     def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
-        """Whether layouts would be chosen anew, which are by the ranks and by the sizes of what these hold."""
+        """Return a note if layouts might be chosen differently, which depends on ranks and sizes."""
         plan, plan_mesh = self._plan, self._plan.mesh_object()
         plan_sizes = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
         ranks = {
@@ -228,7 +240,7 @@ class Cost(dict[str, Any]):
         return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have others",)
 
     def on(self, hardware: Hardware) -> Figures:
-        """The figures on other hardware, all else being the plan's."""
+        """Return the figures of the plan on other hardware."""
         return self._figures(self._predicted({}, hardware))
 
     def _figures(self, simulation: Simulation) -> Figures:
@@ -248,17 +260,17 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def _own(self) -> Simulation:
-        """As predicted at the plan's own sizes."""
+        """Prediction at the plan's own sizes."""
         return self._predicted({})
 
     @property
     def has_quickest_stages(self) -> bool:
-        """Whether stages begin where a step takes the least time (`cost.table.quickest_cuts`)."""
+        """True if stages begin where a step takes the least time (`cost.predict.table.quickest_cuts`)."""
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.table import quickest_cuts, weighs_links
 
         hardware = Hardware.load(self._plan.hardware)
-        if not weighs_links(hardware):  # balanced is all that they are
+        if not weighs_links(hardware):  # stages are only balanced
             return True
         setting = self._setting({})
         return quickest_cuts(self.table, replace(setting, cuts=None), hardware) == setting.cuts
@@ -270,7 +282,10 @@ class Cost(dict[str, Any]):
         return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
 
     def _setting(self, sizes: Mapping[str, float]) -> Setting:
-        """The plan's with other sizes, and its stages where there are as many of as many tokens, or they are pinned."""
+        """Return the plan's setting with other sizes.
+
+        The plan's stages are kept if their number and the tokens per sample are unchanged, or if they are pinned.
+        """
         from autopart.cost.predict.table_data import own_setting
 
         plan, mesh = self._plan, self._mesh(sizes)
@@ -288,20 +303,20 @@ class Cost(dict[str, Any]):
         return replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
-        """The plan's with other sizes of axes."""
+        """Return the plan's mesh with other axis sizes."""
         plan_mesh = self._plan.mesh_object()
         every = {axis.name: int(sizes.get(axis.name, plan_mesh.size(axis.name))) for axis in plan_mesh.axes}
         return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        """What the symbols are."""
+        """Return the values of the symbols."""
         mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
         rows = sizes.get("b", at.b) * mesh.row_ranks * m
         return self.formula.values(mesh, Schedule(schedule.name, m, v), rows, sizes.get("s", at.s))
 
     def latex(self) -> str:
-        """The seconds of a step in LaTeX."""
+        """Return the seconds of a step in LaTeX."""
         import sympy
 
         return str(sympy.latex(self.expression))
@@ -319,7 +334,10 @@ def _times(new: float, old: float) -> float:
 
 
 def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """The plan's own, or the one that a plan would get for so many stages. Raises StageError where there is none."""
+    """Return the plan's schedule, or the one that a plan would get for these stages.
+
+    Raises StageError if there is none.
+    """
     if pp == 1:
         return Schedule(None, microbatches, 1)
     stages = pp * virtual_stages
@@ -331,12 +349,14 @@ def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) ->
 
 
 def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high: float | None = None) -> float | None:
-    """Where the steps of two plans take equally long: the first value of a symbol between `low` and `high` at which the
-    one that was slower becomes the faster; None where one is always faster.
+    """Return the first value of a symbol at which the slower of two plans becomes the faster.
+
+    Returns None if one plan is always faster between `low` and `high`.
 
     Args:
-        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link's number (`node_link_bytes_per_s`), which is
-            looked for from 1e6 to 1e12 where nothing else is said; all else is as each plan has it.
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). All other
+            sizes are those of each plan.
+        low, high: search range. Default: 1e6 to 1e12 for links, else 1 to 2^20.
 
     Example:
         >>> autopart.crossover(with_recompute, without, over="s")    # doctest: +SKIP
@@ -365,7 +385,7 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
     for end in points:
         try:
             after = difference(end)
-        except (StageError, LayoutError):  # too few places to cut, no schedule, or fewer parts than ranks
+        except (StageError, LayoutError):  # too few stage boundaries, no schedule, or fewer shards than ranks
             continue
         if before * after < 0:
             return end if whole else float(brentq(difference, start, end, rtol=1e-6))
@@ -374,6 +394,6 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
 
 
 _MOST_POWER = 8
-"""Of ranks and microbatches, which are looked through in powers of two."""
+"""Ranks and microbatches are searched in powers of two up to this exponent."""
 
 _POINTS = 40

@@ -1,10 +1,15 @@
-"""The cost of a step as closed formulas (sympy) in batch, sequence, axis sizes, microbatches and hardware constants.
+"""Closed formulas (sympy) of the seconds of a step and of the bytes of a rank.
 
-Every operator is counted from its rule as a product of factors (`cost.work`), those that do the same once with how many
-there are. Symbols: `b` rows of a microbatch on a rank, `s` tokens of a row, the axes of the mesh (`tp`, `dp`, `pp`),
-`m` microbatches, `v` stages a rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share that a product reaches,
-`H` the depth of a product at which that is half, `M` memory bytes/s, `L` seconds to launch a kernel, and those of
-`cost.collectives`; `g_tp`, `g_dp`, `g_pp`: the ranks of a group that are in one node.
+Variables are batch, sequence, axis sizes, microbatches and hardware constants.
+
+Every operator is counted from its rule as a product of factors (`cost.predict.operator_work`). Identical
+operators are one term with their count.
+
+Symbols: `b` samples of a microbatch on a rank, `s` tokens per sample, the mesh axes (`tp`, `dp`, `pp`), `m`
+microbatches, `v` stages per rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share of the peak that a
+product reaches, `H` the inner dim of a product at which its rate is half, `M` memory bytes/s, `L` seconds to
+launch a kernel, and the symbols of `cost.predict.collective_costs`. `g_tp`, `g_dp`, `g_pp`: ranks of a group
+that are in one node.
 """
 
 from __future__ import annotations
@@ -31,29 +36,33 @@ from autopart.ir.run.schedules import Schedule
 
 
 def ranks_of(axis: str) -> sympy.Expr:
-    """The symbol of an axis; of several joined in one, their product."""
+    """Return the symbol of an axis; for flattened axes, the product of their symbols."""
     return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in parts_of(axis)))
 
 
 def in_node_of(axis: str) -> sympy.Expr:
-    """The symbol of the ranks of a group along an axis that are in one node; of several joined in one, their
-    product."""
+    """Return the symbol of the ranks of an axis that are in one node; for flattened axes, the product."""
     return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in parts_of(axis)))
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
-"""`b, s, tp, ep, cp, dp, dpr, pp, m, v`: of a mesh without axes of its own."""
+"""`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
 BACKWARD_SHARE = sympy.Rational(2, 3)
-"""Of a step's work: it does twice what the forward does."""
+"""Share of the backward in a step's work: it does twice the work of the forward."""
 
 _LINKS = (collective_costs.B, collective_costs.alpha, collective_costs.B_node, collective_costs.alpha_node)
 
 
 class CutBytes(NamedTuple):
-    """Parameters that ZeRO cuts over the same axes: their bytes, how many they are, and the bytes that casting them and
-    their gradients moves in a microbatch where they are whole."""
+    """Parameters that ZeRO shards over the same axes.
+
+    Args:
+        size: their bytes, unsharded.
+        number: number of parameters.
+        cast: bytes that casts of them and of their gradients move in a microbatch, if unsharded.
+    """
 
     size: Size
     number: int
@@ -62,15 +71,24 @@ class CutBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Totals:
-    """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
+    """Work of one microbatch of the full model on the ranks of one pipeline, and memory in bytes.
 
-    `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO cuts `cut`, {the axes joined over which it does: which}; `gathers`: what that moves is among the works. `cast`:
-    bytes that casting the other parameters and their gradients moves in a microbatch; `read`, `summed`: as in
-    `cost.rows.Parameter`, of all. `kept`: of activations, by all operators. `temporary`: beyond it at the largest.
-    `sent`: between two stages. `buffers`: of the model and of the inputs. `summed_over`: {axis: bytes of the parameters
-    whose gradients are summed over it, by the axes that ZeRO cuts them over}. `hidden`: the share of gradients that are
-    complete before the last. `at`: the sizes that all were counted at.
+    Args:
+        works: {(part of a step, work): count}.
+        stored: parameters.
+        trained: the parameters that get a gradient.
+        cut: {flattened axes: the parameters that ZeRO shards over them}.
+        gathers: True if `works` includes ZeRO's collectives.
+        cast: traffic of casts of the other parameters and their gradients in a microbatch.
+        read, summed: as in `cost.predict.table_rows.Parameter`, averaged over all parameters.
+        kept: activations saved by all operators.
+        temporary: peak workspace beyond them.
+        sent: values sent between two stages.
+        buffers: buffers of the model.
+        summed_over: {axis: bytes of the parameters whose gradients are reduced over it, by the axes ZeRO shards
+            them over}.
+        hidden: share of gradients outside the bucket that completes last.
+        at: the reference sizes.
     """
 
     works: Mapping[tuple[str, Work], int]
@@ -92,7 +110,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Formula:
-    """The formulas of a model under one kind of layouts.
+    """Formulas of the seconds of a step and of the bytes of a rank, for one set of layouts.
 
     Example:
         >>> formula.parts_s["matmul"], formula.step_time_s, formula.memory_bytes    # doctest: +SKIP
@@ -104,26 +122,27 @@ class Formula:
     state_bytes: float = 3.0
     receives_held: int | None = None
     scatter_sends: bool = False
-    """These three as in `cost.table.Setting`; scattered is what does not get smaller with `tp`."""
+    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.Setting`. Bytes that do
+    not shrink with `tp` are scattered."""
 
     axes: tuple[Axis, ...] = AXES
-    """Those that the mesh may have."""
+    """The axes that the mesh may have."""
 
     methods: tuple[Carried, ...] = ()
-    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+    """What data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
 
     versions: int = 1
-    """Of the weights: with two, batches follow each other without a flush."""
+    """Versions of the weights. With two, batches follow each other without a flush."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis that these are for, and its ranks in the plan, by which neighbours are counted."""
+    """The axis of the data-parallel methods and its ranks in the plan, which determine the number of neighbours."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
-    """Seconds of works, which formulas counted at the same sizes may share."""
+    """Cache of seconds by work. Formulas with the same reference sizes may share it."""
 
     @property
     def sizes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols that are not the hardware's, but for the ranks in a node."""
+        """The symbols of sizes: all but those of the hardware and of ranks per node."""
         return (b, s, *map(ranks_of, self._names), m, v)
 
     @property
@@ -135,12 +154,12 @@ class Formula:
         return Mesh({}, self.axes)
 
     def of(self, size: Size) -> sympy.Expr:
-        """A Size in the symbols."""
+        """Return a `Size` as an expression in the symbols."""
         return sympy.Add(*(_exact(value) * self._times.scale(powers) for powers, value in size.terms))
 
     @cached_property
     def _times(self) -> Sizes:
-        """How many times the sizes that all was counted at."""
+        """The sizes as multiples of the reference sizes."""
         counted_at = self.totals.at
         ranks = {
             name: ranks_of(self._mesh.innermost(cuts)) / getattr(counted_at, name) for name, cuts in CHOSEN.items()
@@ -148,7 +167,7 @@ class Formula:
         return Sizes(b / counted_at.b, s / counted_at.s, **ranks)
 
     def seconds(self, work: Work) -> sympy.Expr:
-        """Of one work."""
+        """Return the seconds of one work as an expression."""
         if work not in self.known:
             self.known[work] = self._seconds(work)
         return self.known[work]
@@ -174,13 +193,13 @@ class Formula:
             peak = sympy.Symbol(f"X_{dtype}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops * slowness))
             traffic_s = self._traffic_s(size, in_order=True)
-            once_s = sympy.Max(work_s, traffic_s, evaluate=False) + L  # it looks long for which is larger
+            once_s = sympy.Max(work_s, traffic_s, evaluate=False) + L  # sympy's evaluation of Max is slow
         else:
             once_s = (size / M if work.in_place else self._traffic_s(size, work.in_order)) + L
         return once_s * _exact(work.times)
 
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
-        """Seconds of one over an array of this size, on links of its own where it has any."""
+        """Return the seconds of a collective, with its own link rates if the profile has them."""
         inside = in_node_of(axis)
         values = {collective_costs.S: size, collective_costs.k: ranks_of(axis) / inside, collective_costs.g: inside}
         time_s = collective_costs.TIME[kind].subs(values, simultaneous=True)
@@ -198,13 +217,13 @@ class Formula:
 
     @cached_property
     def _memory_shares(self) -> list[Any]:
-        """By whether an operator goes through memory in its order."""
+        """Efficiency curves of memory bandwidth, indexed by whether an operator is in order (0 or 1)."""
         usual, in_order = map(self.hardware.memory_points, (False, True))
         return [_curve("share", usual), _curve("share" if in_order == usual else "share_in_order", in_order)]
 
     @cached_property
     def kinds_s(self) -> dict[str, sympy.Expr]:
-        """Seconds of one microbatch of the whole model by kind of work."""
+        """Seconds of one microbatch of the full model by kind of work."""
         terms_by_kind: dict[str, list[sympy.Expr]] = defaultdict(list)
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
@@ -218,8 +237,11 @@ class Formula:
 
     @cached_property
     def parts_s(self) -> dict[str, sympy.Expr]:
-        """Seconds of a step of equal stages by kind: work, `"sends"`, `"bubble"` ((p - 1) / v m of the work: Narayanan
-        et al. 2021, section 2.2; none with two versions of the weights), `"gradient sums"` and `"optimizer"`."""
+        """Seconds of a step of equal stages by kind, with "sends", "bubble", "gradient sums" and "optimizer".
+
+        The bubble is (p - 1) / v m of the work (Narayanan et al. 2021, section 2.2). Asynchronous schedules with
+        two versions of the weights have none.
+        """
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
         return {
@@ -233,7 +255,7 @@ class Formula:
         }  # fmt: skip
 
     def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """Bytes that a rank sends to the next stage in a microbatch, and that ranks gather of what they receive."""
+        """Return the bytes that a rank sends to the next stage per microbatch, and those all-gathered."""
         sent = self.totals.sent
         if not self.scatter_sends:
             return self.of(sent), sympy.Integer(0)
@@ -248,9 +270,12 @@ class Formula:
         )
 
     def _sums(self) -> dict[str, sympy.Expr]:
-        """All-reduces in buckets over each axis that cuts rows, but for what runs beside a backward; of what ZeRO cuts,
-        gathers and reduce-scatters (named after the data axis, over whatever is joined to it): once a step with 1, a
-        reduce-scatter a microbatch with 2 and two gathers more with 3, but for what runs beside the work."""
+        """Return the exposed seconds of gradient reduction and of ZeRO's collectives, per step.
+
+        Gradients are all-reduced in buckets over each axis that shards the batch. ZeRO 1 all-gathers and
+        reduce-scatters once a step. ZeRO 2 reduce-scatters every microbatch. ZeRO 3 all-gathers twice per
+        microbatch in addition. Its entries are named after the data axis, also if other axes are flattened into it.
+        """
         whole = self.of(self.totals.trained) - self._cut
         work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
@@ -269,7 +294,7 @@ class Formula:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
             moved = {"all_gather": (gathers, self.totals.read), "reduce_scatter": (scatters, self.totals.summed)}
-            if self.zero == 1:  # methods are given what they bring together whole
+            if self.zero == 1:  # methods receive unsharded gradients
                 moved["reduce_scatter"] = 1, self.totals.summed * (1 - self._methods_share)
             for kind, (times, share) in moved.items():
                 seconds = [
@@ -281,11 +306,11 @@ class Formula:
 
     @property
     def _methods_share(self) -> float:
-        """Of the bytes of trained parameters, the share that methods bring together."""
+        """Share of the bytes of trained parameters that data-parallel methods exchange."""
         return float(sum(one.size_bytes for one in self.methods))
 
     def _methods(self) -> dict[str, sympy.Expr]:
-        """What methods of data parallelism take, once a step."""
+        """Return the seconds of data-parallel methods once a step."""
         axis, several = self.over
         ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
         for one in self.methods:
@@ -297,30 +322,39 @@ class Formula:
         return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
     def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
-        """Of a gradient, the share that is summed over an axis once a step, where ZeRO cuts the parameter so."""
+        """Return the share of a gradient that is reduced over an axis once a step.
+
+        Args:
+            cut: the axes over which ZeRO shards the parameter.
+        """
         if not self.zero or not cut:
             return sympy.Integer(1)
         left = sympy.Integer(0) if axis in cut else 1 / _joined(cut)
-        share = _exact(self._methods_share if self.zero == 1 else 0)  # of what is summed whole for a method
+        share = _exact(self._methods_share if self.zero == 1 else 0)  # the share that methods receive unsharded
         return left * (1 - share) + share
 
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
-        """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
+        """Return the exposed seconds of communication of which all but the last bucket overlaps.
+
+        Args:
+            moved: seconds of communication.
+            work: seconds of compute that it may overlap with.
+        """
         hidden = self.totals.hidden * self.hardware.overlap
         return moved - _least(hidden * moved, work) if hidden else moved
 
     def _held(self, size: Size) -> sympy.Expr:
-        """Of parameters, what a rank has of them."""
+        """Return the bytes of parameters on a rank."""
         return self.of(size) - self._cut + self._parts
 
     @property
     def _cut(self) -> sympy.Expr:
-        """Bytes of what ZeRO cuts."""
+        """Bytes of the parameters that ZeRO shards."""
         return sympy.Add(*(self.of(cut.size) for cut in self.totals.cut.values())) if self.zero else sympy.Integer(0)
 
     @property
     def _parts(self) -> sympy.Expr:
-        """Of that, what a rank has."""
+        """Bytes of a rank's shards of these parameters."""
         sizes = (self.of(cut.size) / _joined(over) for over, cut in self.totals.cut.items())
         return sympy.Add(*sizes) if self.zero else sympy.Integer(0)
 
@@ -330,8 +364,11 @@ class Formula:
 
     @cached_property
     def memory_parts(self) -> dict[str, sympy.Expr]:
-        """Bytes of a rank of equal stages by kind. Activations are those of the microbatches in flight under 1F1B
-        (`p`, or `m` where fewer; interleaved `1 + (p-1)/pv` times as many: Korthikanti et al. 2022, section 4.2.3)."""
+        """Bytes of a rank of equal stages by kind.
+
+        Activations are those of the microbatches in flight under 1F1B: `p`, or `m` if that is less; interleaved `1
+        + (p-1)/pv` times as many (Korthikanti et al. 2022, section 4.2.3).
+        """
         stored, trained = self._held(self.totals.stored) / pp, self._held(self.totals.trained) / pp
         more = sympy.Piecewise((1, sympy.Eq(v, 1)), (1 + (pp - 1) / (pp * v), True))
         held = m if self.receives_held is None else self.receives_held
@@ -347,18 +384,21 @@ class Formula:
 
     @property
     def _remembered(self) -> sympy.Expr:
-        """What methods keep for each byte of trained parameters, which they are given whole."""
+        """Bytes of state of data-parallel methods per byte of trained parameters."""
         return _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
-        """The wholes of parameters that live for a step, and with ZeRO 1 those of their gradients, beyond the parts."""
+        """Return the bytes of unsharded parameters that live for a step, beyond the shards.
+
+        With ZeRO 1, their gradients are included.
+        """
         cut = self._cut if self.zero in (1, 2) else sympy.Integer(0)
         grads = cut * _exact(self.totals.summed) - self._parts if self.zero == 1 else 0
         return cut * _exact(self.totals.read) + grads
 
     @cached_property
     def memory_bytes(self) -> sympy.Expr:
-        """The most at a time: with one microbatch gradients come while activations go."""
+        """Peak bytes of a rank. With one microbatch, gradients are allocated while activations are freed."""
         parts = self.memory_parts
         less = _least(parts["gradients"], parts["activations"])
         return sympy.Add(*parts.values()) - sympy.Piecewise((less, sympy.Eq(m, 1)), (0, True))
@@ -367,7 +407,7 @@ class Formula:
 
     @cached_property
     def constants(self) -> dict[sympy.Symbol, float]:
-        """The hardware's."""
+        """Values of the hardware's symbols."""
         hardware = self.hardware
         links = (hardware.link_bytes_per_s, hardware.link_latency_s, hardware.node_link_bytes_per_s,
                  hardware.node_link_latency_s)  # fmt: skip
@@ -376,7 +416,12 @@ class Formula:
                 **dict(zip(_LINKS, links, strict=True))}  # fmt: skip
 
     def values(self, mesh: Mesh, schedule: Schedule, rows: int, tokens: int | None = None) -> dict[sympy.Symbol, Any]:
-        """What the symbols are for a mesh and schedule, with `rows` of the global batch."""
+        """Return the values of all symbols for a mesh and schedule.
+
+        Args:
+            rows: samples of the global batch.
+            tokens: tokens per sample; None: the reference.
+        """
         per_node = self.hardware.devices_per_node
         inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}
         sizes = (rows / (mesh.row_ranks * schedule.microbatches), tokens or self.totals.at.s,
@@ -385,18 +430,20 @@ class Formula:
 
 
 def _least(*of: sympy.Expr) -> sympy.Expr:
-    """The least, as it stands: to find out which of two long sums is less takes sympy longer than all else."""
+    """Return an unevaluated minimum: comparing two long sums takes sympy longer than everything else."""
     return sympy.Min(*of, evaluate=False)
 
 
 def _joined(axes: tuple[str, ...]) -> sympy.Expr:
-    """The ranks of axes joined in one."""
     return sympy.Mul(*map(ranks_of, axes))
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
-    """(step_time_s, memory_bytes) of each formula as one numpy function of its `sizes`, then of `g_tp`, `g_dp`, ...:
-    numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
+    """Compile (step_time_s, memory_bytes) of each formula into one numpy function.
+
+    Its arguments are the formulas' `sizes` and then `g_tp`, `g_dp`, ...: numbers or arrays. All formulas must have
+    the same hardware and axes.
+    """
     constants, sizes = formulas[0].constants, formulas[0].sizes
     expressions = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
     inside = (in_node_of(str(axis)) for axis in sizes[2:-2])
@@ -406,12 +453,10 @@ def compiled(formulas: Sequence[Formula]) -> Any:
 
 @lru_cache(maxsize=64)
 def _curve(name: str, points: tuple[tuple[float, float], ...]) -> Any:
-    """A curve of a profile as a function in formulas."""
     return implemented_function(name, partial(_straight, np.array(points)))
 
 
 def _straight(points: np.ndarray, amount: Any) -> Any:
-    """A curve that goes straight in the logarithm from point to point."""
     return np.interp(np.log(np.asarray(amount, dtype=float)), np.log(points[:, 0]), points[:, 1])
 
 

@@ -1,4 +1,4 @@
-"""Hardware profiles: JSON files with a unit and a source beside every number."""
+"""Hardware profiles: JSON files with a unit and a source for every number."""
 
 from __future__ import annotations
 
@@ -17,43 +17,46 @@ from autopart.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-_FORM = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/profiles'
+_FORM = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/hardware/profiles'
 _PROFILES = Path(__file__).parent / "profiles"
 DEFAULT = "a100-80gb-sxm"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, the node it is in, and the links to other devices.
+    """One device, its node, and the links to other devices.
 
-    `flops_per_s`: dense peak by dtype. `matmul_efficiency`: share of that peak by the FLOPs of one matrix product, as
-    points between which it goes straight in the logarithm of the FLOPs. `launch_s`: what an operator takes however
-    small it is. `memory_bytes`: capacity of a device. `link_`: inside a node, `node_link_`: between nodes; bytes/s per
-    device and direction, latency per hop of a ring.
+    Efficiency curves are points between which the share is linear in the logarithm of the amount. The `source` of a
+    curve says whether its large end is measured; the rest is assumed.
 
-    `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
-    the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
-    keep up in a training step. `matmul_unaligned`: the share of a rate in 16 bits that is left where the rows of an
-    operand or of the result have an odd number of values, as those of a vocabulary of 50,257 do; where it is even and
-    no multiple of 8 (16 bytes), it is its power of two thirds.
-
-    `attention_half_width`: fused attention with heads of `w` features runs at `w / (w + attention_half_width)` of the
-    share of its FLOPs: what it computes for every score takes as long whatever the width.
-
-    `causal_block`: causal attention of `s` queries takes `(s + causal_block) / 2s` of what attention to all keys takes:
-    as many queries as a kernel works on at a time, and more where the work of its blocks is uneven.
-
-    `overlap`: the share of communication that costs nothing where it runs beside compute: on a GPU its kernels take a
-    part of the device, and where the processor that computes also sends nothing is gained.
-
-    `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
-    reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
-    `in_order_efficiency`: the same of sums and products of whole tensors, which go through memory in its order, and of
-    the operands of matrix products; left out, as `memory_efficiency`.
-    `optimizer_efficiency`: the share of `memory_bytes_per_s` that the update of parameters reaches.
-    `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
-
-    The large end of the curve is measured where its `source` says so, the rest is assumed.
+    Args:
+        flops_per_s: dense peak FLOP/s by dtype.
+        matmul_efficiency: share of the peak by the FLOPs of one matrix product.
+        launch_s: minimum seconds of an operator.
+        memory_bytes: capacity of a device.
+        memory_bytes_per_s: memory bandwidth.
+        devices_per_node: devices in a node.
+        link_bytes_per_s, link_latency_s: links inside a node: bytes/s per device and direction, seconds per hop of
+            a ring.
+        node_link_bytes_per_s, node_link_latency_s: the same between nodes.
+        matmul_half_depth: a product with inner dim `k` runs at `k / (k + matmul_half_depth)` of its curve; 0: no
+            effect.
+        matmul_sustained: share of an isolated product's rate that products sustain in a training step.
+        matmul_unaligned: share of a 16-bit rate if rows of an operand or of the result have an odd number of
+            values, such as a vocabulary of 50,257. If the number is even but no multiple of 8 (16 bytes), the share
+            is raised to the power of two thirds.
+        attention_half_width: fused attention with heads of width `w` runs at `w / (w + attention_half_width)` of
+            its curve, because the work per score does not depend on the width.
+        causal_block: causal attention of `s` queries takes `(s + causal_block) / 2s` of full attention. It is the
+            number of queries in a kernel's tile, or more if the work of tiles is uneven.
+        overlap: share of communication that is free if it overlaps with compute. On a GPU its kernels use a part of
+            the device. It is 0 if the processor that computes also sends.
+        memory_efficiency: share of `memory_bytes_per_s` by the bytes that an operator reads and writes. Caches
+            reach more than 1, memory that is new to the process less.
+        in_order_efficiency: the same for pointwise operators on contiguous tensors and for operands of matrix
+            products. Empty: `memory_efficiency`.
+        optimizer_efficiency: share of `memory_bytes_per_s` that the parameter update reaches.
+        collectives: {collective: link fields with other values for it}.
     """
 
     name: str
@@ -80,40 +83,40 @@ class Hardware:
 
     @staticmethod
     def load(profile: str | Path = DEFAULT) -> Hardware:
-        """A profile by name (`a100-80gb-sxm`, or that of a file read before) or from a JSON file.
+        """Load a profile by name (`a100-80gb-sxm`, or that of a file loaded before) or from a JSON file.
 
-        Raises OptionError where there is no such profile, or a number is missing or cannot be.
+        Raises OptionError if there is no such profile, or a number is missing or invalid.
         """
         path = Path(profile) if str(profile).endswith(".json") else _PROFILES / f"{profile}.json"
-        if not path.exists() and profile in _OWN:
-            return _OWN[str(profile)]
+        if not path.exists() and profile in _USER_PROFILES:
+            return _USER_PROFILES[str(profile)]
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
-                              hint="a name of these, or the path of a JSON file of the same form")  # fmt: skip
+                              hint="one of these names, or the path of a JSON file in the same format")  # fmt: skip
         hardware = _File(str(path)).read()
         if path.parent != _PROFILES:
-            _OWN[hardware.name] = hardware
+            _USER_PROFILES[hardware.name] = hardware
         return hardware
 
     @staticmethod
     def parse(data: Mapping[str, Any], where: str = "") -> Hardware:
-        """A profile from what its file would hold. Raises OptionError as `load`."""
+        """Create a profile from the content of its file. Raises OptionError as in `load`."""
         return _File(where).checked(data)
 
     @property
     def matmul_flops_per_s(self) -> float:
-        """The peak of matrix work in the dtype models are trained in: 16 bits where the device has them."""
+        """Peak FLOP/s of matrix products in the usual training dtype: 16 bits if the device has them."""
         return next(self.flops_per_s[dtype] for dtype in USUAL_DTYPES if dtype in self.flops_per_s)
 
     def known_dtype(self, dtype: str) -> str:
-        """The dtype, or the slowest that there is a peak for."""
+        """Return the dtype, or the slowest dtype with a peak if it has none."""
         return dtype if dtype in self.flops_per_s else min(self.flops_per_s, key=lambda known: self.flops_per_s[known])
 
     def peak_of(self, flops: Mapping[str, float]) -> tuple[float, str]:
-        """The peak of matrix work of so many FLOPs by dtype, in FLOP/s, and whose it is in words.
+        """Return the peak FLOP/s for matrix FLOPs by dtype, and a text that names the dtypes.
 
-        Of several dtypes it is all FLOPs over the seconds that each takes at its own peak, so that nothing exceeds it.
-        Peaks of float32 are those without TF32, as torch multiplies unless it is told otherwise.
+        For several dtypes, it is all FLOPs over the seconds that each takes at its own peak, so that nothing
+        exceeds it. Peaks of float32 are those without TF32, which is torch's default.
 
         >>> Hardware.load().peak_of({"bfloat16": 3.0}), Hardware.load().peak_of({"float32": 3.0})
         ((312000000000000.0, 'bfloat16'), (19500000000000.0, 'float32 without TF32'))
@@ -130,70 +133,86 @@ class Hardware:
         if len(shares) == 1:
             (only,) = shares
             peak = self.flops_per_s[only]
-            return peak, self._said(only, {dtype for dtype, amount in flops.items() if amount} - {only})
+            return peak, self._describe_dtype(only, {dtype for dtype, amount in flops.items() if amount} - {only})
         largest = sorted(shares, key=lambda dtype: -shares[dtype])
-        return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._said(dtype)}" for dtype in largest)
+        return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._describe_dtype(dtype)}" for dtype in largest)
 
-    def _said(self, dtype: str, others: Collection[str] = ()) -> str:
-        """A dtype in words. `others`: those that take its peak for want of their own."""
+    def _describe_dtype(self, dtype: str, others: Collection[str] = ()) -> str:
+        """Format a dtype.
+
+        Args:
+            others: dtypes without a peak of their own that use this one.
+        """
         tensor_cores = any(name in self.flops_per_s for name in USUAL_DTYPES[:2])
         words = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
         return f"{words}, as there is none for {', '.join(sorted(others))}" if others else words
 
     def efficiency(self, flops: float, dtype: str = "") -> float:
-        """The share of the peak that one matrix product of so many FLOPs reaches; of a `dtype` with another peak than
-        the usual one's, that of the product which would take as long at that peak."""
+        """Return the share of the peak that one matrix product of `flops` FLOPs reaches.
+
+        For a `dtype` with another peak, it is the share of the product that takes as long at the usual dtype's
+        peak.
+        """
         return _share(self.matmul_efficiency, flops * self.slowness(dtype)) * self.matmul_sustained
 
     def slowness(self, dtype: str) -> float:
-        """How many times as long matrix units take in a dtype as in the usual one. What products lose by being small or
-        shallow is time, and weighs so much less."""
+        """Return the usual dtype's peak over the peak of `dtype`.
+
+        Small or shallow products lose time, not rate. In a slower dtype that loss is a smaller share.
+        """
         return self.matmul_flops_per_s / self.flops_per_s.get(dtype, self.matmul_flops_per_s)
 
     def causal_share(self, queries: float) -> float:
-        """How long causal attention of so many queries takes, as a share of attention to all keys."""
+        """Return the duration of causal attention of `queries` queries as a share of full attention."""
         return min(1.0, (queries + self.causal_block) / (2 * queries))
 
     def traffic_time_s(self, size_bytes: float, in_order: bool = False) -> float:
-        """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""
+        """Return the seconds of the memory traffic of `size_bytes` bytes, without the launch."""
         return size_bytes / (self.memory_bytes_per_s * self.memory_share(size_bytes, in_order))
 
     def memory_share(self, size_bytes: float, in_order: bool = False) -> float:
-        """The share of the memory's rate that an operator which reads and writes `size_bytes` reaches. `in_order`: it
-        goes through whole tensors, value by value, and does no more than arithmetic."""
+        """Return the share of memory bandwidth for an operator that reads and writes `size_bytes` bytes.
+
+        Args:
+            in_order: True for pointwise arithmetic on contiguous tensors.
+        """
         return _share(self.memory_points(in_order), size_bytes)
 
     def memory_points(self, in_order: bool) -> tuple[tuple[float, float], ...]:
         return self.in_order_efficiency if in_order and self.in_order_efficiency else self.memory_efficiency
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
-        """Bytes/s and latency inside a node, and between nodes, as collectives of a kind see them."""
+        """Return (bytes/s, seconds per hop) inside a node and between nodes, for collectives of one kind."""
         of_kind = self.collectives.get(kind, {})
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
     def half_depth(self, kind: str, dtype: str = "") -> float:
-        """The terms of a sum at which "matmul" or "attention" has half of its rate."""
+        """Return the inner dim ("matmul") or head width ("attention") at which the rate is half."""
         half = self.attention_half_width if kind == "attention" else self.matmul_half_depth
         return half / self.slowness(dtype)
 
     def aligned_share(self, unaligned: int) -> float:
-        """The share of its rate that is left to a product in 16 bits with such rows
-        (`autopart.common.matrix_alignment`)."""
+        """Return the share of its rate that a 16-bit product with such rows reaches.
+
+        Args:
+            unaligned: as in `autopart.common.matrix_alignment`.
+        """
         return self.matmul_unaligned ** (unaligned / MOST_UNALIGNED)
 
     def matmul_time_s(
         self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0, kind: str = "matmul",
         unaligned: int = 0,
     ) -> float:  # fmt: skip
-        """Seconds of one matrix product that reads and writes `size_bytes`: its work or its memory traffic, whichever
-        takes longer, and the launch.
+        """Return the seconds of one matrix product: the longer of compute and memory traffic, plus the launch.
 
         Args:
-            depth: the terms each element is a sum of, of "attention" (the `kind`) the width of a head; 0: not known.
-            unaligned: as `autopart.common.matrix_alignment.unaligned` of its rows.
+            flops: FLOPs of the product.
+            size_bytes: bytes read and written.
+            depth: inner dim, or head width of "attention" (the `kind`); 0: unknown.
+            unaligned: as in `autopart.common.matrix_alignment.unaligned` of its rows.
 
-        Raises OptionError where the profile has no peak for the dtype.
+        Raises OptionError if the profile has no peak for the dtype.
         """
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in self.flops_per_s:
@@ -208,12 +227,12 @@ class Hardware:
         return max(work_s, self.traffic_time_s(size_bytes, in_order=True)) + self.launch_s
 
 
-_OWN: dict[str, Hardware] = {}
-"""Profiles that were read from a user's files, by name, as plans know them."""
+_USER_PROFILES: dict[str, Hardware] = {}
+"""Profiles that were loaded from a user's files, by the name that plans store."""
 
 
 def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
-    """The share at an amount of work: straight in its logarithm between two points, level outside of them."""
+    """Interpolate a curve: linear in the logarithm of the amount, constant outside its points."""
     if amount <= points[0][0]:
         return points[0][1]
     for (lower, low), (upper, high) in pairwise(points):
@@ -227,7 +246,7 @@ USUAL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names() -> list[str]:
-    """The profiles that come with autopart."""
+    """Return the names of the profiles that come with autopart."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
@@ -235,14 +254,14 @@ OPTIONAL = (
     "memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "matmul_unaligned",
     "attention_half_width", "causal_block", "overlap", "in_order_efficiency", "optimizer_efficiency",
 )  # fmt: skip
-"""What a profile may leave out."""
+"""Fields that a profile may omit."""
 
 _SHARES = "overlap", "matmul_unaligned"
 
 
 @dataclass(frozen=True)
 class _File:
-    """A profile's file. Raises OptionError, with the number and the path, for what is not a profile."""
+    """A profile's file. Raises OptionError with the number and the path if it is not a valid profile."""
 
     where: str
 
@@ -255,7 +274,7 @@ class _File:
 
     def checked(self, data: Any) -> Hardware:
         if not isinstance(data, dict):
-            raise self._error("cannot be read", "it holds no names and numbers, as {...}")
+            raise self._error("cannot be read", "it is not a JSON object {...}")
         missing = [f.name for f in fields(Hardware) if f.name not in (*data, *OPTIONAL)]
         if missing:
             raise self._error(f"lacks {', '.join(missing)}")
@@ -263,7 +282,7 @@ class _File:
             raise self._error("has no name", f"it is {data['name']!r}, not text")
         peaks = data["flops_per_s"]
         if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
-            raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
+            raise self._error("has no peak of matrix products", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
             **{f.name: self._number(f.name, data[f.name], f.name in _SHARES) for f in fields(Hardware)
                if f.type == "float" and f.name in data},
@@ -284,7 +303,7 @@ class _File:
         for kind, row in rows.items():
             if not isinstance(row, dict) or not row.keys() <= set(LINK_NUMBERS):
                 raise self._error(
-                    f"has no rates of links for collectives {kind!r}", f"they are {', '.join(LINK_NUMBERS)}"
+                    f"has invalid link rates for collectives {kind!r}", f"valid fields are {', '.join(LINK_NUMBERS)}"
                 )
         return {
             kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items()}
@@ -292,10 +311,10 @@ class _File:
         }
 
     def _value(self, name: str, entry: Any) -> Any:
-        """What an entry says its value is, which has a unit and a source."""
+        """Return the value of an entry, which must have a unit and a source."""
         lacks = [key for key in ("value", "unit", "source") if not isinstance(entry, dict) or key not in entry]
         if lacks:
-            raise self._error(f"says too little of {name}", f"it lacks {', '.join(lacks)}")
+            raise self._error(f"has an incomplete entry for {name}", f"it lacks {', '.join(lacks)}")
         return entry["value"]
 
     def _number(self, name: str, entry: Any, is_share: bool = False) -> float:
@@ -311,11 +330,15 @@ class _File:
     def _count(self, name: str, entry: Any) -> int:
         value = self._number(name, entry)
         if value != int(value):
-            raise self._error(f"has {name} = {value!r}", "that is not a whole number")
+            raise self._error(f"has {name} = {value!r}", "that is not an integer")
         return int(value)
 
     def _curve(self, name: str, unit: str, entry: Any, most: float = 1.0) -> tuple[tuple[float, float], ...]:
-        """Points [amount of work, share of a rate]. `most`: the largest share there can be."""
+        """Return points (amount, share of a rate).
+
+        Args:
+            most: the largest valid share.
+        """
         value = self._value(name, entry)
         if not isinstance(value, list) or not value or not all(map(_is_point, value)):
             raise self._error(f"has {name} = {value!r}", f"it is not a list of points [{unit}, share of peak]")
@@ -323,11 +346,13 @@ class _File:
         outside = [list(point) for point in points if point[0] <= 0 or not 0 < point[1] <= most]
         if outside:
             limit = " and at most 1" if most == 1 else ""
-            raise self._error(f"has the point {outside[0]} in {name}", f"{unit} are above zero, a share above 0{limit}")
+            raise self._error(
+                f"has the point {outside[0]} in {name}", f"{unit} must be above zero, a share above 0{limit}"
+            )
         for (lower, low), (upper, high) in pairwise(points):
             if upper <= lower:
-                raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} rise")
-            if (high - low) / math.log(upper / lower) > low:  # the time it takes is the amount over the share
+                raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} must rise")
+            if (high - low) / math.log(upper / lower) > low:  # time is amount / share and must not fall
                 why = f"from {lower:g} to {upper:g} {unit} the share rises from {low:g} to {high:g}"
                 larger = "larger products" if unit == "FLOPs" else "operators of more bytes"
                 raise self._error(f"has {larger} that take less time", why)

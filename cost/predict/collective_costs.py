@@ -1,11 +1,12 @@
-"""What a collective costs: ring algorithms in the alpha-beta model on the links inside and between nodes, as sympy
-expressions.
+"""Alpha-beta costs of collectives as sympy expressions: rings on links inside and between nodes.
 
-A group of n = g k ranks has g ranks inside each of k nodes: an all-reduce is a reduce-scatter inside the nodes, an
-all-reduce of what each rank then holds (S / g) across them, and an all-gather inside. With k = 1 or g = 1 that is one
-ring on one kind of link. Symbols: `n`, `g`, `k`; `S` bytes of the whole array; `B` bytes/s per rank and direction and
-`alpha` seconds per hop inside a node, `B_node` and `alpha_node` between nodes.
-Bandwidth terms as in nccl-tests' PERFORMANCE.md; latency terms as in Thakur et al. 2005.
+A group of n = g k ranks has g ranks in each of k nodes. An all-reduce is a reduce-scatter inside the nodes, an
+all-reduce of each rank's shard (S / g) across nodes, and an all-gather inside. With k = 1 or g = 1 this is one
+ring on one kind of link.
+
+Symbols: `n`, `g`, `k`; `S` bytes of the full array; `B` bytes/s per rank and direction and `alpha` seconds per
+hop inside a node, `B_node` and `alpha_node` between nodes. Bandwidth terms as in nccl-tests' PERFORMANCE.md;
+latency terms as in Thakur et al. 2005.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ n, g, k, S, B, alpha, B_node, alpha_node = sympy.symbols("n g k S B alpha B_node
 
 
 class Parts(NamedTuple):
-    """The hops of a collective, one after the other, and the bytes a rank sends: inside its node, to other nodes."""
+    """Sequential hops of a collective and the bytes that a rank sends, inside and between nodes."""
 
     hops: sympy.Expr
     bytes: sympy.Expr
@@ -44,14 +45,14 @@ PARTS: dict[str, Parts] = {
     "all_to_all": Parts(g - 1, (g - 1) / (g * k) * S / (g * k), g * (k - 1), (k - 1) / k * S / (g * k)),
     "send": Parts(1 - _crosses, (1 - _crosses) * S, _crosses, _crosses * S),
 }
-"""Every other primitive of `autopart.ir.layout` is local and free. A rank of an all-to-all holds S / n. A send is that
-of a pipeline whose ranks lie in k nodes: its slowest hop."""
+"""All other primitives of `autopart.ir.layout` are local and free. A rank of an all-to-all holds S / n. A send is that
+of a pipeline whose ranks are in k nodes: its slowest hop."""
 
 TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items()}
 """Seconds of each collective."""
 
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
-"""Bytes each rank sends, wherever the ranks are."""
+"""Bytes that each rank sends, independent of the nodes."""
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}
@@ -59,10 +60,14 @@ _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression 
 
 @lru_cache(maxsize=10_000)
 def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int, int]:
-    """(g, k): the ranks of a group inside each node, and the nodes. g is the largest divisor of the ranks that fits.
+    """Return (g, k): the ranks of a group per node, and the number of nodes.
 
-    `stride`: how far apart in rank numbers neighbours are (`Mesh.stride`). Nodes hold ranks of successive numbers, and
-    groups are taken to begin where a node does.
+    g is the largest divisor of the group size that fits in a node.
+
+    Nodes hold consecutive ranks. Groups are assumed to begin at the first rank of a node.
+
+    Args:
+        stride: distance in ranks between neighbours of the group (`Mesh.stride`).
 
     >>> levels(16, 8), levels(16, 8, stride=4), levels(16, 8, stride=8), levels(6, 8)
     ((8, 2), (2, 8), (1, 16), (6, 1))
@@ -73,9 +78,12 @@ def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int,
 
 
 def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, stride: int = 1) -> float:
-    """Seconds of one collective over an array of `size_bytes` (0 for local primitives or one rank).
+    """Return the seconds of one collective over an array of `size_bytes` bytes.
 
-    `stride`: how far apart in rank numbers neighbours of the group are; on `tp`, the innermost axis, 1.
+    Local primitives and groups of one rank take 0.
+
+    Args:
+        stride: distance in ranks between neighbours of the group; 1 on `tp`, the innermost axis.
     """
     if kind not in _TIME or num_ranks == 1:
         return 0.0
@@ -84,7 +92,7 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
 
 
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:
-    """Bytes each rank sends in one collective."""
+    """Return the bytes that each rank sends in one collective."""
     return float(_BYTES[kind](num_ranks, size_bytes)) if kind in _BYTES and num_ranks > 1 else 0.0
 
 
@@ -93,7 +101,10 @@ def conversion_time_s(
     source: Placement, target: Placement, num_ranks: int, size_bytes: float, needs_grad: bool, hardware: Hardware,
     stride: int = 1,
 ) -> float:  # fmt: skip
-    """Seconds of going from one placement to another on an axis, both ways; infinite where there is no way."""
+    """Return the seconds of a conversion between two placements on an axis, forward and backward.
+
+    It is infinite if no conversion exists.
+    """
     if source == target:
         return 0.0
     step = conversion(source, target)

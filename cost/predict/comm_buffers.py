@@ -1,8 +1,7 @@
-"""What gradients and weights take on a rank while they travel beside a stage's work: which do so together, and a rank's
-memory while the operators of a stage run.
+"""Communication buffers that overlap with compute: gradient buckets, weight all-gathers, peaks.
 
-Read by what counts a plan's memory operator by operator (`cost.count`) and by what a table's rows say at other sizes
-(`table_memory`): both make `Event`s, and `peaks` follows them.
+Two counters create the `Event`s: `cost.count` operator by operator for a plan's memory, and `table_memory` from
+a table's rows at other sizes. `backward_peaks` and `forward_peak` follow them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,18 @@ from autopart.ir.run.buckets import ALONE_BYTES, SUMS_UNDER_WAY, UNDER_WAY, buck
 
 
 class Weight(NamedTuple):
-    """A parameter. `part_bytes`: of what a rank stores; `whole_bytes`: of the whole, as it is read; `read`, `summed`:
-    bytes that are read of it, and summed of its gradient, for each that is stored. `kind`: what those that travel
-    together have alike. `in_order`: its whole is its parts one behind the other. `is_summed`: its gradient is summed
-    over axes beside its parts'. `stays_whole`: it is stored in parts, and a method is given its whole gradient."""
+    """A parameter as it is communicated. Sizes are in bytes.
+
+    Args:
+        part_bytes: the shard that a rank stores.
+        whole_bytes: the full parameter, in the compute dtype.
+        read: bytes in the compute dtype per byte stored.
+        summed: bytes of the reduced gradient per byte stored.
+        kind: grouping key; only parameters with equal keys share a bucket.
+        in_order: True if the full parameter is its shards concatenated.
+        is_summed: True if its gradient is reduced over further axes than those of its shards.
+        stays_whole: True if it is sharded and a data-parallel method receives its unsharded gradient.
+    """
 
     part_bytes: float
     whole_bytes: float
@@ -34,15 +41,22 @@ class Weight(NamedTuple):
 
     @property
     def sum_bytes(self) -> float:
-        """Of the gradient of the whole, as it is summed."""
+        """Bytes of the full gradient in the reduction dtype."""
         return self.whole_bytes / self.read * self.summed
 
 
 class Sent(NamedTuple):
-    """A bucket of gradients. `flat_bytes`: copied together, while they are sent. `part_bytes`: of what becomes a rank's
-    part. `gather_bytes`: what the wholes are received in, and sent from. `scatters`: the whole gradients are gone then.
-    `each`: after every microbatch. `kept_bytes`: of the gradients of earlier microbatches, where these are added up in
-    a higher precision. `most_under_way`: how many are sent at a time, with this one."""
+    """A bucket of gradients. Sizes are in bytes.
+
+    Args:
+        flat_bytes: the flat buffer that is reduced.
+        part_bytes: the result that becomes this rank's shard.
+        gather_bytes: buffers of the all-gather of the parameters.
+        scatters: True if the unsharded gradients are freed after the reduction.
+        each: True if the bucket is reduced after every microbatch.
+        kept_bytes: the accumulated gradients, if they are accumulated in a higher precision.
+        most_under_way: maximum number of buckets in flight, including this one.
+    """
 
     names: tuple[str, ...]
     flat_bytes: int
@@ -55,9 +69,14 @@ class Sent(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Weights that are gathered together. `received_bytes`: what they are received in, and sent from; `opening_bytes`:
-    with the wholes that are made of it; `grad_bytes`: what their gradients are sent from. `first`: the node that reads
-    them first, of a stage graph."""
+    """Weights that are gathered together. Sizes are in bytes.
+
+    Args:
+        received_bytes: buffers of the all-gather (input and output).
+        opening_bytes: these buffers and the unsharded parameters that are copied out of them.
+        grad_bytes: the buffer from which their gradients are reduce-scattered.
+        first: the node of a stage graph that reads them first.
+    """
 
     names: tuple[str, ...]
     first: Any
@@ -77,7 +96,7 @@ class Row(NamedTuple):
 
 
 def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
-    """Gradients that are summed once a step."""
+    """Yield buckets of gradients that are reduced once a step."""
     for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}, ALONE_BYTES):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
@@ -87,19 +106,19 @@ def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
 def _buckets(
     weights: Mapping[str, Weight], sizes: Mapping[str, float], alone_bytes: float = math.inf
 ) -> Iterator[tuple[tuple[str, ...], list[Weight]]]:
-    """What travels together of weights of so many bytes."""
+    """Yield the buckets of weights of these sizes in bytes, with their members."""
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
         for bucket in bucketed({name: round(sizes[name]) for name in names}, alone_bytes=alone_bytes):
             yield bucket, [weights[name] for name in bucket]
 
 
 def scattered_buckets(weights: Mapping[str, Weight], zero: int, microbatches: int) -> Iterator[Sent]:
-    """Gradients of weights that are held whole for a step, in the order of their use."""
+    """Yield gradient buckets of weights that stay unsharded for a step, in the order of their use."""
     for bucket, members in _buckets(weights, {name: one.whole_bytes for name, one in weights.items()}):
         size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         alone = len(members) == 1 and members[0].in_order
         parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
-        if members[0].stays_whole:  # in the dtype of its parts
+        if members[0].stays_whole:  # its gradients have the dtype of the shards
             own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
             grads = 0 if own_dtype else size / members[0].read
             yield Sent(bucket, round(copied), round(grads), round(received), not own_dtype)
@@ -110,16 +129,23 @@ def scattered_buckets(weights: Mapping[str, Weight], zero: int, microbatches: in
 
 
 def _sent_copy(weights: Sequence[Weight]) -> float:
-    """What parts are sent from: their own memory, where it is one that is not cast."""
+    """Return the bytes of the all-gather's input buffer. A single shard that is not cast needs none."""
     is_copied = len(weights) > 1 or weights[0].read != 1
     return sum(one.part_bytes * one.read for one in weights) if is_copied else 0
 
 
 class Event(NamedTuple):
-    """`takes`: bytes more (or less). `needs`: so many beyond what is there, before other events; `peak`: the same now.
-    `ahead`: what weights that are gathered ahead take from now on. `sends`: a copy of gradients, for `part` bytes of a
-    rank's part of them. `gives`: the whole gradient of the parameter `name`, so many bytes where nothing gives it a
-    gradient again."""
+    """A change of a rank's memory, in bytes.
+
+    Kinds:
+
+    - "takes": allocates `size` bytes (or frees them, if negative).
+    - "needs": workspace of `size` bytes beyond the memory at this point; recorded with the next peak.
+    - "peak": records the current memory plus `size` bytes.
+    - "ahead": prefetched weights occupy `size` bytes from now on.
+    - "sends": a flat buffer of gradients, for `part` bytes of this rank's shards.
+    - "gives": the gradient of `name` is complete; later microbatches add `size` bytes of it to the existing gradient.
+    """
 
     kind: Literal["takes", "needs", "peak", "ahead", "sends", "gives"]
     size: float
@@ -129,8 +155,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a stage: its buckets of gradients, and the rows of weights in their order; of a stage graph `row_of`: the row
-    that each node gathers."""
+    """Overlapped communication of a stage.
+
+    Args:
+        sent: its buckets of gradients.
+        rows: its groups of gathered weights, in the order of their use.
+        prefetch: number of groups that are gathered ahead.
+        row_of: {node of a stage graph: the group that it gathers}.
+    """
 
     sent: tuple[Sent, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -138,13 +170,13 @@ class Traffic:
     row_of: Mapping[Any, int] = field(default_factory=dict)
 
     def gathers(self, row: int) -> Iterator[Event]:
-        """The forward reads a row of weights: they are gathered, and those of the rows after begin to be."""
+        """Yield the events of a forward all-gather of a group of weights and of the prefetch of later groups."""
         yield Event("ahead", self._received_bytes(row + 1, row + self.prefetch))
         yield Event("peak", self.rows[row].opening_bytes)
         yield Event("ahead", self._received_bytes(row + 1, row + 1 + self.prefetch))
 
     def opens(self, row: int) -> Iterator[Event]:
-        """The backward reads a row of weights: they are gathered, and those of the rows before begin to be."""
+        """Yield the events of a backward all-gather of a group of weights and of the next prefetch."""
         first = row - self.prefetch
         yield Event("ahead", self._received_bytes(first + 1, row))
         yield Event("peak", self.rows[row].opening_bytes)
@@ -157,29 +189,34 @@ class Traffic:
 
 
 def received_bytes(stages: Iterable[Traffic]) -> int:
-    """The most that wholes which live for a step are received in on a rank of these stages: one bucket is gathered
-    while that before it arrives (`GATHERED_AHEAD` in runtime.state.wholes)."""
+    """Return the peak bytes of the all-gather buffers on a rank of these stages.
+
+    The buffers are those of parameters that stay unsharded for a step.
+
+    One bucket is gathered while the bucket before it arrives (`GATHERED_AHEAD` in the runtime).
+    """
     return max(map(sum, pairwise([0, *(sent.gather_bytes for stage in stages for sent in stage.sent)])), default=0)
 
 
 def forward_peak(steps: Sequence[Sequence[Event]]) -> float:
-    """The most there is while the forward runs."""
-    return _Running(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
+    """Return the peak bytes while the forward runs."""
+    return _MemoryTracker(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
 
 
 def backward_peaks(
     steps: Sequence[Sequence[Event]], kept: float, traffic: Traffic, whole: Mapping[str, float], microbatches: int
 ) -> tuple[float, float]:
-    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
-    ones. Gradients that are summed once a step are sent in the last.
+    """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
+
+    Gradients that are reduced once a step are sent in the last backward.
 
     Args:
-        kept: bytes, when it begins.
-        whole: {parameter: bytes of it, as it is read}.
+        kept: bytes that are saved when the backward begins.
+        whole: {parameter: bytes of it in the compute dtype}.
     """
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[float, float]:
-        return _Running(kept, traffic, whole, sends, is_later, microbatches).run(steps)
+        return _MemoryTracker(kept, traffic, whole, sends, is_later, microbatches).run(steps)
 
     if microbatches == 1 or not traffic.sent:
         return peaks(True)
@@ -188,9 +225,13 @@ def backward_peaks(
     return first, max(later if microbatches > 2 else 0, last)
 
 
-class _Running:
-    """A rank's memory during the forward or backward of a microbatch, in which the gradients of a step are sent, or
-    not."""
+class _MemoryTracker:
+    """Memory of a rank during the forward or backward of a microbatch.
+
+    Args:
+        sends: True if this backward reduces the gradients of the step.
+        is_later: True if an earlier microbatch of the step has run.
+    """
 
     def __init__(
         self, kept: float, traffic: Traffic, whole: Mapping[str, float], sends: bool, is_later: bool, microbatches: int
@@ -198,9 +239,9 @@ class _Running:
         self.now = self.most = self.most_later = kept
         self.whole, self.sends = whole, sends
         self.added_bytes = self.ahead = 0.0
-        # What is sent after every microbatch may be under way when the next backward begins.
-        # Of each what it is sent from, and what it is received in if that is added to what is there.
-        is_second = microbatches == 2  # where nothing is there to add it to
+        # A bucket that is reduced after every microbatch may be in flight when the next backward begins.
+        # (flat buffer, receive buffer if the result is added to accumulated gradients) of each bucket in flight.
+        is_second = microbatches == 2  # no accumulated gradient exists yet
         self.flats = deque[tuple[float, float]](
             (sent.flat_bytes, 0 if is_second else sent.part_bytes)
             for sent in traffic.sent[:1] if sent.each and is_later)  # fmt: skip
@@ -212,7 +253,7 @@ class _Running:
                       for name in sent.names}  # fmt: skip
 
     def run(self, steps: Sequence[Sequence[Event]]) -> tuple[float, float]:
-        """The most bytes, all in all and without the gradients of weights that earlier microbatches have left."""
+        """Return the peak bytes: in total, and without weight gradients left by earlier microbatches."""
         needed = 0.0
         for events in steps:
             for kind, size, part, name in events:
@@ -236,7 +277,6 @@ class _Running:
         self.most, self.most_later = max(self.most, peak), max(self.most_later, peak - self.added_bytes)
 
     def _complete(self, name: str, added_bytes: float) -> None:
-        """The gradient of a parameter is whole."""
         if name not in self.apart:
             self.added_bytes += added_bytes
         if name in self.bucket_of:
@@ -247,14 +287,17 @@ class _Running:
 
     def _sum(self, sent: Sent) -> None:
         grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
-        before = grads if sent.kept_bytes else 0  # they are added to those of earlier microbatches
+        before = grads if sent.kept_bytes else 0  # they are added to accumulated gradients
         self.now -= before
         self._send(sent.flat_bytes, sent.part_bytes, sent.each, sent.most_under_way)
         self.now -= grads - before + sent.kept_bytes
 
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, most_under_way: int) -> None:
-        """Gradients are copied together and sent, when of what was sent before enough has arrived. `is_added`: after
-        the first microbatch what arrives is added to what is there."""
+        """Copy gradients together and send them, after enough buckets in flight have arrived.
+
+        Args:
+            is_added: True if later microbatches add the result to the accumulated gradients.
+        """
         if flat_bytes or part_bytes:
             while len(self.flats) >= most_under_way:
                 flat, part = self.flats.popleft()

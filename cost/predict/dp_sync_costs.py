@@ -1,8 +1,8 @@
-"""What a method of data parallelism costs a step: exchanges, passes over memory, and what it remembers.
+"""Cost per step of a data-parallel method: exchanges, passes over memory, and persistent state.
 
-Of `n` ranks, a gradient or a model of `S` bytes and `C` bytes that a rank makes of it to send (`dp_sync.sent_bytes`):
+With `n` ranks, a gradient or model of `S` bytes, and `C` bytes of its compressed form (`dp_sync.sent_bytes`):
 
-| method | exchanges | passes over `S` | remembered |
+| method | exchanges | passes over `S` | state |
 |---|---|---|---|
 | parameter_server | a rank receives and sends `(n - 1) S`, one after the other | 2 | 0 |
 | qsgd | all-gather of `n C` | 3 + n | 0 |
@@ -12,10 +12,11 @@ Of `n` ranks, a gradient or a model of `S` bytes and `C` bytes that a rank makes
 | powersgd | three all-reduces: of both factors, and of what is not compressed | 10 | S + factors |
 | gossip, exact_diffusion | a send of `S` to every neighbour | 2 and one a neighbour | 0, S |
 | gradient_tracking | a send of `2 S` to every neighbour | 2 and one a neighbour | 2 S |
-| local, diloco | an all-reduce of `S` every so many steps | 2, 8 in such a step | 0, 2 S |
+| local, diloco | an all-reduce of `S` every `every` steps | 2, 8 in such a step | 0, 2 S |
 
-Passes are those of the runtime (`runtime/sync/`), each a read or a write of so many bytes; a periodic average of gossip
-adds its all-reduce every so many steps. Patarasuk and Yuan 2009 has the ring's bytes, Yuan's lecture the server's.
+Passes are those of the runtime (`runtime/sync/`), each a read or a write of `S` bytes. Periodic averaging of
+gossip adds its all-reduce every `every` steps. Patarasuk and Yuan 2009 has the ring's bytes, Yuan's lecture the
+server's.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import Table
 
 _SLOWEST, _FASTEST = 1e3, 1e13
-"""Links that are looked at, in bytes a second."""
+"""Range of link bandwidths that is searched, in bytes/s."""
 
 
 class Transfer(NamedTuple):
-    """Collectives of one kind over an array of so many bytes, `often` a step."""
+    """Collectives of one kind over an array of `size_bytes` bytes, `often` times a step."""
 
     kind: str
     size_bytes: Any
@@ -49,13 +50,17 @@ class Transfer(NamedTuple):
         return self.often * time_s(self.kind, num_ranks, self.size_bytes, hardware, stride)
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """What a rank sends."""
         return self.often * wire_bytes(self.kind, num_ranks, self.size_bytes)
 
 
 class Carried(NamedTuple):
-    """The parameters of a method on a rank: their bytes, those that a rank makes of them to send, and of the factors
-    that PowerSGD sends in place of matrices."""
+    """The parameters of a data-parallel method on a rank.
+
+    Args:
+        size_bytes: bytes of the parameters.
+        made_bytes: bytes of the compressed form that a rank sends.
+        factor_bytes: bytes of the factors that PowerSGD sends instead of matrices.
+    """
 
     method: Method
     size_bytes: Any
@@ -64,7 +69,7 @@ class Carried(NamedTuple):
 
 
 def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> Carried:
-    """Of parameters: (elements of a rank's part, bytes of one, shape)."""
+    """Sum up the parameters of a method, from (elements of a rank's shard, bytes of an element, shape)."""
     total = sent = factors = 0.0
     for elements, itemsize, shape in sizes:
         total += elements * itemsize
@@ -76,7 +81,12 @@ def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]])
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: DpSync
 ) -> list[Carried]:
-    """Of the trained ones among parameters of so many bytes, by their names in a table, that are not summed exactly."""
+    """Group trained parameters that are not all-reduced by their method.
+
+    Args:
+        sizes: bytes of each parameter, by its name in the table.
+        names: names in the table.
+    """
     rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
         parameter, method = parameters[name], dp_sync.of(name)
@@ -87,7 +97,7 @@ def by_method(
 
 
 def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
-    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+    """Return what data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
     sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
     total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
     of_methods = by_method(table.parameters, sizes, table.held.values(), dp_sync)
@@ -95,7 +105,10 @@ def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
 
 
 def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
-    """Of a rank's part of a parameter: r (m + n') of a matrix where that is less than half of it, else all of it."""
+    """Return the bytes that PowerSGD sends of a rank's shard.
+
+    This is r (m + n') of a matrix if it is at most half of the matrix, else all of it.
+    """
     if method.name != "powersgd" or len(shape) < 2 or not elements:
         return elements * itemsize
     width = elements / shape[0]
@@ -104,7 +117,11 @@ def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[i
 
 
 def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[Transfer]:
-    """What is sent in a step; all but `several`, so many ranks for the neighbours on a graph, may be expressions."""
+    """Return the collectives of a step.
+
+    All sizes may be expressions. `several` is the number of ranks for the neighbours on a graph, if `num_ranks` is
+    an expression.
+    """
     method, size, sent = of.method, of.size_bytes, of.made_bytes
     if num_ranks == 1:
         return []
@@ -129,7 +146,7 @@ def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[T
 
 
 def passes(method: Method, num_ranks: int) -> float:
-    """How often a step reads or writes as many bytes as there are gradients, beside what is sent."""
+    """Return how often a step reads or writes as many bytes as there are gradients, besides communication."""
     several = {"qsgd": 3, "top_k": 6, "sign": 6, "ef21": 8, "ef21_sgdm": 10}
     if method.name in several:
         return several[method.name] + num_ranks
@@ -145,13 +162,13 @@ def passes(method: Method, num_ranks: int) -> float:
 
 
 def sync_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a method per step."""
     moved = sum(one.seconds(num_ranks, hardware, stride) for one in exchanges(of, num_ranks))
     return moved + passes(of.method, num_ranks) * hardware.traffic_time_s(of.size_bytes)
 
 
 def remembered_bytes(of: Carried, num_ranks: int) -> float:
-    """What a rank keeps from step to step."""
+    """Return the bytes of state that a rank keeps from step to step."""
     method, size = of.method, of.size_bytes
     times = {"sign": 1.0, "ef21": 2.0, "ef21_sgdm": 3.0, "double_squeeze": 1 + 1 / num_ranks,
              "neolithic": 1 + 1 / num_ranks, "exact_diffusion": 1.0, "gradient_tracking": 2.0,
@@ -162,7 +179,7 @@ def remembered_bytes(of: Carried, num_ranks: int) -> float:
 
 
 def exact_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
-    """Seconds of a step in which gradients are summed by a collective of this kind instead."""
+    """Return the seconds per step if a collective of this kind reduces the gradients instead."""
     moved = Transfer(kind, of.size_bytes).seconds(num_ranks, hardware, stride)
     return moved + passes(EXACT, num_ranks) * hardware.traffic_time_s(of.size_bytes)
 
@@ -170,10 +187,15 @@ def exact_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware, kind: 
 def break_even_bytes_per_s(
     of: Carried, mesh: Mesh, axis: str, hardware: Hardware, kind: str = "all_reduce"
 ) -> float | None:
-    """From how slow a link on the method takes less than the sum of all gradients: bytes a second that a rank has
-    between nodes, or inside one where the ranks are in one. None: it never does, or always. `kind`: of the sum.
+    """Return the link bandwidth below which the method is faster than the exact gradient reduction.
 
-    (bytes_exact - bytes) / (passes + the difference of hops), in the model of `collectives`.
+    The bandwidth is in bytes/s per rank, between nodes, or inside a node if all ranks are in one. None: the method
+    is always slower or always faster.
+
+    It is (bytes_exact - bytes) / (passes + the difference of hops), in the model of `collective_costs`.
+
+    Args:
+        kind: collective of the exact reduction.
     """
     n, stride = mesh.size(axis), mesh.stride(axis)
     if sum(one.sent_bytes(n) for one in exchanges(of, n)) >= Transfer(kind, of.size_bytes).sent_bytes(n):
@@ -190,6 +212,6 @@ def break_even_bytes_per_s(
     low, high = _SLOWEST, _FASTEST
     if difference(low) >= 0 or difference(high) <= 0:
         return None
-    from scipy.optimize import brentq  # a second to load, which few need
+    from scipy.optimize import brentq  # slow to import, rarely needed
 
     return float(brentq(difference, low, high, rtol=1e-6))

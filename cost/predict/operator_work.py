@@ -1,7 +1,8 @@
-"""What an operator does on a rank, counted so that it can be priced at other sizes and on other devices.
+"""Work of one operator on a rank, counted so that other sizes and other devices can be predicted.
 
-A `Size` is a polynomial in the rows of a microbatch `b`, the tokens of a row `s`, `1 / tp`, `1 / cp` and `1 / ep`. A
-`Work` is one kernel or collective: its FLOPs and bytes, both Sizes; a profile (`Hardware`) makes seconds of it.
+A `Size` is a polynomial in the samples of a microbatch `b`, the tokens per sample `s`, `1 / tp`, `1 / cp` and
+`1 / ep`. A `Work` is one kernel or collective with its FLOPs and bytes, both `Size`s. A hardware profile
+(`Hardware`) converts it to seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from autopart.ir.mesh import Cuts, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 
 OPTIMIZER_TRAFFIC = 7
-"""Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""
+"""Values per parameter that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient)."""
 
 COPY_TRAFFIC = 2
-"""Of a copy: each value is read and written."""
+"""Memory traffic of a copy per value: one read and one write."""
 
 BUCKET_COPIES = 2
-"""What is scattered or gathered is copied into a flat bucket, and out of it again; each reads and writes it."""
+"""Copies into and out of the flat bucket of a reduce-scatter or all-gather. Each copy reads and writes it."""
 
 
 class Powers(NamedTuple):
-    """The powers in which a product of dims has `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`."""
+    """Exponents of `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep` in a product of dims."""
 
     b: int = 0
     s: int = 0
@@ -36,7 +37,7 @@ class Powers(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What `b`, `s`, `tp`, `cp` and `ep` are: numbers, arrays of them, or symbols."""
+    """Values of `b`, `s`, `tp`, `cp` and `ep`: numbers, arrays, or symbols."""
 
     b: Any = 1
     s: Any = 1
@@ -45,17 +46,17 @@ class Sizes(NamedTuple):
     ep: Any = 1
 
     def scale(self, powers: Powers) -> Any:
-        """What a product of dims of these powers is, of these sizes."""
+        """Return the value of a product of dims with these exponents."""
         ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
         return self.b**powers.b * self.s**powers.s / ranks
 
 
 CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
-"""What the axis cuts that a field of `Powers` is named after: of several the innermost."""
+"""The kind of dims that the axis of a `Powers` field shards. The innermost such axis counts."""
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
-    """The ranks of these axes.
+    """Return the ranks of the axes in `CHOSEN`.
 
     >>> chosen_ranks(Mesh.parse("dp2,cp4"))
     {'tp': 1, 'cp': 4, 'ep': 1}
@@ -65,7 +66,7 @@ def chosen_ranks(mesh: Mesh) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Size:
-    """A polynomial as its terms' values at the sizes it was counted at, by their powers.
+    """A polynomial, stored as the value of each term at the reference sizes, with the term's exponents.
 
     >>> x = Size.of(12.0, Powers(1, 1, 0)) + Size.of(4.0, Powers(0, 0, 1))
     >>> x.value, x.at(Sizes(2.0, 3.0, 0.5))
@@ -76,7 +77,7 @@ class Size:
 
     @staticmethod
     def of(value: float, powers: Powers) -> Size:
-        """One term of this value."""
+        """Return a polynomial of one term."""
         return Size(((powers, value),)) if value else NOTHING
 
     @staticmethod
@@ -89,11 +90,15 @@ class Size:
 
     @property
     def value(self) -> float:
-        """At the sizes it was counted at."""
+        """Value at the reference sizes."""
         return sum(value for _, value in self.terms)
 
     def at(self, times: Sizes) -> Any:
-        """At other sizes, each given as how many times (`b`, `s`, `tp`, ...) those that it was counted at."""
+        """Return the value at other sizes.
+
+        Args:
+            times: each size as a multiple of the reference size.
+        """
         return sum((value * times.scale(powers) for powers, value in self.terms), 0)
 
     def __add__(self, other: Size) -> Size:
@@ -110,13 +115,20 @@ SAME = Sizes()
 class Work(NamedTuple):
     """One kernel or collective.
 
-    `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
-    `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
-    `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an element of
-    a matrix product is the sum of, of attention the width of a head. `unaligned`: as `ir.sizes` has it of the rows of
-    a product in 16 bits. `in_order`: arithmetic of whole tensors, value by value. `causal`: the queries of causal
-    attention, of which a kernel leaves out what they do not see; its FLOPs count as those of the whole, as torch and
-    publications count them.
+    A roofline model gives its seconds: matrix products take the longer of their FLOPs and their memory traffic, all
+    other kernels take their memory traffic, both plus the launch latency. Collectives follow the alpha-beta model.
+
+    Args:
+        kind: "matmul", "attention" or "other" (memory traffic alone), or the primitive of a collective over `axis`.
+        size: bytes read and written; for a collective, bytes of the full array.
+        flops: FLOPs of a product, in `dtype`.
+        times: how often it runs; may be a fraction.
+        in_place: True if it writes to no new memory.
+        depth: inner dim of a matrix product, or head width of attention.
+        unaligned: as in `autopart.common.matrix_alignment`, of the rows of a 16-bit product.
+        in_order: True for pointwise arithmetic on contiguous tensors.
+        causal: number of queries of causal attention, whose kernel skips masked keys. Its FLOPs count all keys, as
+            torch and publications count them.
     """
 
     kind: str
@@ -133,11 +145,11 @@ class Work(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its seconds are counted under: its kind, for a collective with its axis."""
+        """Label in reports: its kind, with the axis for a collective."""
         return f"{self.axis} {self.kind}" if self.axis else self.kind
 
     def seconds(self, hardware: Hardware, mesh: Mesh, times: Sizes = SAME) -> float:
-        """Of one rank, at sizes that are so many times those it was counted at."""
+        """Return the seconds on one rank, at sizes that are `times` the reference sizes."""
         size = float(self.size.at(times))
         if self.axis:
             once_s = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
@@ -154,14 +166,14 @@ class Work(NamedTuple):
         return once_s * self.times
 
     def sent_bytes(self, mesh: Mesh, times: Sizes = SAME) -> float:
-        """What a rank sends in a collective."""
+        """Return the bytes that a rank sends for a collective, or 0 for a kernel."""
         if not self.axis:
             return 0.0
         return wire_bytes(self.kind, mesh.size(self.axis), float(self.size.at(times))) * self.times
 
 
 def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> dict[str, float]:
-    """Matrix work by dtype of (work, how often)."""
+    """Return {dtype: matrix FLOPs} of pairs (work, count)."""
     flops: dict[str, float] = {}
     for work, count in works:
         if work.flops.terms:
@@ -172,11 +184,14 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
 def gradient_sum_s(
     size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware, kind: str = "all_reduce"
 ) -> float:
-    """Seconds of summing gradients of so many bytes, large ones in place; or of scattering them, or gathering
-    parameters, in buckets that are copied together and apart again.
+    """Return the seconds to reduce gradients of `size_bytes` bytes in buckets.
+
+    An all-reduce works in place. A reduce-scatter of gradients, or an all-gather of parameters, copies into and out
+    of a flat bucket.
 
     Args:
-        groups: of ranks, one after the other: (axis, ranks, how far apart they are).
+        groups: groups of ranks, reduced one after another, as (axis, ranks, stride in ranks).
+        kind: the primitive.
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)
     copies, total_s = 0 if kind == "all_reduce" else BUCKET_COPIES, 0.0
@@ -188,6 +203,9 @@ def gradient_sum_s(
 
 
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
-    """Seconds of AdamW's update of so many bytes of parameters, and of a copy of so many."""
+    """Return the seconds of AdamW's update of `size_bytes` bytes of parameters.
+
+    A copy of `copied_bytes` bytes is added.
+    """
     updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
     return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""How a model is run: what a prediction is made for."""
+"""Settings for which a step is predicted: mesh, schedule and options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from autopart.ir.run.schedules import Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """How a table is run: `rows` of the global batch, on a mesh, with a schedule; `zero` as in `plan`.
+    """The mesh, schedule and options under which a table's model runs.
 
-    `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
-    `hidden_sums`: the share of the gradients' sums that run beside the last backward; None: as the runtime has it, on
-    this hardware. `prefetch`: with ZeRO-3, of how many blocks ahead weights are gathered. `scatter_sends`: ranks of
-    `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
-    4.1); None: where it pays. `overlap_sends`: whether values travel between stages while ranks compute; None: as the
-    runtime has it, whose schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are
-    added to those of earlier microbatches by the products that make them (Megatron-LM's gradient accumulation fusion).
-    `receives_held`: microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where
-    stages begin, if not where they are balanced. `tokens`: of a row, if not those that were counted.
-    `dp_sync`: what data-parallel ranks send each other.
+    Args:
+        rows: samples of the global batch.
+        zero: as in `autopart.plan`.
+        state_bytes: bytes of gradients and optimizer state per byte of a trained parameter (AdamW in the
+            parameter's dtype: 3).
+        hidden_sums: share of the gradient reduction that overlaps with the last backward. None: as in the runtime,
+            on this hardware.
+        scatter_sends: ranks of `tp` with replicated values each send a shard to the next stage, which gathers it
+            (Narayanan et al. 2021, section 4.1). None: if it is cheaper.
+        overlap_sends: True if sends between stages overlap with compute. None: as in the runtime, whose schedules
+            with several stages per rank overlap them.
+        fused_sums: gradients of weights are accumulated by the products that compute them (Megatron-LM's gradient
+            accumulation fusion).
+        receives_held: microbatches for which a stage has receive buffers at a time (torch's pipelining: all).
+        cuts: stage boundaries. None: balanced stages.
+        tokens: tokens per sample. None: the reference.
+        prefetch: number of blocks that ZeRO-3 gathers ahead.
+        dp_sync: what data-parallel ranks exchange.
     """
 
     mesh: Mesh
@@ -43,5 +51,5 @@ class Setting:
 
     @property
     def b(self) -> float:
-        """Rows of a microbatch on a rank."""
+        """Samples of a microbatch on a rank."""
         return self.rows / (self.mesh.row_ranks * self.schedule.microbatches)

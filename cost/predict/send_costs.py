@@ -1,4 +1,4 @@
-"""What it takes to send values between pipeline stages: whole, or in parts that the receivers gather."""
+"""Cost of sends between pipeline stages: full tensors, or shards that the receivers gather."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from autopart.ir.mesh import Mesh
 
 
 class StageCrossing(NamedTuple):
-    """What one rank sends to the next stage in a microbatch, in bytes. `alike`: of `whole`, what ranks of the feature
-    axes hold alike and can send in parts (`autopart.ir.run.scatter_gather_sends`)."""
+    """Bytes that one rank sends to the next stage in a microbatch.
+
+    Args:
+        whole: all bytes.
+        alike: the part of `whole` that is replicated over the feature axes and can be sent as shards
+            (`autopart.ir.run.scatter_gather_sends`).
+    """
 
     whole: float
     alike: float
 
     def sent_bytes(self, mesh: Mesh, scatters: bool) -> float:
-        """What goes over the link between stages."""
+        """Return the bytes on the link between stages."""
         return self.whole - self.alike + self.alike / mesh.feature_ranks if scatters else self.whole
 
     def gathered_bytes(self, mesh: Mesh, scatters: bool) -> float:
-        """What the receivers put together."""
+        """Return the bytes that the receivers all-gather."""
         return self.alike if scatters and mesh.feature_ranks > 1 else 0.0
 
     def time_s(self, mesh: Mesh, hardware: Hardware, scatters: bool) -> float:
-        """Seconds one way; the gradient on its way back takes as long, gathered by the sender of the value."""
+        """Return the seconds in one direction.
+
+        The gradient takes as long on its way back; the sender of the value gathers it.
+        """
         if not self.whole:
             return 0.0
         sent = time_s("send", mesh.size("pp"), self.sent_bytes(mesh, scatters), hardware, mesh.stride("pp"))
@@ -36,14 +44,13 @@ class StageCrossing(NamedTuple):
 
 
 def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int, float, float]:
-    """Of putting together what was received in parts, in one all-gather: how many, the bytes that a rank sends for it,
-    and seconds."""
+    """Return (count, bytes that a rank sends, seconds) of the all-gather of received shards."""
     ranks = mesh.feature_ranks
     return 1, wire_bytes("all_gather", ranks, size_bytes), time_s("all_gather", ranks, size_bytes, hardware)
 
 
 def scattering_pays(crossings: Iterable[StageCrossing], mesh: Mesh, hardware: Hardware) -> bool:
-    """Whether what all stages receive takes less time in parts."""
+    """Return True if sending shards takes less time than sending full tensors, over all stage boundaries."""
     with_alike = [crossing for crossing in crossings if crossing.alike]
     whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))
     return parts < whole

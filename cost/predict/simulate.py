@@ -1,4 +1,4 @@
-"""A training step of a plan, simulated: the schedule's own actions on the plan's predicted seconds."""
+"""Simulation of a plan's training step: the schedule's actions on the plan's predicted seconds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _BACKWARDS = ("recompute", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Collectives of one kind over one axis, in one step of the rank that spends most on them: how many, the bytes it
-    sends, and seconds."""
+    """Collectives of one kind over one axis in one step: count, bytes sent and seconds.
+
+    They are those of the rank that spends the most time on them.
+    """
 
     axis: str
     kind: str
@@ -40,14 +42,21 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One training step as predicted, AdamW's update included. Print it for a table.
+    """Prediction of one training step, including AdamW's update. Print it for a table.
 
-    Seconds and bytes are of one rank; ranks that differ on `dp` or `tp` alone do the same. `timeline`: when each
-    coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time,
-    and `memory`: the same by rank and kind, as the rows of `Plan.memory`. `collectives`: those of a step. `parts`: of
-    the busiest rank, seconds by kind of work, `idle` included.
-    `peak_flops_per_s`: of a device for the dtypes that its products have, `peak_dtype` in words. `plan`: whose step it
-    is, None for a setting that was only estimated.
+    Seconds and bytes are of one rank. Ranks that differ on `dp` or `tp` alone have the same values.
+
+    Args:
+        timeline: the actions of each `pp` coordinate over time.
+        model_flops: FLOPs of the model's matrix products, forward and backward.
+        recomputed_flops: FLOPs that are recomputed, over all ranks.
+        peak_flops_per_s: peak FLOP/s of a device for the dtypes of its products.
+        peak_memory_bytes: by stage, the peak memory in bytes of the rank that runs it.
+        collectives: the collectives of a step.
+        parts: seconds of the busiest rank by kind of work, including `idle`.
+        peak_dtype: description of the dtypes of `peak_flops_per_s`.
+        memory: bytes by rank and kind, as the rows of `Plan.memory`.
+        plan: the plan; None for a setting that was only estimated.
     """
 
     timeline: Timeline
@@ -74,7 +83,7 @@ class Simulation:
 
     @property
     def tflops_per_device(self) -> float:
-        """Matrix work of the model (forward, and twice as much backward) of a device per second, in 10^12 FLOPs."""
+        """Model FLOPs (forward, and twice as much backward) per device and second, in units of 10^12 FLOP/s."""
         return self.model_flops / self.num_devices / self.step_time_s / 1e12
 
     @property
@@ -84,11 +93,11 @@ class Simulation:
 
     @property
     def hfu(self) -> float:
-        """FLOPs that are computed as a share of the peak: those of the model and what is computed again."""
+        """Executed FLOPs as a share of the peak: model FLOPs and recomputed FLOPs."""
         return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Of the step alone: what `Plan.cost` keeps."""
+        """Return the values of the step alone, which `Plan.cost` stores."""
         return {
             "step_time_s": self.step_time_s, "tflops_per_device": self.tflops_per_device, "mfu": self.mfu,
             "hfu": self.hfu, "peak_flops_per_s": self.peak_flops_per_s, "peak_dtype": self.peak_dtype,
@@ -96,7 +105,7 @@ class Simulation:
         }  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
-        """Everything but the timeline, for JSON."""
+        """Return everything but the timeline, as JSON data."""
         rows = [asdict(row) for row in self.collectives]
         data = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
         if self.plan is not None:
@@ -126,9 +135,9 @@ class Simulation:
 def simulate(plan: Plan) -> Simulation:
     """Predict a training step of a plan on the hardware it was made for.
 
-    The schedule's actions are those that the runtime executes; how long each takes is in `plan.timing`. Gradients are
-    summed beside the last backward, but for the last bucket, and weights gathered a block ahead, as the runtime does,
-    to the share that the hardware overlaps.
+    The schedule's actions are those that the runtime executes. `plan.timing` has their durations. As in the
+    runtime, gradient reduction overlaps with the last backward, except for the last bucket, and weights are
+    prefetched. The hardware profile's overlap share applies to both.
 
     Raises PlanError for a plan without `timing`.
 
@@ -138,8 +147,8 @@ def simulate(plan: Plan) -> Simulation:
     """
     if not plan.timing:
         raise PlanError(
-            "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
-            hint="autopart.plan(...), or leave the entry in the file",
+            "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
+            hint="autopart.plan(...), or keep the entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
@@ -148,17 +157,17 @@ def simulated(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]],
     overlap_sends: bool | None = None,
 ) -> Simulation:  # fmt: skip
-    """A step by its parts.
+    """Simulate a step from the parts of a plan.
 
     Args:
         timing: as in a plan.
-        memory: what the rank of each `pp` coordinate holds, as in a plan.
+        memory: bytes of the rank at each `pp` coordinate, as in a plan.
         overlap_sends: as in `timeline`.
     """
     stages, ranks = timing["stages"], timing["ranks"]
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
     whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
-    # What is computed again serves both parts of a backward: such a stage runs them as one.
+    # Both parts of a backward use the recomputed values, so such a stage does not split it.
     parts = zip(whole, seconds["recompute"], seconds["input_backward"], seconds["weight_backward"], strict=True)
     inputs, weights = zip(*((all_, 0.0) if again else (i, w) for all_, again, i, w in parts), strict=True)
     received = [row["receives_s"] for row in stages[1:]]
@@ -181,16 +190,21 @@ def simulated(
 
 
 AHEAD = "interleaved_1f1b"
-"""Of one stage a rank: 1F1B that begins with twice as many forwards, so that no rank stands still for what is sent
-(eager 1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
+"""With one stage per rank, this is 1F1B with twice as many warm-up forwards, so that no rank waits for sends (eager
+1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
 
 
 def schedule_notes(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]], step: Simulation,
     hardware: Hardware,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Of a plan with 1F1B, which waits for all that it sends: what the same stages take where values travel beside the
-    work, where that tells and values are not so small that a link's latency is most of it; `step`: as it is."""
+    """Return a note for a 1F1B plan if a schedule with overlapped sends is faster.
+
+    No note is given if values are so small that latency dominates the sends.
+
+    Args:
+        step: the simulated step of the plan.
+    """
     pp, microbatches = mesh.size("pp"), schedule.microbatches
     if schedule.name != "1f1b" or pp * microbatches > LONGEST or not can_run(AHEAD, pp, pp, microbatches):
         return ()
@@ -203,23 +217,32 @@ def schedule_notes(
     before, after = (quantity(one.step_time_s, "s") for one in (step, ahead))
     held, more = (max(max(stages.values()) for stages in one.timeline.in_flight) for one in (step, ahead))
     return (
-        f"ranks stand still for what stages send each other: schedule='{AHEAD}' with virtual_stages=1 sends it beside "
-        f"the work: {after} a step, not {before}, while a rank holds up to {more} microbatches, not {held}",
+        f"ranks wait for sends between stages; schedule='{AHEAD}' with virtual_stages=1 overlaps sends with compute: "
+        f"{after} per step instead of {before}, with up to {more} instead of {held} microbatches in flight",
     )
 
 
 WAITS = 0.95
-"""A step without waiting, over one with it, from which it is said."""
+"""A note is given if the step without waiting takes at most this share of the step with it."""
 
 LONGEST = 10_000
-"""Forwards of stages in a step that is simulated only to see whether another schedule is faster."""
+"""Maximum number of stage forwards in a step that is simulated only to look for a faster schedule."""
 
 
 def training_time_s(
     tokens: float, parameters: float, devices: int, peak_flops_per_s: float, utilisation: float, recompute: bool = True
 ) -> float:
-    """Seconds of a whole training: 8 T P / (N F U) with every layer recomputed, 6 T P / (N F U) without (Narayanan et
-    al. 2021, section 5.1; the attention's own FLOPs and the head's are left out).
+    """Return the seconds of a complete training run.
+
+    This is 8 T P / (N F U) with every layer recomputed and 6 T P / (N F U) without (Narayanan et al. 2021, section
+    5.1; without the FLOPs of attention and of the head).
+
+    Args:
+        tokens: T, training tokens.
+        parameters: P.
+        devices: N.
+        peak_flops_per_s: F, per device.
+        utilisation: U, share of the peak.
 
     >>> round(training_time_s(300e9, 175e9, 1024, 312e12, 0.4347) / 86400, 1)
     35.0
@@ -231,7 +254,7 @@ def _parts(
     stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], ran: Timeline, home: Mapping[int, int],
     microbatches: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a step by kind, of the rank that computes longest."""
+    """Return the seconds of a step by kind, on the rank that computes longest."""
     busiest = max(range(len(ran.spans)), key=ran.busy_s.__getitem__)
     kinds: defaultdict[str, float] = defaultdict(float)
     for row in stages:
@@ -240,7 +263,7 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]
-    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # beside the last backward
+    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # overlaps with the last backward
     sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
             "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Cutting a sequence of operators into stages: the heaviest stage as light as possible, exactly."""
+"""Partition of a sequence of operators into stages with an exact minimum of the largest load."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import numpy as np
 from autopart.cost.predict.table_rows import Parameter
 
 SLACK = 0.015
-"""How much heavier than the optimum the heaviest stage may become to send less, if nothing else is said."""
+"""Default imbalance tolerance of the most loaded stage over the optimum, to send less."""
 
 BOUND = 1.018
-"""To send less the heaviest stage does not become heavier than so many times the lower bound, where it was not."""
+"""Limit of the most loaded stage, as a multiple of the lower bound, if the optimum is within it. Larger excess is not
+accepted to send less."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """`cuts[k]` is the first position of stage k + 1; `loads` the weight of every stage.
+    """A partition into stages.
 
-    `lower_bound` is the larger of the mean stage and the heaviest operator: no partition can be under it.
+    Args:
+        cuts: `cuts[k]` is the index of the first operator of stage k + 1.
+        loads: load of every stage.
+        lower_bound: the larger of the mean stage and the largest operator. No partition is below it.
     """
 
     cuts: tuple[int, ...]
@@ -36,18 +40,21 @@ def balance(
     begins: Set[int] = frozenset(),
     slack: float = SLACK,
 ) -> Partition | None:
-    """The exact min-max partition, and among partitions within `slack` of it the most even one that sends little.
+    """Return the exact min-max partition, refined to send less and to be more even.
 
-    Where one operator outweighs the mean stage no other stage is bound by it, but a pipeline fills and drains the
-    sooner, and ranks with several stages are the more even, the more even these are.
+    Among the partitions within `slack` of the optimum, it returns the most even one that sends little. If one
+    operator outweighs the mean stage, it does not bind the other stages. Their evenness still shortens the fill and
+    drain of the pipeline, and balances ranks with several stages.
 
     Args:
-        weights: cost of every operator, in order.
-        crossing: bytes that a cut before operator i would send (infinite where no cut is possible).
-        num_stages: how many non-empty stages.
-        begins: positions at which a stage must begin.
-        slack: how much heavier than the optimum the heaviest stage may become; up to `SLACK` within `BOUND` too.
-    Returns None where there are too few places to cut, or more beginnings than stages.
+        weights: load of every operator, in order.
+        crossing: bytes that a stage boundary before operator i sends (infinite if no stage may begin there).
+        num_stages: number of non-empty stages.
+        begins: indices at which a stage must begin.
+        slack: imbalance tolerance: relative excess of the most loaded stage over the optimum. Up to `SLACK`,
+            `BOUND` applies too.
+
+    Returns None if there are too few stage boundaries, or more required beginnings than stages.
 
     >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
     (2,)
@@ -59,7 +66,7 @@ def balance(
     position = np.array([0, *places, len(weights)])
     begun = np.cumsum(np.isin(position, list(begins)))
     load = total[position]
-    # A stage across a beginning would hold more than everything: `start` is above `end` where a stage must begin.
+    # A stage that spans a required beginning gets a load above the total: `start` exceeds `end` at beginnings.
     across = 2 * float(total[-1]) + 1
     end, start = load + across * np.concatenate(([0], begun[:-1])), load + across * begun
     best = _min_max(end, start, num_stages)
@@ -80,14 +87,15 @@ def balance(
 
 
 def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
-    """The least possible heaviest stage: dynamic program over (stages used, place), each step a bisection.
+    """Return the least possible load of the most loaded stage.
 
-    A stage from place a to place b weighs `end[b] - start[a]`.
+    This is a dynamic program over (stages used, position), each step a bisection. A stage from position a to
+    position b has the load `end[b] - start[a]`.
     """
-    heaviest = end.copy()  # one stage up to each place
+    heaviest = end.copy()  # one stage up to each position
     for _ in range(num_stages - 1):
         low, high = np.zeros(len(end), dtype=int), np.arange(len(end))
-        while np.any(low < high):  # the first place where what is before outweighs what is after
+        while np.any(low < high):  # the first position at which the load before exceeds the load after
             middle = (low + high) // 2
             before = heaviest[middle] >= end - start[middle]
             high = np.where(before & (low < high), middle, high)
@@ -101,14 +109,22 @@ def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
 def _evenest(
     end: np.ndarray, start: np.ndarray, shares: np.ndarray, sent: np.ndarray, num_stages: int, limit: float
 ) -> list[int]:
-    """Places of the cuts with no stage over the limit for which half the sum of squares of the stages' loads and what
-    they send is least. `shares`: the load before each place, in mean stages; `sent`: in what most cuts send."""
+    """Return the stage boundaries that minimise unevenness and communication under a load limit.
+
+    The cost is half the sum of squares of the stages' loads, plus the bytes that they send.
+
+    Args:
+        shares: load before each position, in mean stages.
+        sent: bytes of each boundary, relative to the median boundary.
+    """
     if num_stages == 1:
         return []
     count, limit = len(end), limit * (1 + 1e-12)
     first = np.searchsorted(start, end - limit, side="left")
     widest = int((np.arange(count) - first).max())
-    before = np.arange(count)[:, None] - np.arange(widest, 0, -1)  # of every place, those where its stage may begin
+    before = np.arange(count)[:, None] - np.arange(
+        widest, 0, -1
+    )  # [positions, candidates] possible starts of the stage that ends there
     able = (before >= first[:, None]) & (before >= 0)
     before = np.maximum(before, 0)
     uneven = np.where(able, (shares[:, None] - shares[before]) ** 2 / 2, np.inf)
@@ -128,7 +144,11 @@ def _evenest(
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:
-    """The `pp` coordinates that hold the same trained parameters; `ranks_hold`: {name there: the one in parameters}."""
+    """Return the groups of `pp` coordinates that hold the same trained parameters.
+
+    Args:
+        ranks_hold: for each coordinate, {name of a parameter: its name in `parameters`}.
+    """
     names = {name for held in ranks_hold for name, known in held.items() if parameters[known].trained}
     groups = {tuple(pp for pp, held in enumerate(ranks_hold) if name in held) for name in names}
     return [list(group) for group in sorted(groups) if len(group) > 1]

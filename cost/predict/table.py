@@ -1,8 +1,8 @@
-"""A model as a table of what its operators do, from which any mesh, schedule and microbatch is predicted.
+"""A model as a table of operators, from which any mesh, schedule and microbatch is predicted.
 
-A `Table` is counted once (`autopart.cost.count.tabulate`): from the program of a plan, or for the search from a copy
-of the model with few of its repeated blocks; its rows say which of them stand for how many. `predict` cuts it into
-stages, prices them, and runs the schedule's actions on that.
+`autopart.cost.count.tabulate` counts a `Table` once: from the program of a plan, or for the search from a copy
+of the model with few repeated blocks, whose rows represent several operators. `predict` divides it into stages,
+computes their seconds, and runs the schedule's actions on them.
 """
 
 from __future__ import annotations
@@ -44,22 +44,28 @@ from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
 
 LESS_EVEN = 0.1
-"""How much heavier than need be the heaviest stage may be where a step takes less time then."""
+"""Imbalance tolerance of the most loaded stage if a step is shorter with less balanced stages."""
 
 GAIN = 0.98
-"""Of a step's time at most what is left where stages are less even."""
+"""Less balanced stages are used if the step takes at most this share of the balanced step's time."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The operators of a model in order, with each repeated block as often as it is there.
+    """The operators of a model in order, with every repeated block as often as the model has it.
 
-    `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
-    the block's number). `b`, `s`, `tp`, `cp`, `ep`: rows of a microbatch, tokens of a row and ranks that were counted.
-    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
-    `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
-    before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
-    far, where stages begin; None where they cannot be. `divided`: as `cost.count.divided` has it.
+    Args:
+        rows, parameters: operators and parameters of the traced copy.
+        order: all operators as (index into `rows`, container of the block, index of the block).
+        b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks.
+        row_flops: FLOPs of the forward's matrix products per sample.
+        input_bytes: bytes of the inputs per sample.
+        buffer_bytes: bytes of all buffers.
+        gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
+        hidden_sums: share of gradients outside the bucket that completes last; their reduction may overlap with
+            backward.
+        cuts: cache of stage boundaries by number of stages; None if the model has too few.
+        divided: as returned by `cost.count.shard_counts.divided`.
     """
 
     rows: tuple[Row, ...]
@@ -80,18 +86,18 @@ class Table:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """Which row of `rows` each operator is."""
+        """[operators] Index into `rows` of each operator."""
         return np.array([position for position, _, _ in self.order])
 
     def times(self, setting: Setting) -> Sizes:
-        """How many times the sizes that it was counted at."""
+        """Return the sizes of a setting as multiples of the reference sizes."""
         tokens = self.s if setting.tokens is None else setting.tokens
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
-        """How often each work is done in a microbatch, by part of a step."""
+        """Runs per microbatch of each work: {(part of a step, work): count}."""
         often_done = Counter[tuple[str, Work]]()
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
@@ -101,23 +107,23 @@ class Table:
 
     @cached_property
     def often(self) -> list[int]:
-        """How many operators each of `rows` is."""
+        """[rows] Number of operators that each row represents."""
         numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
         return numbers
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """{every parameter of the model: its name in `parameters`}."""
+        """{parameter of the model: its name in `parameters`}."""
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """The same of those that some operators read."""
+        """Return {parameter of the model: its name in `parameters`} for parameters that these operators read."""
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
     @cached_property
     def totals(self) -> Totals:
-        """All operators together, for formulas."""
+        """Sums over all operators, for the formulas."""
         held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
@@ -140,9 +146,11 @@ def _cut(parameters: Sequence[Parameter]) -> CutBytes:
 
 
 def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
-    """A step of the model under a setting: the one prediction of plans, of `Plan.cost.at` and of the search.
+    """Predict a step of the model under a setting.
 
-    Raises StageError where there are fewer places to cut than stages.
+    This is the one prediction that plans, `Plan.cost.at` and the search use.
+
+    Raises StageError if the model has too few stage boundaries.
     """
     if setting.cuts is None:
         setting = replace(setting, cuts=quickest_cuts(table, setting, hardware))
@@ -151,15 +159,17 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
 
 
 def weighs_links(hardware: Hardware) -> bool:
-    """Whether stages may be less even to send less: where the profile of what they run on was named."""
+    """Return True if stages may be less balanced to send less: if the hardware profile was named."""
     return hardware.name != DEFAULT
 
 
 def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[int, ...]:
-    """Where stages begin in a plan on this hardware: balanced, and where links are weighed less even, if they send less
-    then and a step takes less time.
+    """Return the stage boundaries of a plan on this hardware.
 
-    Raises StageError where there are fewer places to cut than stages.
+    Stages are balanced. With a named profile, less balanced stages are used if they send less and the step is
+    shorter.
+
+    Raises StageError if the model has too few stage boundaries.
     """
     even = stage_cuts(table, setting)
     if not even or not weighs_links(hardware):
@@ -172,10 +182,14 @@ def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[i
 
 
 def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[int, ...]:
-    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike, other
-    tokens do not. `slack`: as of `balance`.
+    """Return the stage boundaries, balanced like those of a plan.
 
-    Raises StageError where there are fewer places to cut than stages.
+    The batch scales all loads and all sent bytes equally, so it does not move boundaries. The sequence length may.
+
+    Args:
+        slack: imbalance tolerance, as in `balance`.
+
+    Raises StageError if the model has too few stage boundaries.
     """
     num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
     if tokens != 1 or slack != SLACK:
@@ -185,14 +199,20 @@ def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[in
             table.cuts[num_stages] = _balanced(table, num_stages)
         cuts = table.cuts[num_stages]
     if cuts is None:
-        raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
+        raise StageError(
+            f"the model cannot be cut into {num_stages} stages", why="it has too few positions for stage boundaries"
+        )
     return cuts
 
 
 def _balanced(
     table: Table, num_stages: int, tokens: float = 1.0, slack: float = SLACK
 ) -> tuple[int, ...] | None:  # fmt: skip
-    """Where stages begin of rows of so many times the tokens; None where there are too few places."""
+    """Return the stage boundaries, or None if there are too few positions.
+
+    Args:
+        tokens: tokens per sample, as a multiple of the reference.
+    """
     if num_stages == 1:
         return ()
     times = Sizes(s=tokens)
@@ -203,7 +223,7 @@ def _balanced(
 
 
 class Priced:
-    """A table's rows at the sizes of a setting."""
+    """A table's rows at the sizes of a setting, with their seconds on a device."""
 
     def __init__(self, table: Table, setting: Setting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
@@ -217,46 +237,46 @@ class Priced:
 
     @cached_property
     def stages(self) -> list[range]:
-        """The operators of each stage. Raises StageError where there are fewer places to cut than stages."""
+        """The operators of each stage. Raises StageError if the model has too few stage boundaries."""
         cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
     def crossing(self, row: Row) -> StageCrossing:
-        """What a cut before an operator sends."""
+        """Return the bytes that a stage boundary before an operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
         return StageCrossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
     def crossings(self) -> list[StageCrossing]:
-        """What every stage receives."""
+        """[stages] Bytes that each stage receives."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
         return [StageCrossing(0.0, 0.0), *map(self.crossing, starts)]
 
     @cached_property
     def scatters(self) -> bool:
-        """Whether values are sent in parts."""
+        """True if stages send shards that the receivers gather (scatter-gather)."""
         asked = self.setting.scatter_sends
         return scattering_pays(self.crossings, self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """What the rank at each `pp` coordinate runs."""
+        """The schedule's actions of the rank at each `pp` coordinate."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
         return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """The parameters that the rank at each `pp` coordinate holds, as `Table.held`."""
+        """The parameters that the rank at each `pp` coordinate holds, as in `Table.held`."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
     @cached_property
     def timing(self) -> dict[str, Any]:
-        """What `autopart.simulate` needs of a plan, as data.
+        """`Plan.timing`: the data that `autopart.simulate` needs of a plan.
 
-        The peak of a device for the dtypes that are multiplied; `forward_flops` of the model's matrix work on the
-        global batch, `recomputed_flops` of what all ranks run again; `stages`, one row each, and `ranks`, one for each
-        coordinate of `pp`; seconds are of one microbatch, of ranks of a step.
+        It has the peak FLOP/s of a device for the multiplied dtypes, `forward_flops` of the model's matrix products
+        on the global batch, and `recomputed_flops` over all ranks. `stages` has one row per stage, `ranks` one per
+        `pp` coordinate. Seconds of stages are per microbatch, seconds of ranks are per step.
         """
         counts, mesh, microbatches = self.table.counts, self.mesh, self.setting.schedule.microbatches
         forward = ((work, count) for (part, work), count in counts.items() if part == "forward")
@@ -275,29 +295,29 @@ class Priced:
 
     @property
     def hidden_sums(self) -> float:
-        """The share of the gradients' sums that run beside the last backward."""
+        """Share of the gradient reduction that overlaps with the last backward."""
         asked = self.setting.hidden_sums
         return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
 
     def is_cut(self, name: str) -> bool:
-        """Whether a rank stores a part of a parameter, by its name in the table."""
+        """Return True if ZeRO shards a parameter, given by its name in the table."""
         return self.table.parameters[name].cut and self.setting.zero > 0
 
     def is_sent_whole(self, name: str) -> bool:
-        """Whether a method is given the whole gradient of a parameter that a rank stores a part of (ZeRO 1)."""
+        """Return True if a method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(parts_of(self._parts_over(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
-        """The axis over which a method brings a gradient together; none where it is summed."""
+        """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
 
     def _parts_over(self, name: str) -> str:
-        """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
+        """Return the flattened axes over which ZeRO shards a parameter; "" if the rank has all of it."""
         return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
 
     @cached_property
     def gathers_or_scatters(self) -> frozenset[str]:
-        """The names of works that gather parts of parameters, or scatter their gradients."""
+        """Names of the works that all-gather parameters or reduce-scatter their gradients."""
         over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
         return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
 
@@ -314,12 +334,12 @@ class Priced:
         return seconds_by_part
 
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
-        """What an operator does, with what a microbatch gathers and scatters of its weights that ZeRO cuts."""
+        """Yield the work of an operator, with the all-gathers and reduce-scatters of ZeRO per microbatch."""
         yield from row.works.items()
         zero = self.setting.zero
         for name in row.parameters:
             parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._parts_over(name)
-            if parameter.casts and not (is_cut and zero < 3):  # else once a step
+            if parameter.casts and not (is_cut and zero < 3):  # otherwise it is cast once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
                 if parameter.trained:
@@ -336,7 +356,7 @@ class Priced:
                     yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
-        """A stage's row of `Plan.timing`."""
+        """Return a stage's row of `Plan.timing`. Seconds and bytes are per microbatch."""
         often = Counter(self.table.positions[stage.start : stage.stop].tolist())
         parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         moved: dict[tuple[str, str], list[float]] = {}
@@ -352,7 +372,7 @@ class Priced:
                         for i, much in enumerate((1, sent, self.seconds[work])):
                             row[i] += much * count
         received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
-        for crossing in (received, *sent_on):  # the values, and the gradients of what the stage sends
+        for crossing in (received, *sent_on):  # received values, and the gradients of sent values
             if gathered := crossing.gathered_bytes(self.mesh, self.scatters):
                 row = moved.setdefault((self.mesh.tensor_axis, "all_gather"), [0, 0.0, 0.0])
                 for i, much in enumerate(gather_cost(gathered, self.mesh, self.hardware)):
@@ -370,8 +390,10 @@ class Priced:
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Leaves of what weights and gradients take on the axes that store them what does not run beside the compute
-        of other blocks: the first block's, and of equal blocks what takes longer than the compute."""
+        """Reduce the seconds of ZeRO's collectives to the share that does not overlap with compute.
+
+        The first block's collectives are exposed. Of equal blocks, the excess over their compute is exposed.
+        """
         overlap = self.hardware.overlap
         read = [(path, number, self.table.rows[position].parameters)
                 for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
@@ -391,36 +413,39 @@ class Priced:
                     parts[part][kind] *= share
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
-        """Of parameters, with their gradients and optimizer."""
+        """Return the bytes of parameters with their gradients and optimizer state."""
         return sum(
             self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
         )
 
     def local_bytes(self, name: str) -> float:
-        """Of a rank's part of a parameter, by its name in the table."""
+        """Return the bytes of a rank's shard of a parameter, given by its name in the table."""
         return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
 
     def sent_bytes(self, name: str) -> float:
-        """Of what a rank sums of a parameter's gradient once a step, or a method is given, in the parameter's dtype."""
+        """Return the bytes of a gradient that is reduced once a step, or passed to a method.
+
+        They count in the parameter's dtype.
+        """
         return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 
     def _bytes_before_zero(self, name: str) -> float:
         return float(self.table.parameters[name].size.at(self.times))
 
     def read_bytes(self, name: str) -> float:
-        """Of a parameter as it is read, which ZeRO does not cut."""
+        """Return the bytes of a parameter in its compute dtype, without ZeRO sharding."""
         return self._bytes_before_zero(name) * self.table.parameters[name].read
 
     def summed_bytes(self, name: str) -> float:
-        """Of its gradient as it is summed, which ZeRO has not cut yet."""
+        """Return the bytes of its gradient in the reduction dtype, before ZeRO shards it."""
         return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
-        """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
+        """Return the bytes of the unsharded parameter that ZeRO 1 and 2 keep for a step, else 0."""
         return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
-        """A rank's row of `Plan.timing`: what it does once a step."""
+        """Return a rank's row of `Plan.timing`: seconds of its work once a step."""
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self.gradient_bytes, held.values()))
@@ -447,12 +472,15 @@ class Priced:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """How many ranks a method of data parallelism is for, and how far apart neighbours are."""
+        """The ranks of a data-parallel method, and the distance between neighbours in ranks."""
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 
     def carried(self, held: Mapping[str, str]) -> list[Carried]:
-        """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
+        """Return what a rank exchanges with data-parallel ranks instead of an all-reduce, by method.
+
+        It is empty if no axis shards the batch.
+        """
         if not self.mesh.along("rows"):
             return []
         sizes = {known: self.sent_bytes(known) for known in held.values()}
@@ -461,7 +489,7 @@ class Priced:
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
     ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
-        """Bytes of gradients by the groups of ranks that they are summed over: (axis, ranks, how far apart)."""
+        """Return the bytes of gradients by the groups that reduce them: (axis, ranks, stride in ranks)."""
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
@@ -475,11 +503,14 @@ class Priced:
         return sizes
 
     def gradient_bytes(self, name: str) -> float:
-        """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
+        """Return the bytes of a rank's shard of a gradient, in the parameter's dtype."""
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Of a gradient at the end of a step: with ZeRO 1 it is whole, for a method in the parameter's dtype."""
+        """Return the bytes of a gradient at the end of a step.
+
+        With ZeRO 1 it is unsharded. A gradient that a method receives has the parameter's dtype.
+        """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained
         is_first = self.setting.schedule.microbatches == 1
@@ -489,5 +520,5 @@ class Priced:
 
 
 def _digits(seconds: float) -> float:
-    """As plans have them."""
+    """Round to the digits that plans store."""
     return float(f"{seconds:.9g}")

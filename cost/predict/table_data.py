@@ -1,4 +1,4 @@
-"""The `Table` of a plan as data, of few rows: operators that do the same are there once."""
+"""The `Table` of a plan as JSON data, with one row for all identical operators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
 
-_Run = list[Any]
-"""`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
+_BlockRun = list[Any]
+"""`[container, index, [row, ...]]`: consecutive operators of one block."""
 
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
-"""The name of a parameter in a repeated block: its container, number, and the rest."""
+"""The name of a parameter in a repeated block: container, block index, and the rest."""
 
 
 def own_setting(
     table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
 ) -> Setting:
-    """What the table of a plan was counted under, by the plan's mesh, schedule and fields of these names."""
+    """Return the setting for which the table of a plan was counted, from the plan's fields of these names."""
     rows = table.b * mesh.row_ranks * schedule.microbatches
     return Setting(
         mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
@@ -35,17 +35,19 @@ def own_setting(
 
 
 def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
-    """The table with a row for all operators that do the same, also with the parameters of another block; without what
-    may be sent in parts, where nothing is.
+    """Return the table with one row for all identical operators, also across blocks.
 
     Args:
-        folds: of the trace that was counted; the order is then that of the whole.
+        scatter_sends: False to drop the bytes that could be sent as shards.
+        folds: block deduplication of the counted trace. The order is then that of the full model.
+
+    Raises NotFoldable if a deduplicated block does not match the blocks next to it.
     """
     known: dict[Any, int] = {}
-    rows, order, parameters = list[Row](), list[_Place](), dict[str, Parameter]()
+    rows, order, parameters = list[Row](), list[_OrderEntry](), dict[str, Parameter]()
     for position, *block in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
-        path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
+        path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
         key = (tuple(row.works.items()), read, also, *sizes)
@@ -53,11 +55,11 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
             parameters |= {name: table.parameters[name] for name in names}
-        order.append(_Place(known[key], path, number, f"{block[0]}.{block[1]}"))
+        order.append(_OrderEntry(known[key], path, number, f"{block[0]}.{block[1]}"))
     if any(fold.holds(name) for fold in folds for name in parameters):
-        raise NotFoldable("a parameter of a block that stands for others is not like that of the first")
-    if any(not _are_alike(order, fold) for fold in folds):
-        raise NotFoldable("what a block that stands for others does and keeps is not what those beside it do")
+        raise NotFoldable("a parameter of a deduplicated block differs from that of the first block")
+    if any(not _are_equivalent(order, fold) for fold in folds):
+        raise NotFoldable("a deduplicated block has other work or saved tensors than the blocks next to it")
     every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
     place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
     cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
@@ -66,29 +68,32 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
     )
 
 
-class _Place(NamedTuple):
-    """A row in the order of the table, the container and number of its parameters, and the block that it is in."""
+class _OrderEntry(NamedTuple):
+    """A row in the order of the table, its own block, and the block of its parameters."""
 
     row: int
     path: str
     number: int
     block: str
 
-    def later(self, blocks: int) -> _Place:
-        """The same, so many blocks later."""
+    def later(self, blocks: int) -> _OrderEntry:
+        """Return the same entry `blocks` blocks later."""
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
-def _are_alike(order: Sequence[_Place], fold: Fold) -> bool:
-    """Whether the block that stands for others, that before it and that behind have the same rows."""
+def _are_equivalent(order: Sequence[_OrderEntry], fold: Fold) -> bool:
+    """Return True if the block that represents others has the same rows as the blocks next to it."""
     numbers = fold.number - 1, fold.number, fold.number + fold.times
     before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
                              for number in numbers)  # fmt: skip
     return before == block == behind
 
 
-def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
-    """The block that parameters are in, and those of the first block, where they are alike; else no block."""
+def _in_first_block(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
+    """Return the block of these parameters and their names in the first block, if they are equal there.
+
+    Else return no block and the names themselves.
+    """
     matches = [_NUMBERED.fullmatch(name) for name in names]
     places = {(match[1], int(match[2])) if match else None for match in matches}
     if len(places) == 1 and None not in places:
@@ -100,7 +105,7 @@ def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tu
 
 
 def as_data(table: Table) -> dict[str, Any]:
-    """For a plan."""
+    """Convert a table to JSON data of a plan."""
     works = list(dict.fromkeys(work for row in table.rows for part_works in row.works.values() for work in part_works))
     index = {work: i for i, work in enumerate(works)}
     rows = [
@@ -131,7 +136,7 @@ def as_data(table: Table) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any]) -> Table:
-    """From a plan's."""
+    """Convert JSON data of a plan to a table."""
     works = [
         Work(row["kind"], _read(row["bytes"]), times=row.get("times", 1.0),
              **_optional(row))
@@ -156,8 +161,8 @@ def from_data(data: Mapping[str, Any]) -> Table:
     return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
 
 
-def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
-    """Runs that come again in the next blocks once, with how often."""
+def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
+    """Yield runs of operators once for all consecutive blocks that repeat them, with their count."""
     start = single = 0
     while start < len(runs):
         period, times = _period(runs, start)
@@ -171,8 +176,8 @@ def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
         yield {"runs": runs[single:]}
 
 
-def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
-    """How many runs from one on are a block that comes again in the next ones, and how often; one, once, where none."""
+def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
+    """Return (number of runs that repeat in the next blocks, repetitions), or (1, 1) if none repeat."""
     if not runs[start][0]:
         return 1, 1
     (next_first,) = _in_block(runs[start : start + 1], 1)
@@ -186,24 +191,24 @@ def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
     return 1, 1
 
 
-def _in_block(runs: Sequence[_Run], later: int) -> list[_Run]:
-    """The runs of a block so many later."""
+def _in_block(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
+    """Return the runs as they are `later` blocks later."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 
-def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
+def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
-"""What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
+"""Fields of a parameter with mixed precision or with a `dp_sync` method, and their defaults."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = tuple(CHOSEN)
-"""What a table was counted on, where it was on more than one."""
+"""Axes of the reference mesh, stored if they have more than one rank."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
 _OF_CROSSING = ("alike", "unkept", "kept_later")
-"""What a row says of its crossing, where there is something of it."""
+"""Fields of a row about its stage boundary, stored if they are not zero."""
 _NAMES = ("parameters", "reads_also")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
@@ -227,7 +232,7 @@ def _optional(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(size: Size) -> list[list[float]]:
-    """`[value, power of b, of s, of 1 / tp, ...]` of every term, of further ones as many as there are."""
+    """Convert to terms `[value, power of b, power of s, power of 1 / tp, ...]`, without trailing zeros."""
     terms = [[value, *powers] for powers, value in size.terms]
     return [term[: max(4, 1 + max((i for i, power in enumerate(term) if power), default=0))] for term in terms]
 

@@ -1,8 +1,7 @@
-"""The memory of every rank from a table's rows, at any setting: what is stored, what is kept for backwards, and how far
-a forward or backward goes beyond that, with weights on their way and gradients as they come and go.
+"""Memory of every rank from a table's rows, at any setting: persistent state, saved tensors and peaks.
 
-The same is counted value by value of a program that is written (`cost.count.peaks`, `cost.count.rank_memory`); what
-travels is followed for both in `traffic.py`.
+The peaks include in-flight weights and gradients. `cost.count.memory_peaks` and `cost.count.rank_memory` count
+the same of a lowered program, value by value. Both use `comm_buffers.py` for communication.
 """
 
 from __future__ import annotations
@@ -38,10 +37,16 @@ Order = Sequence[tuple[int, str, int]]
 """Operators as in `Table.order`."""
 
 
-class Reads(NamedTuple):
-    """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
-    these are run again in the backward; `kept`: whether their backward reads it; `trained`: whether it gets a
-    gradient."""
+class ParameterUses(NamedTuple):
+    """Uses of a parameter among operators.
+
+    Args:
+        known: its name in the table.
+        first, last: index of the first and last operator that reads it.
+        again: True if the operators are recomputed in backward.
+        kept: True if their backward uses it.
+        trained: True if it gets a gradient.
+    """
 
     known: str
     first: int
@@ -52,7 +57,7 @@ class Reads(NamedTuple):
 
 
 def rank_rows(priced: Priced) -> list[dict[str, Any]]:
-    """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
+    """Return the memory of the rank at each `pp` coordinate in bytes, as rows of `Plan.memory`."""
     setting, table = priced.setting, priced.table
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
     posted *= priced.versions
@@ -88,8 +93,10 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
 
 
 def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
-    """The flat copy of gradients of tied parameters, which are summed when a step has ended; one alone is not copied,
-    unless it is summed in another dtype."""
+    """Return the bytes of the flat copy of tied parameters' gradients, reduced at the end of a step.
+
+    A single gradient is not copied, unless it is reduced in another dtype.
+    """
     tied = [known for name, known in held.items() if sum(name in names for names in priced.ranks_hold) > 1]
     shares = [priced.table.parameters[known].summed for known in tied]
     sizes = [priced.gradient_bytes(known) * share for known, share in zip(tied, shares, strict=True)]
@@ -98,8 +105,11 @@ def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
 
 
 def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
-    """What a microbatch of every stage takes, and what is sent beside it: a stage holds what it sends too where none of
-    its operators keeps it, and what it receives lies where it was received."""
+    """Return the bytes of a microbatch of every stage, and its overlapped communication.
+
+    A stage also holds the values that it sends, if none of its operators saves them. A received value stays in its
+    receive buffer.
+    """
     rows, positions, times = priced.table.rows, priced.table.positions, priced.times
     starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
@@ -114,9 +124,9 @@ def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
     return stages, traffic
 
 
-def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
-    """The parameters that operators read, in the order of their first use."""
-    reads, gathers = dict[str, Reads](), priced.table.gathers
+def reads_of(priced: Priced, order: Order) -> dict[str, ParameterUses]:
+    """Return the uses of the parameters that operators read, in the order of their first use."""
+    reads, gathers = dict[str, ParameterUses](), priced.table.gathers
     for i, (position, path, number) in enumerate(order):
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
@@ -125,16 +135,18 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
             kept = "input_backward" in row.works if gathers else trained
             before = reads.get(name)
             kept = kept or (before is not None and before.kept)
-            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, trained)
+            reads[name] = ParameterUses(known, i if before is None else before.first, i, again, kept, trained)
     return reads
 
 
 def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tuple[StageBytes, Traffic]:
-    """How far operators, which follow each other on a rank, go beyond what they keep: at each operator those after it
-    keep nothing, and have made the gradients of the weights that they read. Also what is sent beside them.
+    """Return the peaks of consecutive operators beyond their saved tensors, and their communication.
+
+    At each operator, those after it have freed their saved tensors in backward and have computed the gradients of
+    their weights.
 
     Args:
-        others_beside: there are others like them before and after, whose weights are gathered ahead.
+        others_beside: True if similar operators come before and after, whose weights are prefetched.
     """
     if not order:
         return StageBytes(0, 0, 0, 0, 0, 0), Traffic()
@@ -156,11 +168,13 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tu
     return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
 
 
-def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic) -> tuple[Events, Events]:
-    """Weights that are gathered: what happens before and after each operator."""
+def _forward(
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic
+) -> tuple[Events, Events]:
+    """Return the events of gathered weights before and after each operator's forward."""
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
-        for name in row.names[:1]:  # which is read first
+        for name in row.names[:1]:  # the first name is read first
             begins[reads[name].first] += (*traffic.gathers(i), Event("takes", row.whole_bytes))
         for name in row.names:
             ends[reads[name].last].append(Event("takes", -weights[name].whole_bytes))
@@ -168,9 +182,12 @@ def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic:
 
 
 def _backward(
-    reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic, last: int
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic, last: int
 ) -> tuple[Events, Events]:
-    """Weights that are gathered again, and gradients of weights: the same, from the `last` operator on."""
+    """Return the events of gathered weights and weight gradients around each operator's backward.
+
+    Operators are numbered from the `last` one on.
+    """
     begins, ends = _none(), _none()
     trained = {name: weight for name, weight in weights.items() if reads[name].trained}
     for name, weight in trained.items():
@@ -194,11 +211,13 @@ _none = partial(defaultdict[int, list[Event]], list)
 
 
 def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[Event]:
-    """All that happens, operator by operator.
+    """Return all events, operator by operator.
 
     Args:
-        runs: what is there beside weights and their gradients while each runs, and when all have.
-        kept: of that, what is there before. After each there is no more than in it and in the next.
+        runs: bytes that exist while each operator runs, without weights and their gradients. The last entry is the
+            memory after all of them.
+        kept: the part of `runs` that exists before the operator. After an operator, the memory is at most that of
+            the operator and of the next one.
     """
     events, start = list[Event](), 0
     for i in sorted({*begins, *ends}):
@@ -211,14 +230,14 @@ def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: E
     return [*events, Event("peak", max(runs[start:]))]
 
 
-def _traffic(priced: Priced, reads: Mapping[str, Reads], weights: Mapping[str, Weight]) -> Traffic:
-    """What is sent beside operators."""
+def _traffic(priced: Priced, reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight]) -> Traffic:
+    """Return the communication that overlaps with operators."""
     zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
     gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}
     trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
     scattered = {name: one for name, one in trained.items() if name in cut}
     summed = {name: one for name, one in trained.items() if name not in cut and one.is_summed}
-    rows: dict[Any, dict[str, Weight]] = {}  # as in `ir.storing`: of a block, apart those that are read again
+    rows: dict[Any, dict[str, Weight]] = {}  # one group per block; recomputed reads separately
     for (name, one), run in zip(gathered.items(), block_runs(gathered), strict=True):
         rows.setdefault((run, reads[name].again, one.kind), {})[name] = one
     sent = *summed_buckets(summed), *scattered_buckets(scattered, zero, priced.setting.schedule.microbatches)
@@ -226,7 +245,7 @@ def _traffic(priced: Priced, reads: Mapping[str, Reads], weights: Mapping[str, W
 
 
 def _weight(priced: Priced, known: str) -> Weight:
-    """A parameter as it travels, by its name in the table."""
+    """Return a parameter as it is communicated, given by its name in the table."""
     parameter, is_cut, part = priced.table.parameters[known], priced.is_cut(known), priced.local_bytes(known)
     several = (axis for axis in parameter.axes if priced.mesh.size(axis) > 1 and axis not in priced.apart(known))
     axes, stays_whole = tuple(several) if parameter.trained else (), priced.is_sent_whole(known)

@@ -1,4 +1,4 @@
-"""What a `Table` says of a model: its parameters and its operators."""
+"""Rows of a `Table`: the parameters and operators of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from autopart.cost.predict.operator_work import NOTHING, Size, Work
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `over`:
-    those that ZeRO-3 cuts it over, joined as one; none where it stays whole.
+    """A parameter as a rank of `tp` stores it.
 
-    In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
-    that is stored; `cast_again`: whether the backward reads it too. Where data-parallel ranks send something else than
-    gradients: `itemsize`, bytes of an element, and `rows`, the size of the first dim of a matrix.
+    Args:
+        size: bytes.
+        axes: axes over which its gradient is reduced once a step.
+        over: axes over which ZeRO-3 shards it, flattened; empty if it stays unsharded.
+        read: bytes in the compute dtype per byte stored (mixed precision).
+        summed: bytes of the reduced gradient per byte stored (mixed precision).
+        cast_again: True if backward casts it too.
+        itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
+        rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
     """
 
     size: Size
@@ -32,30 +37,35 @@ class Parameter:
 
     @property
     def cut(self) -> bool:
-        """Whether ZeRO-3 cuts it."""
+        """True if ZeRO-3 shards it."""
         return bool(self.over)
 
     @property
     def casts(self) -> int:
-        """How often a microbatch casts it, or its gradient."""
+        """Number of casts of it, or of its gradient, per microbatch."""
         return (1 + self.trained + self.cast_again) * (self.read != 1)
 
     def cast(self, ranks: int) -> Work:
-        """Casting it, or its gradient, where it is cut over so many ranks."""
+        """Return the work of one cast of it, or of its gradient, sharded over `ranks` ranks."""
         return Work("other", self.size * ((1 + self.read) / ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One operator of a microbatch.
+    """One operator of a microbatch. Sizes are bytes unless noted.
 
-    `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
-    forward to its backward. `in_forward`, `in_backward`: what is there while either runs beyond what this operator and
-    those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`:
-    what a cut before it would send, None where none can be; of that `alike`: what may be sent in parts
-    (`sends.StageCrossing`), `unkept`: what no operator before it keeps, `kept_later`: what one after it keeps first.
-    `load`: what stages are balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a
-    view, or the whole that another row gathers.
+    Args:
+        works: its work by part of a step, with the names of `count.operator_counts.Counted`.
+        kept: tensors saved from its forward to its backward.
+        in_forward, in_backward: memory while either runs, beyond the tensors that this operator and earlier ones
+            save. In-flight weights and weight gradients are excluded. A term may be negative.
+        crossing: bytes that a stage boundary before it sends; None if no stage may begin here.
+        load: FLOPs by which stages are balanced.
+        parameters: parameters that it reads.
+        reads_also: parameters that it reads through a view, or that another row gathers.
+        alike: the part of `crossing` that may be sent as shards (`send_costs.StageCrossing`).
+        unkept: the part of `crossing` that no earlier operator saves.
+        kept_later: the part of `crossing` that a later operator saves first.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -72,28 +82,28 @@ class Row:
 
     @property
     def temporary(self) -> Size:
-        """The larger of what is there in its forward and its backward."""
+        """The larger of its memory in forward and in backward."""
         return max(self.in_forward, self.in_backward, key=lambda size: size.value)
 
 
 def named_in(name: str, path: str, number: int) -> str:
-    """A name for a parameter that is read by a block of the model, one name a block."""
+    """Return the unique name of a parameter that a block of the model reads."""
     return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
 
 
 def cast_bytes(parameters: Iterable[Parameter]) -> Size:
-    """Bytes that casting parameters and their gradients moves."""
+    """Return the bytes moved by casts of parameters and of their gradients, per microbatch."""
     return Size.sum(p.size * ((1 + p.read) * p.casts) for p in parameters)
 
 
 def mean_share(weighted: Iterable[tuple[float, float]]) -> float:
-    """The mean of shares, each of so many bytes."""
+    """Return the mean of shares, weighted by bytes, from pairs (bytes, share)."""
     weights, shares = zip(*weighted, strict=True)
     return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
-    """`Totals.summed_over`, of the parameters that get a gradient."""
+    """Return `Totals.summed_over` of the parameters that get a gradient."""
     sizes_by_axis: dict[str, dict[tuple[str, ...], Size]] = {}
     for parameter in trained:
         for axis in parameter.axes:

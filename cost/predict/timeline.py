@@ -1,7 +1,8 @@
-"""One training step in time: the actions of a pipeline schedule, as the runtime runs them, on given durations.
+"""Timeline of a training step: the actions of a pipeline schedule, on given durations.
 
-Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same at the same time, so one rank stands for each coordinate
-of `pp`. Nothing is random, and no time is rounded to slots: an action starts when its rank is free and its input there.
+Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same work at the same time. One rank therefore
+represents each coordinate of `pp`. Nothing is random, and no time is rounded to slots: an action starts when
+its rank is free and its input has arrived.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, check_schedule
 
 @dataclass(frozen=True)
 class Durations:
-    """What the parts of a training step take, in seconds.
+    """Durations of the parts of a training step, in seconds.
 
-    Per stage, of one microbatch: `forward_s`; `backward_s`, whole; `input_backward_s` and `weight_backward_s`, its two
-    parts where a schedule splits it (which together may take longer than the whole, and may be left out for a schedule
-    that does not).
+    Sends and per-rank durations that are left out are zero.
 
-    Per boundary i, between stages i and i + 1, of one microbatch: `send_forward_s` of what the forward sends and
-    `send_backward_s` of its gradient. Between stages on the same rank nothing is sent, whatever is given.
-
-    Per rank, once a step: `grad_sum_s` of summing gradients over ranks, and `optimizer_s`. Left out, they are zero.
-    `grad_sum_hidden`: the part of the sums, 0 to 1, that may run beside the backward of the last microbatch, which
-    completes the gradients. `tied`: groups of ranks that sum gradients of tied parameters together.
+    Args:
+        forward_s: forward of one microbatch, per stage.
+        backward_s: complete backward of one microbatch, per stage.
+        input_backward_s, weight_backward_s: the two parts of a split backward, per stage. Together they may take
+            longer than the complete backward. Schedules that do not split the backward do not need them.
+        send_forward_s, send_backward_s: send of one microbatch's activations, and of their gradient, per boundary i
+            between stages i and i + 1. Stages on the same rank send nothing.
+        grad_sum_s: gradient reduction once a step, per rank.
+        grad_sum_hidden: share of the reduction, 0 to 1, that may overlap with the backward of the last microbatch.
+        optimizer_s: optimizer update once a step, per rank.
+        tied: groups of ranks that reduce gradients of tied parameters together.
     """
 
     forward_s: Sequence[float]
@@ -47,8 +51,10 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """An action and when it runs, in seconds from the start of the step; `kind` as in
-    `autopart.ir.run.schedule_actions.Action`."""
+    """An action and its start and end, in seconds from the start of the step.
+
+    `kind` is that of `autopart.ir.run.schedule_actions.Action`.
+    """
 
     start_s: float
     end_s: float
@@ -59,13 +65,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank (one of each `pp` coordinate) does what in one training step.
+    """Actions of every rank (one per `pp` coordinate) over one training step. Times are in seconds.
 
-    `spans`: each rank's actions in order. `grad_sums` and `optimizers`: each rank's (start, end) in seconds of what it
-    does once a step; sums that hide begin while the rank's last backwards still run.
+    If steps overlap ("1f1b_2bw"), this is one of many steps.
 
-    Where steps overlap ("1f1b_2bw") this is one of many: `begun`, of how many microbatches each rank has run the
-    forward in the step before; `period_s`, the seconds from a step to the next.
+    Args:
+        spans: each rank's actions in order.
+        grad_sums, optimizers: (start, end) of each rank's work once a step. An overlapped gradient reduction begins
+            while the rank's last backwards still run.
+        begun: microbatches of which each rank has run the forward in the step before, if steps overlap.
+        period_s: seconds from one step to the next, if steps overlap.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -80,12 +89,12 @@ class Timeline:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds until the last rank has finished its optimizer; where steps overlap, from a step to the next."""
+        """Seconds until the last rank has finished its optimizer, or from step to step if steps overlap."""
         return self._end_s if self.period_s is None else self.period_s
 
     @property
     def pipeline_time_s(self) -> float:
-        """Seconds until the last action ends: the step without what comes once."""
+        """Seconds until the last action ends, without the work once a step."""
         ends_s = max(spans[-1].end_s for spans in self.spans)
         return ends_s if self.period_s is None else self.period_s - (self._end_s - ends_s)
 
@@ -96,17 +105,18 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over busy time of all ranks until the last action ends; waiting for a value is idle.
+        """Idle over busy time of all ranks until the last action ends. A rank that waits for a value is idle.
 
-        For equal stages this is t_pb / t_id of PTD-P (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), (p-1)/m
-        for GPipe and 1F1B, and may exceed 1. Papers on zero-bubble schedules divide by the whole time instead.
+        For equal stages this is t_pb / t_id of PTD-P (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
+        (p-1)/m for GPipe and 1F1B, and may exceed 1. Papers on zero-bubble schedules divide by the total time
+        instead.
         """
         busy = math.fsum(self.busy_s)
         return (len(self.spans) * self.pipeline_time_s - busy) / busy if busy else 0.0
 
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
-        """Per rank {stage: microbatches held for their backward} when the rank holds the most of all its stages."""
+        """Per rank {stage: microbatches saved for backward} when the rank saves the most over all its stages."""
         orders = [
             (*[Action(spans[0].stage, "F", -1)] * begun,
              *(Action(span.stage, span.kind, span.microbatch) for span in spans))
@@ -117,11 +127,14 @@ class Timeline:
     def memory(
         self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()
     ) -> tuple[list[tuple[float, int]], ...]:
-        """What each rank holds for backwards over time: [(seconds, bytes from then on)]; of equal times the last holds.
+        """Return each rank's saved bytes over time: [(seconds, bytes from then on)].
+
+        Of equal times the last entry holds.
 
         Args:
-            activation_bytes: of one microbatch by stage, from the start of its forward to the end of its backward.
-            delayed_bytes: by stage, of gradients that wait from the backward of the inputs for that of the weights.
+            activation_bytes: saved bytes of one microbatch per stage, from the start of its forward to the end of
+                its backward.
+            delayed_bytes: bytes per stage of gradients that wait from the input backward to the weight backward.
         """
         delayed = delayed_bytes or [0] * len(activation_bytes)
         curves = []
@@ -140,7 +153,7 @@ class Timeline:
         return tuple(curves)
 
     def peak_memory_bytes(self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()) -> tuple[int, ...]:
-        """The most that each rank holds for backwards at one time; the arguments are those of `memory`."""
+        """Return the peak of each rank's saved bytes. The arguments are those of `memory`."""
         return tuple(max(size for _, size in curve) for curve in self.memory(activation_bytes, delayed_bytes))
 
 
@@ -153,24 +166,29 @@ def timeline(
     *,
     overlap_sends: bool | None = None,
 ) -> Timeline:
-    """Runs a schedule's actions (`autopart.ir.run.schedule_actions.actions`) on these durations.
+    """Run a schedule's actions (`autopart.ir.run.schedule_actions.actions`) on these durations.
+
+    The model follows torch 2.13 (`schedules.py`):
+
+    - Schedules with several stages per rank post receives ahead of time. They wait for each receive before the
+      action that uses it.
+      They wait for sends at the end of the step, so sends overlap with compute.
+    - GPipe and 1F1B post a receive at its action and wait for it. Nothing is sent before both sides are ready, and the
+      receiving rank is idle. GPipe waits for its sends after the last forward and the last backward.
+    - 1F1B waits for a send before the next one and, in its steady state, together with the next receive from the same
+      neighbour. Both end at the same moment if a gradient takes as long as its activation. A difference is not
+      modelled.
+    - If sends overlap, each direction between two ranks carries one value at a time. Receives count as posted in time.
+    - A fused pair of actions (DualPipeV) sends after both.
+    - PipeDream-2BW receives like 1F1B. Its timeline is one step among many, in which each rank goes on as soon as
+      it has updated its weights.
 
     Args:
         schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
-        overlap_sends: whether values travel while ranks compute. None: as `torch.distributed.pipelining` has it.
+        overlap_sends: True if sends overlap with compute. None: as in `torch.distributed.pipelining`.
 
-    What torch does (`schedules.py`, 2.13). The runtime of schedules with several stages a rank posts receives ahead
-    and waits for each right before the action that reads it; sends are waited for at the end of the step: they overlap.
-    GPipe and 1F1B post a receive when they come to its action, and wait for it: nothing travels before both sides are
-    there, and the receiving rank stands still. GPipe waits for its sends after the last forward and the last backward;
-    1F1B for one before the next and, in its steady state, together with the next receive, from the same neighbour: the
-    same moment where a gradient takes as long as its activation (where not, the difference is not counted here).
-    Schedules that overlap: one value at a time from a rank to another, each direction for itself; receives count as
-    posted in time. A joined pair of actions (DualPipeV) sends after both. PipeDream-2BW receives as 1F1B; its timeline
-    is that of one step among many, where each rank goes on as soon as it has updated its weights.
-
-    Raises StageError where the schedule cannot run so many stages and microbatches, OptionError for durations that are
-    too few, too many, negative or not finite.
+    Raises StageError if the schedule cannot run this many stages and microbatches. Raises OptionError for durations
+    that are too few, too many, negative or not finite.
 
     >>> step = timeline("1f1b", 2, 2, 4, Durations(forward_s=[1, 1], backward_s=[2, 2]))
     >>> step.step_time_s, step.bubble_fraction, step.in_flight
@@ -183,25 +201,25 @@ def timeline(
     if overlap_sends is None:
         overlap_sends = schedule in MULTI_STAGE
     if schedule in DELAYED:
-        return _one_of_many(pp, microbatches, durations, overlap_sends)
+        return _overlapping_steps(pp, microbatches, durations, overlap_sends)
     return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
 
 
 def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
-    """Runs any order of actions, `orders[rank]` each; the rest is as in `timeline`.
+    """Run any order of actions, `orders[rank]` for each rank. See `timeline` for durations and overlap.
 
-    Raises StageError where the order never ends, because an action waits for one that cannot run.
+    Raises StageError if the order deadlocks.
 
     >>> ahead = [Action(0, "F", 0), Action(0, "B", 0)]
     >>> execute([ahead], Durations(forward_s=[1], backward_s=[2]), overlap_sends=True).spans[0][1]
     Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
     """
     durations = _complete(durations, orders)
-    return _with_ends(_Run(orders, durations, overlap_sends).to_the_end(), durations)
+    return _with_ends(_EventSimulation(orders, durations, overlap_sends).run(), durations)
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
-    """With what each rank does once, after its actions."""
+    """Add each rank's gradient reduction and optimizer after its actions."""
     grad_sums, optimizers = [], []
     for rank, done in enumerate(spans):
         last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
@@ -213,18 +231,20 @@ def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Tim
 
 
 def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
-    """Seconds that a rank's sums of gradients run beside its last backwards, which take `last_s`."""
+    """Return the seconds of a rank's gradient reduction that overlap with its last backwards."""
     return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], last_s)
 
 
 _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
-"""Batches that run one after the other: those that fill the pipeline, those between whose ends the period is measured
-(unlike stages and sends may take turns in waiting), and those that empty it."""
+"""Consecutive batches: those that fill the pipeline, those over which the period is measured (unequal stages and sends
+may alternate in waiting), and those that drain it."""
 
 
-def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
-    """A step where the next batch follows without a flush: 1F1B of all their microbatches, and on each rank what comes
-    once ("U") after the last backward of each batch."""
+def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
+    """Return one step of a schedule without flush: 1F1B over the microbatches of many batches.
+
+    After the last backward of each batch, every rank runs its work once a step ("U").
+    """
     batches = _FILLING + _COUNTED + _EMPTYING
     orders = [tuple(_with_updates(order, microbatches)) for order in actions("1f1b", pp, pp, batches * microbatches)]
     durations = _complete(durations, orders)
@@ -232,7 +252,7 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
         durations.grad_sum_s[rank] + durations.optimizer_s[rank]
         - _hidden_s(durations, rank, durations.backward_s[rank]) for rank in range(pp)
     ]  # fmt: skip
-    ran = _Run(orders, durations, overlap_sends, once).to_the_end()
+    ran = _EventSimulation(orders, durations, overlap_sends, once).run()
     updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
     ends = [max(spans[rank_updates[k]].end_s for spans, rank_updates in zip(ran, updates, strict=True))
             for k in (_FILLING - 1, _FILLING + _COUNTED - 1)]  # fmt: skip
@@ -248,7 +268,7 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
 
 
 def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action]:
-    """An order of several batches, with what comes after each."""
+    """Yield an order of several batches, with an update ("U") after each batch."""
     for action in order:
         yield action
         if action.kind == "B" and (action.microbatch + 1) % microbatches == 0:
@@ -256,7 +276,7 @@ def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action
 
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
-    """With zeros for what was left out; raises OptionError for what does not fit the stages and ranks."""
+    """Fill in zeros for omitted durations. Raises OptionError if they do not fit the stages and ranks."""
     every_action = [action for order in orders for action in order]
     splits, num_stages = (
         any(action.kind in "IW" for action in every_action),
@@ -276,23 +296,26 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has {len(listed)} durations", why=why)
         wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
         if wrong:
-            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds from zero on")
+            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a part, from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a share from 0 to 1")
     return replace(durations, **complete)
 
 
 _Result = tuple[int, str, int]
-"""What an action makes, by stage, kind and microbatch; "B" stands for "I" too, which makes the same gradient."""
+"""The result of an action by stage, kind and microbatch. "B" also represents "I", which computes the same gradient."""
 
-_OWN = {"B": "F", "I": "F", "W": "B", "U": "B"}
-"""What must have run on an action's own stage."""
+_PREREQUISITE = {"B": "F", "I": "F", "W": "B", "U": "B"}
+"""The action that must have run before on the same stage."""
 
 
-class _Run:
-    """Ranks that each run their actions in order, as far as what they wait for has come. `once_s`: of each rank's "U",
-    what it does after a batch."""
+class _EventSimulation:
+    """Event simulation: each rank runs its actions in order, as soon as its inputs have arrived.
+
+    Args:
+        once_s: seconds of each rank's "U", its work after a batch.
+    """
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool,
@@ -307,20 +330,20 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in orders]
         self.unsent: list[list[Action]] = [[] for _ in orders]
         self.done: dict[_Result, float] = {}
-        self.sent: dict[_Result, float] = {}  # when it is there; without overlap, when it may leave
+        self.sent: dict[_Result, float] = {}  # arrival in seconds; without overlap, the time at which it can be sent
         self.link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.waiting: dict[int, _Result] = {}
 
-    def to_the_end(self) -> tuple[tuple[Span, ...], ...]:
+    def run(self) -> tuple[tuple[Span, ...], ...]:
         able = list(range(len(self.orders)))
         while able:
             able += self._advance(able.pop())
         if self.waiting:
-            raise self._stuck()
+            raise self._deadlock_error()
         return tuple(map(tuple, self.spans))
 
     def _advance(self, rank: int) -> list[int]:
-        """Runs what a rank can run now; returns the ranks that waited for what it has sent."""
+        """Run the actions that a rank can run now. Return the ranks that waited for its sends."""
         order, spans, unsent = self.orders[rank], self.spans[rank], self.unsent[rank]
         clock = spans[-1].end_s if spans else 0.0
         woken: list[int] = []
@@ -334,7 +357,7 @@ class _Run:
                 return woken
             start = clock if received is None else self._arrival(received, rank, clock)
             if kind == "U":
-                start = max([start, *(self.done[result] for result in self._together(action))])
+                start = max([start, *(self.done[result] for result in self._tied_backwards(action))])
             clock = start + self.seconds[kind][stage]
             spans.append(Span(start, clock, stage, kind, microbatch))
             self.done[_result(action)] = clock
@@ -349,7 +372,7 @@ class _Run:
         return woken
 
     def _received(self, action: Action) -> _Result | None:
-        """What an action needs from another stage."""
+        """Return the result of another stage that an action needs, or None."""
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
@@ -357,21 +380,21 @@ class _Run:
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":
-            needed = (action.stage, _OWN[action.kind], action.microbatch)
+            needed = (action.stage, _PREREQUISITE[action.kind], action.microbatch)
             if needed not in self.done:
                 return needed
-            for result in self._together(action) if action.kind == "U" else ():
+            for result in self._tied_backwards(action) if action.kind == "U" else ():
                 if result not in self.done:
                     return result
         return received if received is not None and received not in self.sent else None
 
-    def _together(self, action: Action) -> list[_Result]:
-        """The backwards on other ranks that end before tied gradients can be summed."""
+    def _tied_backwards(self, action: Action) -> list[_Result]:
+        """Return the backwards on other ranks that must end before tied gradients can be reduced."""
         others = {rank for group in self.durations.tied if action.stage in group for rank in group}
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
 
     def _wake_tied(self, result: _Result) -> list[int]:
-        """The ranks that waited for this backward alone to sum tied gradients."""
+        """Return the ranks that waited for this backward alone to reduce tied gradients."""
         waited = [rank for rank, missing in self.waiting.items() if missing == result
                   and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
         for rank in waited:
@@ -379,7 +402,6 @@ class _Run:
         return waited
 
     def _receiver(self, action: Action) -> int | None:
-        """The rank that reads what an action makes, if any."""
         return None if action.kind in "WU" else self.rank_of.get(action.stage + (1 if action.kind == "F" else -1))
 
     def _send_s(self, result: _Result) -> float:
@@ -387,7 +409,6 @@ class _Run:
         return self.durations.send_forward_s[stage] if kind == "F" else self.durations.send_backward_s[stage - 1]
 
     def _arrival(self, received: _Result, rank: int, clock: float) -> float:
-        """When a rank that is free at `clock` has what it needs."""
         begin = max(clock, self.sent[received])
         local = self.overlap_sends or self.rank_of[received[0]] == rank
         return begin if local else begin + self._send_s(received)
@@ -405,8 +426,8 @@ class _Run:
         del self.waiting[receiver]
         return [receiver]
 
-    def _stuck(self) -> StageError:
-        """What the ranks that cannot go on wait for."""
+    def _deadlock_error(self) -> StageError:
+        """Return the error that lists what each blocked rank waits for."""
         stands = []
         for rank, (stage, kind, microbatch) in sorted(self.waiting.items()):
             action = self.orders[rank][len(self.spans[rank])]

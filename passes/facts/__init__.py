@@ -1,1 +1,1 @@
-"""What is known of a traced graph before anything is chosen: roles, what dims are made of, strategies."""
+"""Facts of a traced graph before any choice: roles, factors of dims, sharding strategies."""

@@ -1,11 +1,11 @@
-"""What every value of a traced graph is, before any choice is made.
+"""Analysis of every value of a traced graph, before any choice is made.
 
-`annotate` writes the facts that `ir/facts.py` names for it. Two of them in full:
+`annotate` writes the facts that `ir/facts.py` lists. Two of them in detail:
 
-- `role`: `INPUT` a model input, `DATA` computed from inputs, buffers and constants alone, `PARAMETER`, `WEIGHT`
-  computed from parameters alone (a transposed weight), `ACTIVE` everything else, and an input that needs a gradient.
-- `atoms`: for every dim the factors it is made of, outermost first, each with the kind of thing it counts: `BATCH`
-  rows of the batch, `FEATURE` something of a weight (so it may be split by tensor parallelism), `DATA_DIM` the rest.
+- `role`: `INPUT`, a model input; `DATA`, computed from inputs, buffers and constants alone; `PARAMETER`; `WEIGHT`,
+  computed from parameters alone (a transposed weight); `ACTIVE`, everything else and inputs that need a gradient.
+- `atoms`: for every dim its factors, outermost first, each with its kind: `BATCH`, samples of the batch; `FEATURE`, a
+  dim of a weight, which tensor parallelism may shard; `DATA_DIM`, all others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIEN
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
-    """What `annotate` has found of a node, for readers: `active`, `grad`, `b k, n k -> b n`."""
+    """Yield the facts of a node for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
     yield facts(node)["role"]
@@ -80,7 +80,7 @@ def annotate(trace: Trace) -> None:
         facts(node)["moves"] = known and operator_name(node) in MOVES
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
-    _note_routed(trace.graph)
+    _note_dispatched(trace.graph)
     _write_atoms(trace.graph, batch)
     while _find_rows(trace.graph):
         _write_atoms(trace.graph, batch)
@@ -99,7 +99,7 @@ def annotate(trace: Trace) -> None:
 
 
 def _leave_sizes_open(graph: fx.Graph) -> None:
-    """Let a view find out by itself how many selected elements there are."""
+    """Let a view infer the number of selected elements: replace that size by -1."""
     for node in graph.nodes:
         if takes_shape(facts(node).get("pattern")):
             counted = [bool(selections_in(atoms)) for atoms in facts(node)["atoms"]]
@@ -109,7 +109,7 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Where the model is on a GPU, what its code makes on the CPU is meant to be there, numbers drawn there too."""
+    """Mark values that a GPU model's code creates on the CPU. They stay there, random numbers too."""
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():
         for node, kind in devices.items():
@@ -117,8 +117,8 @@ def _note_host(graph: fx.Graph) -> None:
                 facts(node)["on_host"] = True
 
 
-def _note_routed(graph: fx.Graph) -> None:
-    """Mark what is computed of the rows that go to experts, from where they set out to where they come back to."""
+def _note_dispatched(graph: fx.Graph) -> None:
+    """Mark values computed from dispatched tokens, from the dispatch to the combine."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
         pattern = facts(node).get("pattern")
@@ -131,7 +131,7 @@ def _note_routed(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Let nodes of which `strategies` reads the same share what it finds (`strategies`)."""
+    """Share the cache of `strategies` between nodes with equal inputs to it."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -140,9 +140,9 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """What `strategies` reads of every call: its rule, its inputs and what it makes, each as a number."""
+    """Return a number per call that is equal if `strategies` reads the same: rule, inputs and output."""
     numbers: dict[Hashable, int] = {}
-    known: dict[int, int] = {}  # by the id of a pattern or of atoms, which like nodes share
+    known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
     reads: dict[fx.Node, Hashable] = {}
 
@@ -167,7 +167,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Which rows of experts a call is given, and of how many experts."""
+    """Return which operands of a call are dispatched tokens, and the number of experts."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
@@ -178,7 +178,7 @@ def _shapes(node: fx.Node) -> tuple:
 
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
-    """Write `place` on the operators on weights, in their order, and on the parameters that they read."""
+    """Write `place` on operators that depend on parameters, in order, and on the parameters they read."""
     nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
@@ -217,10 +217,11 @@ def _role(node: fx.Node, trace: Trace) -> str:
 
 
 def _note_draws(graph: fx.Graph) -> None:
-    """Mark what is random, and what reads it, as tied to the mode (`tied_to_mode`), and name it so that the
-    names of all other operators are those of a trace that draws nothing.
+    """Mark random ops and their users with `tied_to_mode`.
 
-    Raises TraceError where a draw depends on values of the model in a way that no formula is known for.
+    They get names of their own, so that the names of all other operators match a trace without random ops.
+
+    Raises TraceError if the distribution of a random op depends on values that the model computes.
     """
     random: set[fx.Node] = set()
     for node in graph.nodes:
@@ -231,7 +232,7 @@ def _note_draws(graph: fx.Graph) -> None:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
                 refusal=Refusal.RANDOM,
-                why="ranks must draw the same ones, and no formula is known that separates the draw from the values",
+                why="ranks must draw equal numbers, and no formula separates the random numbers from the values",
                 where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip
         if draws or (reads and facts(node)["role"] == DATA):
@@ -253,7 +254,7 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
 
 
 def _atoms(node: fx.Node, batch: int) -> tuple:
-    """Atoms of every dim of every output: one tuple per output for multi-output operators."""
+    """Return the atoms of every dim of every output: one tuple per output for multi-output operators."""
     if node.target is operator.getitem:
         return facts(node.args[0])["atoms"][node.args[1]] if facts(node.args[0])["atoms"] else ()
     if not all(hasattr(v, "shape") for v in tuple_values(node)):
@@ -278,28 +279,30 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
-            if takes_shape(pattern):  # what the model says the size of has no open one
-                atoms = [_uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _sizes_said(node), strict=True)]
+            if takes_shape(pattern):  # a size that the model gives is not data-dependent
+                atoms = [
+                    _uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _has_given_size(node), strict=True)
+                ]
             outputs.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return outputs[0] if is_tensor(node) else tuple(outputs)
 
 
-def _sizes_said(node: fx.Node) -> list[bool]:
-    """Of every dim of a view of selected elements whether the model says its size, so that nothing of it is open."""
+def _has_given_size(node: fx.Node) -> list[bool]:
+    """Return, per dim of a view of selected elements, True if the model gives its size."""
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
     return [facts(node).get("counted") is False] * len(node.args[1])
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """What a dim of all elements is made of, not of the selected ones; `before`: in the tensor that is written."""
+    """Return the atoms of a dim without selections, unless the written tensor (`before`) has them."""
     if selections_in(before):
         return before
     return tuple(Atom(atom.size, DATA_DIM) if selections_in((atom,)) else atom for atom in atoms)
 
 
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
-    """Write `atoms` on every node: the same ones, found once, on those of one rule that read the same."""
+    """Write `atoms` on every node. Nodes with the same rule and equal inputs share one object."""
     known: dict[Hashable, tuple] = {}
     equal: dict[tuple, tuple] = {}
     for node in graph.nodes:
@@ -315,13 +318,15 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
             continue
         if key not in known:
             atoms = _atoms(node, batch)
-            known[key] = equal.setdefault(atoms, atoms)  # one object, so that what reads it is known by it
+            known[key] = equal.setdefault(atoms, atoms)  # one object, so that users can be cached by its id
         facts(node)["atoms"] = known[key]
 
 
 def _find_rows(graph: fx.Graph) -> bool:
-    """Find tensors made of nothing (`zeros(8, 12)`) that are used as rows of the batch: note the dim in `rows`,
-    and return whether there are any new ones."""
+    """Find input-independent tensors (`zeros(8, 12)`) that are used as samples of the batch.
+
+    Adds their dims to `rows`. Returns True if there are new ones.
+    """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
     new = False
@@ -346,7 +351,7 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """The factors of a call that count rows of the batch, and what counts nothing known: (input, dim, its factor)."""
+    """Return the batch factors of a call, and its dims of unknown kind as (input, dim, factor)."""
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
         (position, i, dim[0])
@@ -366,7 +371,7 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 
 
 def _resized(atoms: Atoms, size: int) -> Atoms:
-    """Atoms of a section of a concatenated dim: the outermost shrinks."""
+    """Return the atoms of a section of a concatenated dim: the outermost atom shrinks."""
     if math.prod(a.size for a in atoms) == size:
         return atoms
     counted = min(selections_in(atoms), default="")
@@ -389,7 +394,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Tell a node's inputs which cuts into sections this node, or one after it, can use."""
+    """Add to a node's inputs the sections in which this node, or a later one, can use shards."""
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return
@@ -408,7 +413,7 @@ def _ask_for_sections(node: fx.Node) -> None:
 
 
 def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
-    """The sections of a dim that holds all of a concatenation; none where it holds one of them."""
+    """Return the sections of a dim that holds the full concatenation; empty if it holds one section."""
     sizes = pattern.joined[factor]
     if size != pattern.sizes[factor] or len(sizes) == 1:
         return set()
@@ -416,7 +421,7 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 
 
 def _offer_sections(node: fx.Node) -> None:
-    """Note in which sections a concatenation joined the dims of a value, and what is computed from it keeps."""
+    """Record the sections in which a concatenation joined the dims of a value or of its inputs."""
     facts(node)["offered"] = {}
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None or not is_tensor(node):
@@ -434,6 +439,6 @@ def _offer_sections(node: fx.Node) -> None:
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:
-    """Sharding an inner factor of a dim cuts the dim into as many equal sections as the outer factors count."""
+    """Return the sections for sharding an inner factor: as many equal ones as the outer factors count."""
     counts = [math.prod(pattern.sizes[f] for f in dim[:k]) for k in range(1, len(dim))]
     return {(count,) for count in counts if 1 < count <= 64}

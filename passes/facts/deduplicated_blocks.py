@@ -1,4 +1,4 @@
-"""Which nodes of a folded trace are in a block that stands for others, and whether it can."""
+"""Blocks of a deduplicated trace: marks their nodes, and checks that one block can represent others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopart.ir.graph import module_path, value
 from autopart.ir.trace import Trace
 
 _CHOOSE_ALONE = 2
-"""Blocks at either end that may choose for themselves (`ShardingProblem.sharing_costs`)."""
+"""Blocks at either end that may choose their own layouts (`ShardingProblem.sharing_costs`)."""
 
 
 def note_blocks(trace: Trace) -> None:
-    """Write `block` and `times` on what is in a chain of like blocks."""
+    """Write `block` and `times` on nodes in a chain of equivalent blocks."""
     for node in trace.graph.nodes if trace.folds else ():
         name = node.target if node.op == "get_attr" else module_path(node)
         for fold in trace.folds:
@@ -29,23 +29,22 @@ def note_blocks(trace: Trace) -> None:
 
 
 def check_blocks(trace: Trace) -> None:
-    """Raises NotFoldable where the block that stands for others is not like those beside it in an annotated trace."""
+    """Raise NotFoldable if a deduplicated block differs from its neighbours in an annotated trace."""
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)
         if not blocks[1]:
             _fail(fold)
         for nodes in zip(*blocks, strict=True):
-            if len({_told(node) for node in nodes}) > 1 or not _lie_alike(nodes):
+            if len({_signature(node) for node in nodes}) > 1 or not _positions_match(nodes):
                 _fail(fold)
 
 
-def _told(node: fx.Node) -> Any:
+def _signature(node: fx.Node) -> Any:
     return node.target, facts(node)["role"], facts(node).get("other_positions", frozenset())
 
 
 def check_written(graph: fx.Graph, folds: Folds) -> None:
-    """Raises NotFoldable where what a stage graph has for a block that stands for others is not what it has for those
-    beside it."""
+    """Raise NotFoldable if a deduplicated block of a stage graph differs from its neighbours."""
     held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
         if (fold.path, fold.number) not in held:
@@ -61,8 +60,10 @@ def check_written(graph: fx.Graph, folds: Folds) -> None:
 
 
 def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
-    """The calls of the block before the one that stands for others, of itself, and of the block behind. Raises
-    NotFoldable where there are not as many of each, or others lie between."""
+    """Return the calls of the block before the deduplicated one, of that block, and of the block after it.
+
+    Raises NotFoldable if the blocks differ in size or are not contiguous.
+    """
     numbers = [fold.number - 1, fold.number, fold.number + fold.times]
     calls = [node for node in graph.nodes if node.op == "call_function"]
     blocks = [[node for node in calls if facts(node).get("block") == (fold.path, number)] for number in numbers]
@@ -73,9 +74,11 @@ def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
     return blocks
 
 
-def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:
-    """Whether the same operator of three blocks has the same place in three repeats that follow each other, none of
-    which may choose for itself."""
+def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
+    """Return True if an operator has the same position in three consecutive copies of a repeated block.
+
+    None of the copies may be one that chooses its own layouts.
+    """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):
         return True
@@ -86,4 +89,4 @@ def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:
 
 
 def _fail(fold: Fold) -> NoReturn:
-    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot stand for others")
+    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot represent other blocks")

@@ -1,8 +1,8 @@
-"""Blocks that repeat, found in a sequence of operators: by what each is and which it reads, never by a name.
+"""Repeated blocks in a sequence of operators, found by operator kinds and data flow, never by names.
 
-A block is a stretch of operators that comes again, kind for kind, right behind itself, where every copy reads something
-that the one before made: layers of a model, not its q, k and v. What the first copy reads, and who reads the last, may
-be anything.
+A block is a stretch of operators that is repeated right after itself, kind for kind. Every copy uses a value of
+the copy before: layers of a model, not its q, k and v projections. The inputs of the first copy and the users
+of the last are arbitrary.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import numpy as np
 
 
 class BlockPosition(NamedTuple):
-    """Where an operator or a parameter is. `like`: the same for what is the same in every copy of a block. `block`:
-    where the copies begin, and which one it is in; None outside of blocks that repeat. `times`: how many there are."""
+    """Position of an operator or a parameter in a repeated block.
+
+    Args:
+        like: key that is equal for equivalent operators of all copies of a block.
+        block: (index at which the copies begin, index of the copy); None outside repeated blocks.
+        times: number of copies.
+    """
 
     like: Hashable
     block: tuple[int, int] | None = None
     times: int = 1
 
     def end(self, number: int) -> int | None:
-        """Which of so many copies at either end it is in, from the end if negative; None between them or outside."""
+        """Return its copy among the first `number` (from 0) or the last `number` copies (negative), else None."""
         if self.block is None:
             return None
         _, copy = self.block
@@ -31,7 +36,7 @@ class BlockPosition(NamedTuple):
         return copy - self.times if copy >= self.times - number else None
 
 
-class _Run(NamedTuple):
+class _RepeatedRun(NamedTuple):
     start: int
     period: int
     times: int
@@ -45,11 +50,16 @@ def places(
     kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset(),
     times: Sequence[int] = (),
 ) -> list[BlockPosition]:  # fmt: skip
-    """The place of every operator, by their kinds and the positions of those that each reads.
+    """Return the position of every operator in repeated blocks.
 
-    `products`: positions of products with a weight. Two copies with one product each make one block: cut along its
-    output and its input in turn a product is fed by the one before, as all alike they are not. `times`: how many
-    operators each stands for; empty: one.
+    Two copies with one product each form one block. They can then be sharded along output and input in turn, so
+    that a product is fed by the one before it.
+
+    Args:
+        kinds: kind of each operator.
+        reads: indices of the operators that each one reads.
+        products: indices of products with a weight.
+        times: number of operators that each represents; empty: one.
 
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
     [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
@@ -66,7 +76,7 @@ def places(
             continue
         left += [(start, run.start), (run.stop, stop)]
         if sum(i in products for i in range(run.start, run.start + run.period)) == 1:
-            run = _Run(run.start, 2 * run.period, run.times // 2)
+            run = _RepeatedRun(run.start, 2 * run.period, run.times // 2)
         for i in range(run.start, run.stop):
             copy, offset = divmod(i - run.start, run.period)
             if run.times > 1:
@@ -75,7 +85,7 @@ def places(
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """How many values are made before every position and read there or later."""
+    """Return the number of live values before every operator."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
     for producer, read in last.items():
@@ -86,8 +96,8 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
-) -> _Run | None:
-    """The repeats of a block that hold the most operators; of as many, those of the smallest block."""
+) -> _RepeatedRun | None:
+    """Return the run of repeats with the most operators; of equal ones, that with the smallest block."""
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):
         same = kinds[start + period : stop] == kinds[start : stop - period]
@@ -100,14 +110,14 @@ def _longest(
     for size, period, first, last in sorted(candidates):
         # A block begins where the fewest values cross from one copy to the next.
         _, begin = min((crossing[i + period : i - size : period].sum(), -i) for i in range(first, last + 1))
-        run = _Run(-begin, period, -size // period)
+        run = _RepeatedRun(-begin, period, -size // period)
         if _is_chain(run, reads):
             return run
     return None
 
 
-def _is_chain(run: _Run, reads: Sequence[Sequence[int]]) -> bool:
-    """Whether every copy reads something that the copy before it made."""
+def _is_chain(run: _RepeatedRun, reads: Sequence[Sequence[int]]) -> bool:
+    """Return True if every copy reads a value of the copy before it."""
     return all(
         any(begin - run.period <= source < begin for i in range(begin, begin + run.period) for source in reads[i])
         for begin in range(run.start + run.period, run.stop, run.period)

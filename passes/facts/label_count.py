@@ -1,4 +1,4 @@
-"""The number of labels that a loss is the mean of: a training step may be given that of several batches instead."""
+"""Label count by which a loss is divided. A training step may replace it by that of several batches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """A program of a training step that knows which of its inputs its loss is divided by, or why there is none."""
+    """Return the program with the input by which its loss is divided, or the reason if there is none."""
     division = _division(loss)
     if division is None:
         return replace(program, label_count=_why_not(loss))
     count = division.args[1]
     if [user for user in count.users if user is not division]:
-        return replace(program, label_count="the number of labels is used for something else too")
+        return replace(program, label_count="the number of labels has other uses")
     for stage in program.stages:
         names = {stage_input.name for stage_input in stage.inputs}
         for node in stage.graph.graph.find_nodes(op="placeholder"):
             if node.target in names and facts(node).get("origin") == count.name:
                 return replace(program, label_count=LabelCount(stage.index, str(node.target)))
-    return replace(program, label_count="its number of labels is not known before the step")
+    return replace(program, label_count="its number of labels is not available before the step")
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
-    """Where the sum over labels is divided by their count, if the loss is that but for constant factors."""
+    """Return the division of the sum over labels by their count, or None.
+
+    The loss must equal it up to constant factors.
+    """
     node = loss
     while True:
         name = operator_name(node) if node.op == "call_function" else ""
@@ -52,7 +55,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Whether a number is a sum over what the inputs alone say, such as labels that are not ignored or a mask."""
+    """Return True if a number is a sum over input-only values, such as a mask."""
     if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:
@@ -63,4 +66,4 @@ def _is_count(node: fx.Node) -> bool:
 def _why_not(loss: fx.Node) -> str:
     if loss.op == "call_function" and operator_name(loss) == "aten::add":
         return "the loss has several terms: labels divide only one of them"
-    return "the loss is not a sum over labels divided by how many there are"
+    return "the loss is not a sum over labels divided by their count"

@@ -1,4 +1,4 @@
-"""Which attention masks of a traced call are bands, where its values tell: for the figures of a plan made for it."""
+"""Causal and sliding-window structure of attention masks in the traced call, for a plan's figures."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from autopart.ops.stage_masks import is_attention, mask_of, scores_of
 from autopart.passes.pass_pipeline import driven
 
 _LARGEST = 2**28
-"""Elements beyond which a value is not made for a plan: what masks let be seen is then found without them, or the plan
-takes them for ones that kernels read."""
+"""Maximum number of elements of a value that is computed for a plan. Above it, the attended keys of a mask are derived
+symbolically, or the plan assumes that kernels read the mask."""
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
-    """What `find_bands` has found of a node, for readers."""
+    """Yield the mask structure of a node for the graph dump."""
     if band := facts(node).get("band"):
         yield f"sees {band.before} before, {band.after} after"
 
 
 @driven(notes=lambda _: band_notes)
 def find_bands(trace: Trace) -> None:
-    """Write `band` on the masks of attention that the inputs alone decide, by their values in the traced call."""
+    """Write `band` on attention masks that depend on inputs alone, by their values in the call.
+
+    Sequences are sharded in zigzag order if one of the masks is causal.
+    """
     calls = {
         mask: node for node in trace.graph.nodes
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
-    seen = Seen(_given(trace))
+    seen = Seen(_available_values(trace))
     for mask, call in calls.items():
         values = values_in_call(trace, mask)
         spans = seen.of(mask) if values is None else None
@@ -54,7 +57,7 @@ def find_bands(trace: Trace) -> None:
 
 
 def cut_in_zigzag(trace: Trace, zigzag: bool) -> None:
-    """Say how positions are to be cut: as causal attention has it, or as a plan does for any call of its model."""
+    """Set whether sequences are sharded in zigzag order on all nodes."""
     for node in trace.graph.nodes:
         facts(node)["zigzag"] = zigzag
 
@@ -64,18 +67,18 @@ def _is_causal(band: Band | None, queries: int, keys: int) -> bool:
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
-    """A value that the inputs alone decide, in the traced call; of equal rows of the batch one, unless `all_rows`.
+    """Return an input-only value in the traced call, with one of equal samples unless `all_rows`.
 
-    None where something that it is made of has no values, or is random or too large.
+    Returns None if it depends on a tensor without values, is random, or is too large.
     """
-    known, nodes = _given(trace), made_for([node])
+    known, nodes = _available_values(trace), made_for([node])
     if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
-        return _Values(trace, nodes, known, all_rows).of(node)
+        return _CallValues(trace, nodes, known, all_rows).of(node)
     return None
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """What the masks of attention were in the traced call: `2 causal, 1 with its mask as it is`."""
+    """Return the note on attention masks in the traced call: `2 causal, 1 with its mask as it is`."""
     kinds = Counter[str]()
     for node in filter(is_attention, trace.graph.nodes):
         mask = argument(node, "attn_mask")
@@ -93,26 +96,29 @@ def _kind(band: Band | None, queries: int, keys: int) -> str:
     return "causal" if band.after == 0 and keys > 1 else "to all keys"
 
 
-def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
-    """The inputs, buffers and constants whose values are there."""
+def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
+    """Return the inputs, buffers and constants that have values."""
     tensors = {**trace.buffers, **trace.constants}
     inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
     known = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
     return {node: tensor for node, tensor in known.items() if has_values(tensor)}
 
 
-class _Values:
-    """Values of a trace on the CPU, of as many rows of the batch as there are that differ: of equal ones the first."""
+class _CallValues:
+    """Values of a trace on the CPU, for the distinct samples of the batch.
+
+    Of equal samples, the first is kept.
+    """
 
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
         self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], known, batch_size(trace)
         read = [known[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
-        self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
+        self.rows = _distinct_samples(read) if read else torch.zeros(1, dtype=torch.long)
         self.rows = torch.arange(self.size) if all_rows else self.rows
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
-        """One of them; None where it takes too much memory, or the rows of one value are not those of another."""
+        """Return one value, or None if it needs too much memory or its samples are not those of another value."""
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
@@ -124,14 +130,14 @@ class _Values:
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
             try:
                 values[node] = self._of_rows(node, node.target(*args, **kwargs))
-            except (RuntimeError, IndexError):  # a number in its arguments is of all rows
+            except (RuntimeError, IndexError):  # an argument has the size of the full batch
                 return None
         result = values[last]
         assert isinstance(result, torch.Tensor)
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """The dims of a value that count the rows of the batch and nothing else."""
+        """Return the dims of a value that count samples of the batch and nothing else."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
@@ -147,8 +153,8 @@ class _Values:
         return share * max((_elements(output) for output in tuple_values(node)), default=0)
 
 
-def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first of the rows of each kind, by all these values."""
+def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the indices of the first sample of each kind, by all these values."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
@@ -156,7 +162,7 @@ def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elements(output: Any) -> int:
-    """Elements of a tensor in memory."""
+    """Return the number of elements of a tensor in memory."""
     if not isinstance(output, torch.Tensor):
         return 0
     return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

@@ -1,7 +1,8 @@
-"""How many of the elements of a mask are selected, for the figures of a plan: nobody knows before the program runs.
+"""Share of elements that a mask selects, for the figures of a plan. The true count is data-dependent.
 
-Where the inputs alone decide, it is the share in the example call. Of masks that tell the parts of one value apart (the
-experts that rows are sent to), each selects as many; of all others every element is taken to be selected.
+If the mask depends on inputs alone, it is the share in the example call. Masks that partition one value (the
+experts that tokens are dispatched to) each select an equal share. All other masks count as selecting
+everything.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
-    """What `share_selections` has found of a node, for readers."""
+    """Yield the shares of a node for the graph dump."""
     for dim, share in facts(node).get("shares", {}).items():
         yield f"dim {dim} {share * 100:.3g} %"
 
 
 @driven(notes=lambda _: share_notes)
 def share_selections(trace: Trace) -> None:
-    """Write `shares` on values of selected elements, and count the work on them by it."""
+    """Write `shares` on values of selected elements, and scale their FLOPs by it."""
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
-    groups = {node: _told_apart(node.args[0]) for node in selections}
+    groups = {node: _partition_key(node.args[0]) for node in selections}
     sizes = Counter(groups.values())
     kinds: dict[str, float] = {}
     for node in trace.graph.nodes:
@@ -61,7 +62,7 @@ def share_selections(trace: Trace) -> None:
 
 
 def selection_notes(trace: Trace) -> list[str]:
-    """What a plan takes selections to have: `2 selections are counted as 25 % of what they select from`."""
+    """Return notes on assumed sizes: `2 selections by values (...) counted as 25 % of the elements`."""
     shares = Counter[float]()
     for node in filter(is_selection, trace.graph.nodes):
         for part in list(node.users)[:1]:
@@ -75,21 +76,24 @@ def selection_notes(trace: Trace) -> list[str]:
 
 
 def _share(node: fx.Node) -> float:
-    """The share of a product's work that is there."""
+    """Return the share of a product's FLOPs on selected elements."""
     values = [node, *node.all_input_nodes]
     return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """The share of a mask that is true in the traced call; None where the inputs alone do not tell."""
+    """Return the share of a mask that is true in the traced call, or None if inputs do not decide it."""
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)
     return None if values is None or values.is_meta else max(float(values.bool().float().mean()), 1 / values.numel())
 
 
-def _told_apart(mask: fx.Node) -> Hashable:
-    """Equal for masks that tell the parts of one value apart: its slices along a dim, or what equals each number."""
+def _partition_key(mask: fx.Node) -> Hashable:
+    """Return a key that is equal for masks that partition one value.
+
+    These are its slices along a dim, or comparisons with different numbers.
+    """
     node = mask
     while node.op == "call_function":
         name = operator_name(node)

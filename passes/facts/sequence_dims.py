@@ -1,8 +1,9 @@
-"""What of a traced graph is along the sequence, where users say which dims of the inputs are (`sequence_dims=`).
+"""Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-A dim descends from those named as rules have it: through the factors that operators share, merged and split by views.
-What an operator makes anew (a convolution over the positions) descends from the dim in the same place of its input, and
-a value made of nothing (positions, a table of them) is along the sequence where it is used beside one that is.
+A dim descends from the named dims through the factors that operators share, which views merge and split. A new
+dim of an operator's output (a convolution over the sequence) descends from the dim at the same index of its
+input. A value that depends on no input (position ids, a table of them) has a sequence dim if an operator
+combines it with one.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from autopart.ir.trace import Trace
 from autopart.passes.facts.strategies import all_factor_atoms, ways
 
 SEQUENCE = "sequence"
-"""The kind of an atom that counts positions of a sequence that is named; of others `DATA_DIM`."""
+"""The kind of an atom that counts tokens of a named sequence. All other atoms are `DATA_DIM`."""
 
 Dims = tuple[Atoms, ...]
-"""What the dims of a value are made of, by these two kinds."""
+"""The atoms of a value's dims, of these two kinds."""
 
 Named = Mapping[str, int]
-"""{input: its dim that is a sequence}, which may count from the last."""
+"""{input: its sequence dim}, which may be negative."""
 
 
 def follow_sequences(trace: Trace, named: Named) -> None:
-    """Write `other_positions` on every operator: the factors of its rule that an axis for positions may not cut, for
-    they are of no sequence that is named. None are where no sequence is; names that this call lacks say nothing."""
+    """Write `other_positions` on every operator: the factors that a context-parallel axis may not shard.
+
+    These factors belong to no named sequence. The set is empty if no sequence is named. Names that this call lacks
+    are ignored.
+    """
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
     for node in on_parameters(trace.graph):
         facts(node)["other_positions"] = frozenset() if along is None else _others(node, along)
 
 
 def check_named(trace: Trace, named: Named) -> None:
-    """Raises OptionError where an input is not there, or has no such dim of positions."""
+    """Raise OptionError if a named input does not exist, or has no such sequence dim."""
     nodes = _inputs(trace)
     for name, dim in named.items():
         if name not in nodes:
@@ -56,56 +60,56 @@ def check_named(trace: Trace, named: Named) -> None:
                               hint=f"a dim from 1 to {len(sizes) - 1}" if len(sizes) > 1 else
                               f"leave {name} out")  # fmt: skip
         if any(atom.kind == BATCH for atom in facts(nodes[name])["atoms"][dim]):
-            raise OptionError(f"{asked} names the rows of the batch",
-                              why=f"{name} has shape {sizes}; rows are cut over dp, and positions inside a row over cp",
+            raise OptionError(f"{asked} names the batch dim",
+                              why=f"{name} has shape {sizes}; dp shards the batch dim and cp the sequence dim",
                               hint=f"sequence_dims={{'{name}': 1}}" if len(sizes) > 1 else
                               f"leave {name} out")  # fmt: skip
 
 
 def check_can_be_cut(trace: Trace, named: Named) -> None:
-    """Raises LayoutError where nothing can be cut along a dim that is named."""
+    """Raise LayoutError if nothing can be sharded along a named dim."""
     lengths = lengths_of(trace, named)
     for node, dims in _dims_of(trace, named).items():
         along, (dim,) = _Along(trace, {node: dims}), dims
         if shape(node)[dim] > 1 and any(along.cut(shape(node)[dim])):
             continue
-        name = _spoken(node)
+        name = _display_name(node)
         others = [other for other, length in lengths.items() if length != lengths[name]]
         if others:
             raise LayoutError(
                 "sequence_dims names dims of unequal lengths",
                 why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
-                f"{lengths[others[0]]}, and no operator can be cut along that of {name}",
-                hint=f"leave {name} out, or a dim of it that has {lengths[others[0]]}",
+                f"{lengths[others[0]]}, and no operator can be sharded along that of {name}",
+                hint=f"leave {name} out, or name a dim of size {lengths[others[0]]}",
             )
         raise LayoutError(
-            f"sequence_dims={{'{name}': {named[name]}}}: nothing can be cut along it",
+            f"sequence_dims={{'{name}': {named[name]}}}: no operator can be sharded along it",
             why=f"no operator of the model works on each of the {lengths[name]} positions of dim {dim} by itself",
             hint=f"leave {name} out; the inputs are {inputs_text(trace)}",
         )
 
 
 def lengths_of(trace: Trace, named: Named) -> dict[str, int]:
-    """{input: how long its sequence is}, of those that this call has."""
-    return {_spoken(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
+    """Return {input: length of its sequence} for the named inputs of this call."""
+    return {_display_name(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
 
 
 def _inputs(trace: Trace) -> dict[str, fx.Node]:
-    return {_spoken(node): node for node in trace.graph.find_nodes(op="placeholder")}
+    return {_display_name(node): node for node in trace.graph.find_nodes(op="placeholder")}
 
 
-def _spoken(node: fx.Node) -> str:
-    """What the user calls an input, also of a model with a loss function behind it."""
+def _display_name(node: fx.Node) -> str:
+    """Return the user's name of an input, also for a model combined with a loss function."""
     return facts(node)["input_name"].removeprefix("call.")
 
 
 def inputs_text(trace: Trace) -> str:
-    """`input_ids [8, 12], labels [8, 12]`."""
+    """Format the inputs as `input_ids [8, 12], labels [8, 12]`."""
     return ", ".join(f"{name} {list(shape(node))}" for name, node in _inputs(trace).items())
 
 
 def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
-    """The dims of the inputs of a call that are named, counted from the first."""
+    """Return the named dims of the inputs of a call, as non-negative indices."""
     nodes = {name: node for name, node in _inputs(trace).items() if name in named}
     ranks = {name: len(shape(node)) for name, node in nodes.items()}
     return {node: {named[name] % ranks[name]} for name, node in nodes.items()
@@ -113,7 +117,7 @@ def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
 
 
 def _others(node: fx.Node, along: _Along) -> frozenset[str]:
-    """The factors of an operator that are of no sequence and of no weight."""
+    """Return the factors of an operator that belong to no sequence and to no weight."""
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return frozenset()
@@ -122,7 +126,7 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
 
 
 class _Along:
-    """What of every value descends from some dims of some nodes."""
+    """Dims of every value that descend from given dims of some nodes."""
 
     def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
         self.trace, self.dims = trace, dims
@@ -132,7 +136,7 @@ class _Along:
                 self.made[node] = self._made(node)
 
     def with_made(self) -> _Along:
-        """The same, where what is made of nothing descends too if it is used beside what does."""
+        """Add input-independent values whose dims are combined with descending dims."""
         free: set[fx.Node] = set()
         for node in self.trace.graph.nodes:
             if node.op != "placeholder" and free.issuperset(node.all_input_nodes):
@@ -153,11 +157,11 @@ class _Along:
         return _Along(self.trace, {**self.dims, **{node: dims for node, dims in asked.items() if dims}})
 
     def factors(self, node: fx.Node, pattern: Pattern) -> set[str]:
-        """The factors of an operator's rule that descend."""
+        """Return the factors of an operator's rule that descend."""
         return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
 
     def cut(self, num_shards: int) -> Iterator[bool]:
-        """Of every operator whether it can be cut into so many parts along what descends."""
+        """Yield for every operator True if it can be sharded `num_shards` ways along a descending dim."""
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
@@ -200,7 +204,7 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Where nothing says what the dims of an operator's output are: as those in the same place of its inputs."""
+        """Return the dims of an output without a rule, from the dims at the same index of its inputs."""
         sizes = getattr(output, "shape", ())
         inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
         alike = [dims for dims in inputs if len(dims) == len(sizes)]
@@ -213,7 +217,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Atoms of a dim of this size, of which an operator may have made fewer or more."""
+    """Return the atoms of a dim of this size. An operator may have changed the size."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -1,12 +1,12 @@
-"""What an operator may do on one mesh axis, derived from its one-line rule.
+"""Sharding strategies of an operator on one mesh axis, derived from its one-line rule.
 
-A `Strategy` gives the placement of every tensor input and every output on one axis of size `n`. From the rule come:
+A `Strategy` gives the placement of every tensor input and output on one axis of size `n`. A rule yields:
 
 - a factor on the axis: inputs that have it are sharded, the others are replicated with partial gradients; outputs that
-  have it are sharded, the others (the factor is summed over) are partial sums;
-- partial sums passing through linear operators;
-- replicated work, with whole gradients (`R`) or with partial ones (`R(grad P)`, where the backward is linear in its
-  gradient: a user's may clip it).
+  have it are sharded, the others (the factor is reduced) are partial sums;
+- partial sums that pass through linear operators;
+- replicated work, with replicated gradients (`R`) or with partial ones (`R(grad P)`, if the backward is linear in its
+  gradient: a user's backward may clip it).
 """
 
 from __future__ import annotations
@@ -40,31 +40,36 @@ from autopart.passes.rules.operators.selection_rules import moves_rows
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""What may be cut on the tensor axis: features of weights; with sequence parallelism also positions."""
+"""Kinds of atoms that the tensor axis may shard: features of weights; with sequence parallelism also sequence dims."""
 
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""By what an axis cuts, all that may be cut on it of values. Weights are whole but on one that cuts features, and for
-experts (`_keeps_weights`)."""
+"""Kinds of atoms of values that an axis may shard, by what the axis shards. Weights are sharded only by axes for
+features and experts (`_keeps_weights`)."""
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
-    """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
-    `positions`: how these are cut where it may be into shards of unequal sizes, "in order" or in "zigzag"; "": as all
-    else is.
+    """Return all strategies of `node` on an axis of `num_shards` ranks. Replicated work comes first.
 
-    The first ones are replicated work.
+    Args:
+        kinds: kinds of atoms that may be sharded (`FEATURE`, ...).
+        positions: sharding of sequence dims that may have unequal shards: "in order" (contiguous) or "zigzag"; "":
+            like all other dims.
     """
-    known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # of all nodes like this one
+    known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
         known[key] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds, positions)))
     return known[key]
 
 
 def ways(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False) -> tuple[Strategy, ...]:
-    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`). `cuts_experts`: it
-    is of a mixture whose experts may be cut over the axis too, whatever else that cuts."""
+    """Return all strategies of an operator on a chosen axis of `num_shards` ranks.
+
+    Args:
+        cuts: what the axis shards (`Axis.cuts`).
+        cuts_experts: True if the operator is in a mixture whose experts the axis may shard in addition.
+    """
     cuts_experts = cuts_experts or cuts == "experts"
     if cuts == "features" and not cuts_experts:
         return strategies(node, num_shards, ALL_TENSOR_KINDS)
@@ -84,7 +89,7 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False)
 def ways_without_cuts_of_values(
     node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
-    """Those of `ways` that cut nothing but what comes from weights, or lies by expert."""
+    """Return those of `ways` that shard only weights, values that depend on them, and dims of experts."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
         return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
@@ -93,8 +98,11 @@ def ways_without_cuts_of_values(
 
 
 def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """What an operator on the rows of experts does where every row is on the rank of its expert. `plain`: what else it
-    may do; where it may work on a rank's own tokens, their rows may be sent to and fro."""
+    """Return the strategies on dispatched tokens, where every token is on the rank of its expert.
+
+    Args:
+        plain: the other strategies. If a rank may work on local tokens, they may be dispatched and combined.
+    """
     pattern, sources = facts(node)["pattern"], tensor_inputs(node)
     if pattern is None:
         return ()
@@ -103,7 +111,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return tuple([way for place in ROUTES for way in _at_experts(node, pattern, whole, place, num_shards)])
     if not divides_positions(argument(node, "num_experts"), num_shards):
         return ()
-    own_tokens = _own_tokens(plain)
+    own_tokens = _local_tokens(plain)
     if pattern.routes == "out":
         sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own_tokens]
         return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
@@ -111,16 +119,21 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
     return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
 
 
-def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """The factor of a mixture's tokens, and how they are cut where a rank works on its own alone; nothing where it
-    cannot. Of several ways one, so that rows come back to the tokens that they are sent from."""
+def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
+    """Return the token factor of a mixture and its placement if each rank works on local tokens.
+
+    It is empty if a rank cannot. Of several placements one is returned, so that tokens are combined where they were
+    dispatched from.
+    """
     tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
 
 
 def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """What attention does where keys and values are cut as its queries are, and go around: where there are as many, no
-    dropout, and nothing to learn in the mask."""
+    """Return the strategies of ring attention: keys and values are sharded like queries.
+
+    It requires equal numbers of queries and keys, no dropout, and no mask that needs a gradient.
+    """
     sizes = [value(source).shape for source in tensor_inputs(node)]
     alike = all(len(size) == 4 for size in sizes[:3]) and sizes[0][2] == sizes[1][2]
     learns = any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:])
@@ -133,8 +146,10 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """What an operator does with rows that are all in one of `ROUTES`; its other operands are `whole`, or cut if they
-    are of experts."""
+    """Return the strategy on tokens that all have one of the placements in `ROUTES`.
+
+    Other operands are `whole`, or sharded if they are per expert.
+    """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
     rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}
@@ -157,8 +172,11 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Whether an operator takes weights whole, or cuts them as values that it takes beside them (a table of positions
-    that is added to them), or as experts: a dim of the weights that the rows choose from, or one that all have."""
+    """Return True if a strategy keeps weights unsharded, or shards them in an allowed way.
+
+    Allowed are dims that the weights share with other operands (an added position table), and expert dims: a dim
+    that tokens select from, or one that all weights have.
+    """
     if cuts == "features":
         return True
     weights = [facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node)]
@@ -167,7 +185,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
     if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
         return True
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     if pattern.lookup and strategy.factor == pattern.lookup:
         return cuts == "experts" and bool(pattern.flops)
     beside = [dims for dims, weight in zip(pattern.inputs, weights, strict=True) if not weight]
@@ -175,7 +193,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Without those that take a partial sum of what is computed from inputs alone: there is none."""
+    """Drop strategies that take a partial sum of an input-only value, which never exists."""
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
         return list(options)
@@ -183,12 +201,14 @@ def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 
 
 def selections_cut(node: fx.Node, place: Placement) -> set[str]:
-    """The selections whose elements a placement of a value cuts."""
     return selections_in(facts(node)["atoms"][place.dim]) if place.is_shard else set()
 
 
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
-    """How a value of the inputs alone is made of its inputs' rows; None where it has to be made whole."""
+    """Return the strategy that computes shards of an input-only value from shards of its inputs.
+
+    Returns None if the value must be computed unsharded.
+    """
     source, index = source_of(node)
     if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
         return None
@@ -197,8 +217,11 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
 
 
 def own_rows_of(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """How an output is cut where every rank gets the rows of its own; None where it has none. `rows`: what every
-    operator does with the rows of the batch."""
+    """Return the placement of an output of which every rank gets its local samples, or None.
+
+    Args:
+        rows: the batch strategy of every operator.
+    """
     source, index = source_of(node)
     if source in rows and rows[source].outputs[index].is_shard:
         return rows[source].outputs[index]
@@ -209,7 +232,10 @@ def own_rows_of(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | 
 
 
 def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:
-    """Whether a value of the inputs alone can be made as it is placed: whole values are cut, selections are not."""
+    """Return True if an input-only value can be computed with this placement.
+
+    Full values are sliced; selections cannot be.
+    """
     if not selections_cut(node, place):
         return True
     strategy = rows_of(node, place, num_shards)
@@ -244,14 +270,14 @@ def _sharded(
         atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
     sources = tensor_inputs(node)
     input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
-    apart = _taken_apart(sources, pattern)
+    apart = _split_selections(sources, pattern)
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
         unsharded = R if factor == pattern.lookup and not pattern.linear else P
-        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
+        for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
-                continue  # a rank's rows of a table are known by the first one
+                continue  # a rank's rows of a table are given by the first row
             inputs = _places(pattern.inputs, input_shapes, factor, sections, pattern)
             outputs = _places(pattern.outputs, output_shapes, factor, sections, pattern)
             if inputs is None or outputs is None or factor in apart:
@@ -265,8 +291,11 @@ def _sharded(
             )
 
 
-def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
-    """The factors of dims of selected elements that a view splits: nobody knows whose element is where."""
+def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
+    """Return the factors of dims of selected elements that a view splits.
+
+    The positions of their elements are unknown.
+    """
     if pattern.tied:
         return set()
     dims = [(dim, atoms) for dims, source in zip(pattern.inputs, sources, strict=True)
@@ -275,7 +304,10 @@ def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """The atoms of every factor of a rule: one that only the output has (`expand`) carries those made for it."""
+    """Return the atoms of every factor of a rule.
+
+    A factor of the output alone (`expand`) has the output's atoms.
+    """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
         for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
@@ -285,18 +317,21 @@ def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
 
 
 def output_atoms(node: fx.Node) -> tuple:
-    """The atoms of every dim of the first output."""
+    """Return the atoms of every dim of the first output."""
     atoms = facts(node)["atoms"]
     return atoms if is_tensor(node) else atoms[0]
 
 
-def _ways_to_cut(
+def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
-    """The sections in which a factor can be sharded: whole, at the inner atoms of a merged dim, or as asked for."""
+    """Yield the sections in which a factor can be sharded.
+
+    These are contiguous shards, shards at the inner atoms of a merged dim, and requested sections.
+    """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
-        kept = all(a.kind in kinds and a.kind != BATCH for a in atoms)  # rows of the batch are cut in one piece
+        kept = all(a.kind in kinds and a.kind != BATCH for a in atoms)  # the batch is sharded contiguously
         if kept and all(s % num_shards == 0 for s in pattern.joined[factor]):
             yield pattern.joined[factor]
         return
@@ -310,14 +345,16 @@ def _ways_to_cut(
                 yield (-outer,)
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
-        for sections in sorted(_asked(node, pattern, factor)):
+        for sections in sorted(_requested_sections(node, pattern, factor)):
             sizes = section_sizes(size, sections)
             if sum(sizes) == size and all(s % num_shards == 0 for s in sizes):
                 yield sections
 
 
 def divides_positions(size: int, num_shards: int) -> bool:
-    """Whether every shard of so many positions has some, and most have more than one or all as many.
+    """Return True if a sequence of this size can be sharded, possibly unevenly.
+
+    No shard may be empty, and the shards must be equal or mostly larger than one.
 
     >>> [divides_positions(25, n) for n in (4, 7, 13)]
     [True, True, False]
@@ -329,9 +366,12 @@ def divides_positions(size: int, num_shards: int) -> bool:
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
-    """Whether an atom of a factor may be cut into unequal shards: features (a vocabulary of 50257, an inner width of
-    50) that are a dim of their own in all operands, and positions that nothing is inside of in a dim; that are not
-    made here, and leave no rank empty."""
+    """Return True if an atom of a factor may have unequal shards.
+
+    This holds for features (a vocabulary of 50257, an inner width of 50) that are a dim by themselves in all
+    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and no rank may be
+    empty.
+    """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not divides_positions(size, num_shards)
     if positions and atoms[i].kind == DATA_DIM:
@@ -340,8 +380,8 @@ def _can_be_uneven(
     return atoms[i].kind == FEATURE and len(atoms) == 1 and alone and in_inputs and not few
 
 
-def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Ways of cutting this factor that a later view or split asks for, or an earlier one or a `cat` offers."""
+def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
+    """Return sections of this factor that later views or splits request, or that earlier ones offer."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
@@ -361,8 +401,11 @@ def _places(
 
 
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
-    """Where sharding `factor` puts an operand: `S(i)` on the dim that has it (in as many sections as the outer
-    factors of that dim count), a placeholder `R` where no dim has it, None where it cannot be expressed."""
+    """Return the placement of an operand if `factor` is sharded.
+
+    It is `S(i)` on the dim with the factor, in as many sections as that dim's outer factors count. It is `R` if no
+    dim has the factor, and None if it cannot be expressed.
+    """
     places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
     if not places:
         return R

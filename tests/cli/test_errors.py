@@ -237,10 +237,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "  try    'none', 'selective' or 'full' for the whole model"),
     **PRECISION_CASES,
     "memory: no size": (plan(memory="lots"),
-        "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
+        "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', "
+        "or an integer number of bytes"),
     "memory: nothing": (plan(memory=0),
         "OptionError: memory=0 is not a size\n  why    it is not above zero\n  try    memory='80GB', memory='24GiB', "
-        "or a whole number of bytes"),
+        "or an integer number of bytes"),
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
@@ -253,8 +254,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "zero, prefetch, memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
-        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, h200-141gb-sxm, v100-32gb-sxm\n  try    a "
-        "name of these, or the path of a JSON file of the same form"),
+        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, h200-141gb-sxm, v100-32gb-sxm\n  try    "
+        "one of these names, or the path of a JSON file in the same format"),
     "microbatches: 0": (plan(microbatches=0), no_whole_number("microbatches", 0)),
     "microbatches: -1": (plan(microbatches=-1), no_whole_number("microbatches", -1)),
     "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),
@@ -283,8 +284,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "shape [1, 4] at once: a statistic of the batch\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
         "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "random numbers": (plan("dp2", Counts),
-        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw the "
-        "same ones, and no formula is known that separates the draw from the values\n  where  poisson at "
+        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw "
+        "equal numbers, and no formula separates the random numbers from the values\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
         "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "

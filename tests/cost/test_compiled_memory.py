@@ -148,10 +148,10 @@ def test_one_block_stands_for_many():
 
 def test_blocks_that_are_alike_are_cut_once():
     model, batch = ZOO["llama"](num_layers=3, hidden=48)
-    compiled_saved_tensors._least.cache_clear()
+    compiled_saved_tensors._minimum_cut.cache_clear()
     plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
-    before = compiled_saved_tensors._least.cache_info()
+    before = compiled_saved_tensors._minimum_cut.cache_info()
     model, batch = ZOO["llama"](num_layers=6, hidden=48)
     plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
-    after = compiled_saved_tensors._least.cache_info()
+    after = compiled_saved_tensors._minimum_cut.cache_info()
     assert after.misses == before.misses and after.hits > before.hits

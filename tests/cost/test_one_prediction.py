@@ -122,8 +122,8 @@ def test_at_refuses_more_ranks_than_there_are_parts():
     with pytest.raises(LayoutError) as raised:
         cost.at(tp=16)
     assert str(raised.value) == (
-        "cost.at(tp=16): the plan's layouts have 8 parts to divide over tp\n"
-        "  why    16 ranks would not all have one; a plan for tp=16 has other layouts\n"
+        "cost.at(tp=16): the plan's layouts have only 8 shards over tp\n"
+        "  why    some of 16 ranks would have no shard; a plan for tp=16 has other layouts\n"
         "  where  model.layers.*.self_attn/scaled_dot_product_attention\n"
         "  try    tp=8 or less, or a plan for tp=16"
     )

@@ -194,13 +194,13 @@ def test_a_pipeline_that_waits_for_its_sends_says_what_would_not(tmp_path):
 
     def said(**changed):
         plan = autopart.plan(model, "pp2", **options | changed)
-        return plan, [note for note in plan.notes if note.startswith("ranks stand still for what stages send")]
+        return plan, [note for note in plan.notes if note.startswith("ranks wait for sends between stages")]
 
     plan, (note,) = said(hardware=slow)
     ahead, none = said(hardware=slow, schedule="interleaved_1f1b", virtual_stages=1)
     before, after = (quantity(one.cost["step_time_s"], "s") for one in (plan, ahead))
     assert "schedule='interleaved_1f1b' with virtual_stages=1" in note
-    assert f"{after} a step, not {before}, while a rank holds up to 3 microbatches, not 2" in note
+    assert f"{after} per step instead of {before}, with up to 3 instead of 2 microbatches in flight" in note
     assert ahead.cost["step_time_s"] < 0.95 * plan.cost["step_time_s"] and not none
     assert not said(hardware=fast)[1]
     assert not said(hardware=profile(tmp_path, link_bytes_per_s=1e15, link_latency_s=1e-3))[1], "a toy's latency"

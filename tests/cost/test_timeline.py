@@ -318,7 +318,7 @@ ONES = Durations([1.0, 1.0], [1.0, 1.0])
 REFUSED = {
     "too few": (ONES, {"forward_s": [1.0]}, "forward_s has 1 durations", "2 stages on 2 ranks need 2"),
     "too many": (ONES, {"send_forward_s": [1.0, 1.0]}, "send_forward_s has 2 durations", "need 1"),
-    "negative": (ONES, {"backward_s": [1.0, -1.0]}, "backward_s has a duration of -1.0", "from zero on"),
+    "negative": (ONES, {"backward_s": [1.0, -1.0]}, "backward_s has a duration of -1.0", "at least 0"),
     "not a number": (ONES, {"optimizer_s": [math.nan, 0.0]}, "optimizer_s has a duration of nan", "finite"),
     "more than all": (ONES, {"grad_sum_hidden": 1.5}, "grad_sum_hidden=1.5", "from 0 to 1"),
 }

@@ -157,14 +157,15 @@ def two():
      "sequence_dims={'input_ids': 2} names no dim\n  why    input_ids has shape [8, 12]\n"
      "  try    a dim from 1 to 1"),
     (zoo.llama, "cp2", {"labels": 0}, OptionError,
-     "sequence_dims={'labels': 0} names the rows of the batch\n  why    labels has shape [8, 12]; rows are cut over "
-     "dp, and positions inside a row over cp\n  try    sequence_dims={'labels': 1}"),
+     "sequence_dims={'labels': 0} names the batch dim\n  why    labels has shape [8, 12]; dp shards the batch "
+     "dim and cp the sequence dim\n  try    sequence_dims={'labels': 1}"),
     (two, "cp2", {"x": 1, "beside": 1}, LayoutError,
      "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has 3 positions, dim 1 of x has 6, and no "
-     "operator can be cut along that of beside\n  try    leave beside out, or a dim of it that has 6"),
+     "operator can be sharded along that of beside\n  try    leave beside out, or name a dim of size 6"),
     (two, "cp2", {"beside": 1}, LayoutError,
-     "sequence_dims={'beside': 1}: nothing can be cut along it\n  why    no operator of the model works on each of the "
-     "3 positions of dim 1 by itself\n  try    leave beside out; the inputs are x [2, 6, 8], beside [2, 3]"),
+     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model works on "
+     "each of the 3 positions of dim 1 by itself\n  try    leave beside out; the inputs are "
+     "x [2, 6, 8], beside [2, 3]"),
     (lambda: zoo.llama(seq=5), "cp8", {"input_ids": 1}, LayoutError,
      "cp=8 cuts 5 positions\n  why    every rank needs some of the longest sequence, of input_ids [8, 5], labels "
      "[8, 5]\n  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)\n  try    cp=5"),

@@ -75,24 +75,24 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "hardware: no file": (lambda: Hardware.load("none.json"),
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
         "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, "
-        "h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path of a JSON file of the same form"),
+        "h200-141gb-sxm, v100-32gb-sxm\n  try    one of these names, or the path of a JSON file in the same format"),
     "hardware: no JSON": (text("{"),
         f"{PROFILE}cannot be read\n  why    it is not JSON: Expecting property name enclosed in double quotes: line 1 "
         f"column 2 (char 1){WHERE}"),
     "hardware: a list": (text("[]"),
-        f"{PROFILE}cannot be read\n  why    it holds no names and numbers, as {{...}}{WHERE}"),
+        f"{PROFILE}cannot be read\n  why    it is not a JSON object {{...}}{WHERE}"),
     "hardware: missing numbers": (edited(launch_s=None, node_link_latency_s=None),
         f"{PROFILE}lacks launch_s, node_link_latency_s{WHERE}"),
     "hardware: a number for a name": (edited(name=3),
         f"{PROFILE}has no name\n  why    it is 3, not text{WHERE}"),
     "hardware: no dtypes": (edited(flops_per_s={"fp8": A100["flops_per_s"]["bfloat16"]}),
-        f"{PROFILE}has no peak of matrix work\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
+        f"{PROFILE}has no peak of matrix products\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
     "hardware: one peak for all": (edited(flops_per_s=A100["launch_s"]),
-        f"{PROFILE}has no peak of matrix work\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
+        f"{PROFILE}has no peak of matrix products\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
     "hardware: no unit": (edited(launch_s={"value": 1e-6}),
-        f"{PROFILE}says too little of launch_s\n  why    it lacks unit, source{WHERE}"),
+        f"{PROFILE}has an incomplete entry for launch_s\n  why    it lacks unit, source{WHERE}"),
     "hardware: a bare number": (edited(launch_s=1e-6),
-        f"{PROFILE}says too little of launch_s\n  why    it lacks value, unit, source{WHERE}"),
+        f"{PROFILE}has an incomplete entry for launch_s\n  why    it lacks value, unit, source{WHERE}"),
     "hardware: text": (value("link_bytes_per_s", "300 GB/s"),
         f"{PROFILE}has link_bytes_per_s = '300 GB/s'\n  why    that is not a number{WHERE}"),
     "hardware: true": (value("link_bytes_per_s", True),
@@ -107,17 +107,17 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         edited(flops_per_s={**A100["flops_per_s"], "float32": {**A100["flops_per_s"]["float32"], "value": 0.0}}),
         f"{PROFILE}has flops_per_s of float32 = 0.0\n  why    it is not above zero{WHERE}"),
     "hardware: half a device": (value("devices_per_node", 8.5),
-        f"{PROFILE}has devices_per_node = 8.5\n  why    that is not a whole number{WHERE}"),
+        f"{PROFILE}has devices_per_node = 8.5\n  why    that is not an integer{WHERE}"),
     "hardware: no curve": (curve(),
         f"{PROFILE}has matmul_efficiency = []\n  why    it is not a list of points [FLOPs, share of peak]{WHERE}"),
     "hardware: no points": (curve([1e9, 0.5], [1e12]),
         f"{PROFILE}has matmul_efficiency = [[1000000000.0, 0.5], [1000000000000.0]]\n  why    it is not a list of "
         f"points [FLOPs, share of peak]{WHERE}"),
     "hardware: per cent": (curve([1e9, 0.5], [1e12, 87.0]),
-        f"{PROFILE}has the point [1000000000000.0, 87.0] in matmul_efficiency\n  why    FLOPs are above zero, a share "
-        f"above 0 and at most 1{WHERE}"),
+        f"{PROFILE}has the point [1000000000000.0, 87.0] in matmul_efficiency\n  why    FLOPs must be above zero, a "
+        f"share above 0 and at most 1{WHERE}"),
     "hardware: points in disorder": (curve([1e12, 0.5], [1e9, 0.8]),
-        f"{PROFILE}has 1e+09 FLOPs after 1e+12 in matmul_efficiency\n  why    FLOPs rise{WHERE}"),
+        f"{PROFILE}has 1e+09 FLOPs after 1e+12 in matmul_efficiency\n  why    FLOPs must rise{WHERE}"),
     "hardware: too steep": (curve([1e9, 0.1], [2e9, 0.9]),
         f"{PROFILE}has larger products that take less time\n  why    from 1e+09 to 2e+09 FLOPs the share rises from "
         f"0.1 to 0.9{WHERE}"),
@@ -126,8 +126,8 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"{PROFILE}has operators of more bytes that take less time\n  why    from 1000 to 2000 bytes the share rises "
         f"from 0.1 to 2{WHERE}"),
     "hardware: collectives without names": (edited(collectives=A100["launch_s"]),
-        f"{PROFILE}has no rates of links for collectives 'value'\n  why    they are link_bytes_per_s, link_latency_s, "
-        f"node_link_bytes_per_s, node_link_latency_s{WHERE}"),
+        f"{PROFILE}has invalid link rates for collectives 'value'\n  why    valid fields are link_bytes_per_s, "
+        f"link_latency_s, node_link_bytes_per_s, node_link_latency_s{WHERE}"),
     "hardware: a collective's rate of zero": (
         edited(collectives={"send": {"link_bytes_per_s": {**A100["launch_s"], "value": 0}}}),
         f"{PROFILE}has link_bytes_per_s of send = 0\n  why    it is not above zero{WHERE}"),
@@ -140,7 +140,7 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "calibrate: no base": (lambda: autopart.calibrate(base="none.json"),
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
         "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, "
-        "h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path of a JSON file of the same form"),
+        "h200-141gb-sxm, v100-32gb-sxm\n  try    one of these names, or the path of a JSON file in the same format"),
     "calibrate: no measurements": (measurements({"rows": []}), NO_MEASUREMENTS),
     "calibrate: measurements of something else": (
         measurements({"device": A_DEVICE, "measured": [{"rows": 1}]}), NO_MEASUREMENTS),

@@ -1,12 +1,12 @@
-"""Choices block by block: what each repeated block computes again, whether its weights are stored in parts, and which
-blocks a stage has.
+"""Choices per block: recomputation, parameter sharding and stage of each repeated block.
 
-There are 6 ** blocks ways, times those to cut stages: too many to sweep. `BlockProblem` is what the methods of
-`cost.methods` search: seconds and bytes of every block under every option. The step is that of stages that each need
-`w` seconds a microbatch, `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022, arXiv:2201.12023, equation 2, for
-GPipe and 1F1B), where what is done once a step counts for a microbatch's share. A stage holds its parameters, what
-its blocks keep for as many microbatches as are in flight, and the largest of what its blocks need beyond that while
-they run, which a block that is not the last of its stage needs less of.
+There are 6 ** blocks combinations, times those of stage boundaries. `BlockProblem` is what the methods of
+`search_methods.py` search: seconds and bytes of every block under every option.
+
+The step of stages with `w` seconds per microbatch is `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
+arXiv:2201.12023, equation 2, for GPipe and 1F1B). Work once a step counts with a microbatch's share. The memory
+of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
+workspace of its blocks. A block that is not the last of its stage needs less workspace than that.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """What a block computes again, and whether its matrices are stored in parts (ZeRO-3)."""
+    """Recomputation of a block, and True if its matrices are sharded (ZeRO-3)."""
 
     recompute: Word
     cut: bool
 
 
 class Block(NamedTuple):
-    """A repeated block: `path` of its container, its number, and where its operators are in the table's order."""
+    """A repeated block: its container, its index, and the range of its operators in the table's order."""
 
     path: str
     number: int
@@ -53,14 +53,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """An option for every block, by its position in `BlockProblem.options`, and where later stages begin."""
+    """An option for every block, as index into `Blocks.options`, and the first blocks of later stages."""
 
     options: tuple[int, ...]
     begins: tuple[int, ...] = ()
 
     @property
     def stage_of(self) -> np.ndarray:
-        """[blocks] the stage of every block."""
+        """[blocks] Stage of every block."""
         return np.searchsorted(self.begins, np.arange(len(self.options)), side="right")
 
 
@@ -69,13 +69,14 @@ class BlockProblem:
     """Seconds and bytes of every block under every option, and of every stage without its blocks.
 
     Args:
-        time_s: [blocks, options] of a microbatch, forward and backward, with a microbatch's share of what is done once
-            a step.
-        state_bytes, kept_bytes, temporary_bytes: [blocks, options] of parameters with gradients and optimizer; of what
-            a microbatch keeps for its backward; of what is there beyond that while the block runs.
-        in_flight: [stages] for how many microbatches a stage keeps.
-        base_time_s, base_bytes, base_temporary_bytes: [stages] of what is in no block (embeddings, the loss), buffers.
-        memory_bytes: of a rank.
+        time_s: [blocks, options] seconds of a microbatch, forward and backward, with its share of work once a step.
+        state_bytes: [blocks, options] bytes of parameters with gradients and optimizer state.
+        kept_bytes: [blocks, options] bytes that a microbatch saves for backward.
+        temporary_bytes: [blocks, options] workspace while the block runs.
+        in_flight: [stages] microbatches in flight.
+        base_time_s, base_bytes, base_temporary_bytes: [stages] seconds and bytes outside blocks (embeddings, the
+            loss, buffers).
+        memory_bytes: memory of a rank.
     """
 
     time_s: np.ndarray
@@ -103,20 +104,20 @@ class BlockProblem:
 
     @property
     def kinds(self) -> np.ndarray:
-        """[blocks] the first block that is priced the same."""
+        """[blocks] Index of the first block with the same costs."""
         rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
         _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return first[kind.reshape(-1)]
 
     def held_bytes(self, stage: int) -> np.ndarray:
-        """[blocks, options] that a block adds to a stage for as long as a step runs."""
+        """Return [blocks, options]: bytes that a block adds to a stage for the duration of a step."""
         return self.state_bytes + self.in_flight[stage] * self.kept_bytes
 
     def price(self, options: np.ndarray, stage_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a step [choices] and bytes of every stage [choices, stages].
+        """Return the seconds of a step [choices] and the bytes of every stage [choices, stages].
 
         Args:
-            options, stage_of: [choices, blocks] of any number of choices at a time.
+            options, stage_of: [choices, blocks].
         """
         at = np.arange(self.num_blocks), options
         times, states, kept, temporary = (
@@ -141,8 +142,11 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """The choice made to fit: where a stage holds too much, block by block the option that saves the most bytes a
-        second. None where that does not help."""
+        """Return a choice that fits, or None.
+
+        In a stage that exceeds the memory, blocks change one by one to the option that saves the most bytes per
+        second.
+        """
         options = np.array(choice.options)
         for stage in np.flatnonzero(self.stage_bytes(choice) > self.memory_bytes).tolist():
             (mine,) = np.nonzero(choice.stage_of == stage)
@@ -163,25 +167,28 @@ class BlockProblem:
 
 
 class Blocks:
-    """A model's repeated blocks under the tables of each recomputation: priced, and put together again as chosen.
+    """The repeated blocks of a model with their costs under every recomputation.
 
     Args:
-        tables: by recomputation, all for the same layouts.
-        setting: `zero`: what is in no block is stored so, 0 or 3.
-    Raises OptionError for schedules of several stages a rank, and where there are no blocks.
+        tables: table by recomputation, all with the same layouts.
+        setting: its `zero` (0 or 3) applies to parameters outside blocks.
+
+    Raises OptionError for schedules with several stages per rank, and if there are too few blocks.
     """
 
     def __init__(self, tables: Mapping[Word, Table], setting: Setting, hardware: Hardware):
         if setting.schedule.name not in SCHEDULES:
             known = ", ".join(filter(None, SCHEDULES))
-            raise OptionError(f"schedule={setting.schedule.name!r} for choices block by block", why=f"it is {known}")
+            raise OptionError(
+                f"schedule={setting.schedule.name!r} for choices block by block", why=f"supported: {known}"
+            )
         self.setting, self.hardware = setting, hardware
         self.tables, self.outside_cut = tables, setting.zero == 3
         self.found = {word: _blocks(table) for word, table in tables.items()}
         self.blocks = self.found["none"]
         pp = setting.mesh.size("pp")
         if len(self.blocks) < pp:
-            why = f"repeated blocks that have a name and are adjacent: {len(self.blocks)}"
+            why = f"adjacent repeated blocks with a name: {len(self.blocks)}"
             raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
         cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
         words = [
@@ -189,18 +196,18 @@ class Blocks:
         ]
         self.options = tuple(
             BlockOption(word, cut) for word in words for cut in cuts
-        )  # without those that change nothing
+        )  # options that change nothing are left out
         self._all, self._first = _joined(tables)
         self.priced = Priced(self._all, replace(setting, zero=3), hardware)
 
     def problem(self, memory_bytes: float) -> BlockProblem:
-        """What each option costs each block."""
+        """Return the costs of each option of each block, for ranks with `memory_bytes` bytes."""
         schedule, pp = self.setting.schedule, self.setting.mesh.size("pp")
         priced = [
             [self._part(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
         ]
         blocks = np.array(priced)
-        for i, outside in enumerate(self._outside()[1:-1]):  # what is between two blocks goes with the first
+        for i, outside in enumerate(self._outside()[1:-1]):  # operators between two blocks count to the first
             blocks[i] += self._part(outside)
         times, states, kept, temporary = np.moveaxis(blocks, 2, 0)
         first, last = self._outside()[0], self._outside()[-1]
@@ -223,7 +230,7 @@ class Blocks:
         )  # fmt: skip
 
     def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
-        """The model as chosen, and where its stages begin."""
+        """Return the model under a choice, and its stage boundaries."""
         outside = self._outside()
         order, starts = list(outside[0]), list[int]()
         for block, option in enumerate(choice.options):
@@ -232,13 +239,13 @@ class Blocks:
         return replace(self._all, order=tuple(order)), tuple(starts[block] for block in choice.begins)
 
     def simulation(self, choice: BlockChoice) -> Simulation:
-        """The step as chosen, simulated."""
+        """Return the simulated step of a choice."""
         table, cuts = self.table(choice)
         return predict(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
 
     @property
     def outside_matrices(self) -> list[str]:
-        """The parameters in no block that ZeRO-3 would cut."""
+        """Parameters outside blocks that ZeRO-3 would shard."""
         table = self.tables["none"]
         read = {name for row, path, _ in table.order if not path for name in table.rows[row].parameters}
         return [name for name in table.parameters if name in read and table.parameters[name].cut]
@@ -248,7 +255,7 @@ class Blocks:
         return [(first + row, path, n) for row, path, n in self.tables[option.recompute].order[run.start : run.stop]]
 
     def _outside(self) -> list[list[tuple[int, str, int]]]:
-        """What is before the first block, after each, and after the last."""
+        """Return the operators before the first block, after each block, and after the last."""
         order, first = self.tables["none"].order, self._first[BlockOption("none", self.outside_cut)]
         edges = [0, *(edge for block in self.blocks for edge in (block.start, block.stop)), len(order)]
         return [[(first + row, path, n) for row, path, n in order[a:b]] for a, b in list(pairwise(edges))[::2]]
@@ -256,8 +263,11 @@ class Blocks:
     def _part(
         self, order: Sequence[tuple[int, str, int]], ends: Sequence[Sequence[tuple[int, str, int]]] = ()
     ) -> tuple[float, float, float, float]:
-        """Of some operators: seconds, and bytes of states, kept and temporary. `ends`: of all stages, to find which
-        parameters several hold."""
+        """Return the cost of operators: seconds, and bytes of states, saved tensors and workspace.
+
+        Args:
+            ends: operators of all stages, to find parameters that several stages hold.
+        """
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)
         time = sum(sum(priced.by_row[row][part].values()) for row in rows for part in TIMING_PARTS) - self._hidden(rows)
@@ -270,8 +280,10 @@ class Blocks:
         return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
 
     def _hidden(self, rows: np.ndarray) -> float:
-        """Seconds of gathering and scattering weights that run beside the compute of as many operators, in a stage of
-        many blocks of which the first has nothing beside it."""
+        """Return the seconds of ZeRO's collectives that overlap with these operators.
+
+        In a stage, the collectives of the first block overlap with nothing.
+        """
         number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
         hidden = 0.0
         for parts in (("forward",), ("recompute", "input_backward", "weight_backward")):
@@ -282,7 +294,7 @@ class Blocks:
 
 
 def _blocks(table: Table) -> list[Block]:
-    """The runs of operators in one repeated block."""
+    """Return the contiguous operators of each repeated block."""
     blocks, start = list[Block](), 0
     for (path, number), run in groupby(table.order, key=lambda at: at[1:]):
         stop = start + len(list(run))
@@ -292,7 +304,10 @@ def _blocks(table: Table) -> list[Block]:
 
 
 def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]]:
-    """All rows of all tables, with parameters that ZeRO-3 cuts and with the same ones whole; where each begins."""
+    """Concatenate the rows of all tables, once with sharded and once with unsharded parameters.
+
+    Returns the table, and the first row of each option.
+    """
     rows, first, parameters = list[Row](), dict[BlockOption, int](), dict[str, Parameter]()
     for word, table in tables.items():
         for cut in (False, True):

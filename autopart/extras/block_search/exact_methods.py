@@ -1,4 +1,4 @@
-"""Dynamic and integer programming for a `per_block.Problem`, and integer programs by their rows."""
+"""Dynamic and integer programming for a `BlockProblem`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 
 def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Exact but for memory, which is counted in quanta, `budget` of which are the limit, each block's rounded up: so it
-    fits, and is no slower than the best choice under a limit that is less by a quantum for each block and one more.
+    """Solve a problem exactly, except that memory is counted in quanta.
 
-    A stage of blocks i to j is a knapsack: the least seconds for so many quanta. Stages follow each other by the pairs
-    (slowest stage, sum of stages) of which none is better in both.
+    `budget` quanta are the limit, and each block's memory is rounded up. The result therefore fits. It is no slower
+    than the best choice under a limit that is smaller by one quantum per block and one more.
+
+    A stage of blocks i to j is a knapsack: the least seconds for each number of quanta. Stages are chained by
+    Pareto fronts of (slowest stage, sum of stages).
     """
     fill = _Fill(problem, budget)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages
@@ -64,7 +66,7 @@ class _Fill:
         self.extras = np.unique(problem.temporary_bytes)
 
     def times(self, stage: int) -> np.ndarray:
-        """[start, stop] seconds of the stage with these blocks, infinite where they do not fit."""
+        """Return [start, stop]: seconds of the stage with these blocks, infinite if they do not fit."""
         size = self.problem.num_blocks + 1
         least_s = np.full((size, size), np.inf)
         for extra in self.extras:
@@ -86,7 +88,7 @@ class _Fill:
         return least_s + self.problem.base_time_s[stage]
 
     def options(self, stage: int, start: int, stop: int) -> list[int]:
-        """The options of the fastest."""
+        """Return the fastest options of these blocks."""
         best: tuple[float, list[int]] = (np.inf, [])
         for extra in self.extras:
             room, quanta, seconds = self._under(stage, extra)
@@ -105,8 +107,10 @@ class _Fill:
         return best[1]
 
     def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
-        """Where no block needs more than this beyond what it holds: the quanta that are left, those of every block
-        under every option, and its seconds."""
+        """Return the limits if no block needs more than `extra` bytes of workspace.
+
+        Returns the free quanta, the quanta [blocks, options] and the seconds [blocks, options].
+        """
         problem = self.problem
         temporary = max(extra, problem.base_temporary_bytes[stage])
         room = np.floor((problem.memory_bytes - problem.base_bytes[stage] - temporary) / self.quantum + 1e-9)
@@ -115,7 +119,7 @@ class _Fill:
 
 
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least seconds by quanta with one more block, and its option."""
+    """Return the least seconds by quanta with one more block, and its option."""
     ways = np.full((len(quanta), len(before)), np.inf)
     for option, (used, time_s) in enumerate(zip(quanta, seconds, strict=True)):
         if used < len(before):
@@ -127,10 +131,12 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 
 
 def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Exact, by HiGHS: how many blocks of each run of equal blocks have which option in which stage. Equal blocks are
-    not told apart, so that nothing is tried in every order. The lower bound is HiGHS's."""
+    """Solve a problem exactly with HiGHS: the number of blocks per run of equal blocks, option and stage.
+
+    Equal blocks are interchangeable, which removes symmetric solutions. The lower bound is that of HiGHS.
+    """
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
-    for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's own tolerance may exceed the first
+    for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's tolerance may violate the first limit
         solution = counts.solved(limit, budget)
         nodes += int(solution.mip_node_count or 0)
         if limit == 1.0:
@@ -144,10 +150,12 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
 
 
 class _Counts:
-    """The program: `n[stage, run, option]` blocks; `used`, whether there are any; `done[stage, run]`, whether a run has
-    ended by the end of a stage; `extra[stage]`, the largest temporary; `slowest`, the seconds of the slowest stage.
+    """The integer program.
 
-    Seconds are in those of the slowest block, bytes in limits of memory.
+    Variables: `n[stage, run, option]` blocks; `used`, 1 if there are any; `done[stage, run]`, 1 if a run has ended
+    by the end of a stage; `extra[stage]`, the largest workspace; `slowest`, the seconds of the slowest stage.
+
+    Seconds are relative to the slowest block, bytes to the memory limit.
     """
 
     def __init__(self, problem: BlockProblem):
@@ -177,7 +185,7 @@ class _Counts:
         return solution
 
     def _rows(self, limit: float, seconds: np.ndarray, base_s: np.ndarray) -> Iterator[ProgramRow]:
-        """Of every constraint (column, factor), and between which it is."""
+        """Yield every constraint as (column, factor) pairs, lower and upper bound."""
         problem, memory, free = self.problem, self.problem.memory_bytes, np.inf
         temporary = problem.temporary_bytes[self.runs] / memory
         for run, length in enumerate(self.lengths):
@@ -194,7 +202,7 @@ class _Counts:
                 used = self.used[stage, run, option]
                 yield [(column, 1.0), (used, -float(self.lengths[run]))], -free, 0
                 yield [(extra, 1.0), (used, -temporary[run, option])], 0, free
-            for run in range(len(self.runs) - 1):  # the next run begins when this one has ended
+            for run in range(len(self.runs) - 1):  # a run begins after the run before it has ended
                 done, now, after = self.done[stage, run], self.n[: stage + 1, run], self.n[: stage + 1, run + 1]
                 yield [*((column, 1.0) for column in now.ravel()), (done, -float(self.lengths[run]))], 0, free
                 yield [*((column, 1.0) for column in after.ravel()), (done, -float(self.lengths[run + 1]))], -free, 0

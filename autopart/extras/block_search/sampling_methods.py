@@ -1,4 +1,4 @@
-"""Methods for a `per_block.Problem` that only ask what choices cost: evolution strategies, and a learned policy."""
+"""Methods for a `BlockProblem` that only evaluate choices: evolution strategies and a learned policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional
 from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 EXCESS = 4.0
-"""What a choice costs that needs twice the memory: so many times its step."""
+"""Penalty for memory beyond the limit, in step times per limit exceeded."""
 
 
 class Best:
-    """The best choice among those seen that fits; where one does not, as it is repaired."""
+    """The best choice so far. A choice that does not fit is repaired."""
 
     def __init__(self, problem: BlockProblem):
         self.problem, self.evaluations = problem, 0
@@ -24,7 +24,11 @@ class Best:
         self.step_time_s = np.inf
 
     def see(self, options: np.ndarray, stage_of: np.ndarray) -> np.ndarray:
-        """[choices] what choices cost, with memory beyond the limit as a penalty: [choices, blocks] each."""
+        """Return [choices]: the cost of choices, with a penalty for memory beyond the limit.
+
+        Args:
+            options, stage_of: [choices, blocks].
+        """
         problem = self.problem
         times, sizes = problem.price(options, stage_of)
         self.evaluations += len(options)
@@ -41,12 +45,14 @@ class Best:
 # Evolution strategies
 
 POPULATION, SPREAD, RATE = 64, 0.1, 0.1
-"""Choices a step, half of them mirrored; how far they are spread; how far a step goes."""
+"""Choices per step, half of them mirrored; the standard deviation of the noise; the step size."""
 
 
 def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """A point (a number for every option of every block, and for the size of every stage) goes along a gradient that is
-    estimated from the ranks of what the choices around it cost."""
+    """Follow a gradient that is estimated from the cost ranks of perturbed points.
+
+    A point has a number for every option of every block, and for the size of every stage.
+    """
     draws = np.random.default_rng(seed)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages
     point = np.zeros(num_blocks * problem.num_options + num_stages)
@@ -59,7 +65,9 @@ def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple
         share = np.exp(points[:, -num_stages:])
         ends = np.round(np.cumsum(share / share.sum(1, keepdims=True), 1)[:, :-1] * num_blocks)
         place = np.arange(num_stages - 1)
-        begins = np.maximum.accumulate(np.clip(ends, 1, num_blocks) - place, axis=1) + place  # a block for each
+        begins = (
+            np.maximum.accumulate(np.clip(ends, 1, num_blocks) - place, axis=1) + place
+        )  # at least one block per stage
         begins = np.minimum(begins, num_blocks - (num_stages - 1) + place)
         stage_of = (np.arange(num_blocks)[None, :, None] >= begins[:, None, :]).sum(2)
         cost = best.see(options, stage_of)
@@ -74,8 +82,11 @@ EPISODES, HIDDEN, LEARNING_RATE, ENTROPY = 64, 32, 0.01, 0.003
 
 
 def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """A policy goes from block to block, sees where it is and what its stage holds and takes so far, and chooses an
-    option and whether a stage begins. The baseline is the mean of a batch of choices, the unit their deviation."""
+    """Train a policy that chooses, block by block, an option and whether a stage begins.
+
+    Its state is the position and the time and memory of the stage so far. The baseline is the mean cost of a batch
+    of choices, and the cost is scaled by their standard deviation.
+    """
     generator = torch.Generator().manual_seed(seed)
     policy = _Policy(problem, generator)
     optimizer = torch.optim.Adam(policy.weights, lr=LEARNING_RATE)
@@ -92,14 +103,14 @@ def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tup
 
 
 class _Policy:
-    """Two layers, from 5 features of a state to a number for every option, and one for a stage to begin."""
+    """A two-layer network from 5 features of a state to a logit per option and one for a stage to begin."""
 
     def __init__(self, problem: BlockProblem, generator: torch.Generator):
         self.problem, self.generator = problem, generator
         sizes = (5, HIDDEN), (HIDDEN,), (HIDDEN, problem.num_options + 1), (problem.num_options + 1,)
         drawn = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
         self.weights = [(x / math.sqrt(len(x)) if x.dim() > 1 else 0 * x).requires_grad_() for x in drawn]
-        with torch.no_grad():  # at first a stage has as many blocks as there are for it
+        with torch.no_grad():  # initially, stages have equal numbers of blocks on average
             self.weights[-1][-1] = -math.log(max(1.0, problem.num_blocks / problem.num_stages - 1))
         self.seconds = torch.from_numpy(problem.time_s / problem.time_s.mean() / problem.num_blocks)
         held = [problem.held_bytes(stage) for stage in range(problem.num_stages)]
@@ -107,7 +118,7 @@ class _Policy:
         self.base = torch.from_numpy(problem.base_bytes / problem.memory_bytes)
 
     def episodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Options and stages [episodes, blocks], the negative logarithm of how likely they were, and entropy."""
+        """Return options and stages [episodes, blocks], the negative log-likelihood, and the entropy."""
         problem, (first, bias, second, last) = self.problem, self.weights
         num_blocks, num_stages = problem.num_blocks, problem.num_stages
         stage = torch.zeros(EPISODES, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Methods that search a `per_block.Problem`, to be compared: two exact ones, and two that only ask what choices cost.
+"""Methods that search a `BlockProblem`: two exact ones, and two that only evaluate choices.
 
 | name | method | `budget` | evaluations |
 |---|---|---|---|
@@ -7,8 +7,8 @@
 | `evolution_strategies` | zeroth-order (Salimans et al. 2017, arXiv:1703.03864) | choices | choices |
 | `reinforcement_learning` | REINFORCE (Williams 1992; Mirhoseini et al. 2017, arXiv:1706.04972) | choices | choices |
 
-The same seed gives the same answer; the exact methods need none. What a method finds fits, or it raises
-MemoryLimitError.
+The same seed gives the same result. The exact methods need no seed. The result fits into memory, or the method
+raises MemoryLimitError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ Method = Literal["dynamic_programming", "integer_programming", "evolution_strate
 
 @dataclass(frozen=True)
 class Found:
-    """What a method found. `evaluations`: as the module's table says. `lower_bound_s`: proven; 0.0 where nothing is."""
+    """Result of a method.
+
+    Args:
+        step_time_s: seconds of a step.
+        evaluations: as in the module's table.
+        seconds: duration of the search.
+        lower_bound_s: proven lower bound of the step in seconds; 0.0 if there is none.
+    """
 
     method: Method
     choice: BlockChoice
@@ -39,7 +46,7 @@ class Found:
     lower_bound_s: float = 0.0
 
     def gap(self, best_s: float) -> float:
-        """How much slower it is than the best known, as a share of that."""
+        """Return how much slower it is than the best known step, as a share of that step."""
         return self.step_time_s / best_s - 1
 
 
@@ -54,9 +61,9 @@ _METHODS: dict[Method, tuple[Callable[[BlockProblem, int, int], tuple[BlockChoic
 def solve(
     problem: BlockProblem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None
 ) -> Found:
-    """The best choice that a method finds.
+    """Return the best choice that a method finds.
 
-    Raises OptionError for an unknown method, MemoryLimitError where it finds nothing that fits.
+    Raises OptionError for an unknown method, MemoryLimitError if it finds nothing that fits.
     """
     if method not in get_args(Method):
         raise OptionError(f"unknown method={method!r}", hint=", ".join(get_args(Method)))
@@ -67,7 +74,7 @@ def solve(
     if choice is None:
         raise MemoryLimitError(
             f"{method} finds no choice block by block that fits into {quantity(problem.memory_bytes, 'B')}",
-            hint="more stages or devices, smaller microbatches, or zero=3 for what is in no block",
+            hint="more stages or devices, smaller microbatches, or zero=3 for parameters outside blocks",
         )
     assert problem.fits(choice), method
     return Found(method, choice, problem.step_time_s(choice), evaluations, seconds, bound_s)

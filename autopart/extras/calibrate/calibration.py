@@ -1,4 +1,4 @@
-"""A hardware profile made of measurements, and how well it predicts them."""
+"""Calibration of a hardware profile from measurements, and its prediction error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.extras.calibrate import gpu_fit
 from autopart.extras.calibrate.measurement import LINKS, Device, Measured
 
 _SHORTEST_S = 1e-9
-"""Where a fit finds no latency."""
+"""Latency in seconds if a fit finds none."""
 
 _OF_FLOPS = "[FLOPs of one matrix product, share of the dense peak]"
 _OF_BYTES = "[bytes that an operator reads and writes, share of memory_bytes_per_s]"
@@ -27,11 +27,11 @@ Entry = dict[str, Any]
 
 
 def profile(name: str, device: Device, measurements: Sequence[Measured], date: str, base: Hardware) -> Entry:
-    """A hardware profile, as its file holds it, of what was measured.
+    """Return a hardware profile, as its file stores it, from measurements.
 
     Args:
-        date: of the measurements.
-        base: has what was not measured.
+        date: date of the measurements.
+        base: profile for values that were not measured.
     """
     ranks = f"{device.num_ranks} processes at once" if device.num_ranks > 1 else "one process"
     source = f"measured on {device.name}, {device.software}, {ranks}, {date}"
@@ -42,7 +42,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     computed = _of_gpu(by_kind, source) if by_kind["attention"] else _computed(by_kind, source)
     entries = {
         **computed,
-        "memory_bytes": _entry(device.memory_bytes, "B", f"what {device.name} says, {date}"
+        "memory_bytes": _entry(device.memory_bytes, "B", f"reported by {device.name}, {date}"
                                + (f", for each of {device.local_ranks} processes" * (device.kind == "cpu"))),
         "devices_per_node": _per_node(device, base, source),
         "overlap": _entry(*_overlap(device, base)),
@@ -61,7 +61,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
 
 
 def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """What operators take that one after the other computes and is launched."""
+    """Return the entries of operators that the host launches one after another."""
     launch_s = min(row.time_s for row in by_kind["launch"])
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
@@ -80,7 +80,7 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
 
 
 def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """What kernels take that the host has issued before."""
+    """Return the entries of kernels that are recorded in CUDA graphs."""
     memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
     usual, launch_s = _usual(peaks), min(row.time_s for row in by_kind["launch"])
 
@@ -93,23 +93,23 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     half_width, block = gpu_fit.attention(kept, peaks[usual], lone)
     return {
         "flops_per_s": _peak_entries(peaks, source),
-        "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} of sums over many "
-                                    "features, whose rows are whole 16 bytes"),
-        "matmul_half_depth": _entry(half_depth, "features that an element of a product is the sum over",
+        "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} with large inner dims, "
+                                    "whose rows are multiples of 16 bytes"),
+        "matmul_half_depth": _entry(half_depth, "inner dim of a product",
                                     f"{source}: least squares over the same products"),
-        "matmul_unaligned": _entry(unaligned, "share of a rate that is left where rows have an odd number of values",
+        "matmul_unaligned": _entry(unaligned, "share of the rate if rows have an odd number of values",
                                    f"{source}: mean over products in {usual} with such rows"),
         "launch_s": _entry(launch_s, "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
         "memory_efficiency": _entry(gpu_fit.traffic(others, memory), _OF_BYTES,
-                                    f"{source}: means over copies into another order, gelu, dropout, norms, softmax, "
+                                    f"{source}: means over permuting copies, gelu, dropout, norms, softmax, "
                                     "sums of rows, and their backward"),
         "in_order_efficiency": _entry(gpu_fit.traffic(in_order, memory), _OF_BYTES,
                                       f"{source}: means over sums, products with a number and casts"),
         "optimizer_efficiency": _entry(gpu_fit.optimizer(by_kind["optimizer"], memory), "share of memory_bytes_per_s",
                                        f"{source}: fused AdamW, mean over float32 and bfloat16"),
-        "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",
+        "attention_half_width": _entry(half_width, "head width at which attention has half of the rate",
                                        f"{source}: least squares over attention forward and backward"),
         "causal_block": _entry(block, "queries", f"{source}: the same"),
     }  # fmt: skip
@@ -132,7 +132,7 @@ def _peak_entries(peaks: Mapping[str, float], source: str) -> Entry:
 
 
 def predicted_s(row: Measured, hardware: Hardware) -> float:
-    """What the profile says that a measured call takes."""
+    """Return the seconds that the profile predicts for a measured call."""
     if row.kind in ("matmul", "sustained", "between"):
         moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
         return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.odd(row))
@@ -152,7 +152,7 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
 
 
 def _overlap(device: Device, base: Hardware) -> tuple[float, str, str]:
-    """The share of communication that runs beside compute, its unit and where it is from."""
+    """Return the share of communication that overlaps with compute, its unit and its source."""
     if device.kind == "cpu":
         return 0.0, "share of communication", "the processor that computes also sends"
     return base.overlap, "share of communication", f"not measured: from profile {base.name}"
@@ -167,7 +167,7 @@ def _usual(peaks: Mapping[str, float]) -> str:
 
 
 def _products(rows: Sequence[Measured], usual: str, peak: float) -> list[list[float]]:
-    """The curve of the dtype that models are trained in."""
+    """Fit the efficiency curve of the usual training dtype."""
     from scipy.optimize import isotonic_regression
 
     shares = defaultdict(list)
@@ -198,7 +198,7 @@ def _not_measured(link: str, base: Hardware) -> Entry:
 
 
 def _link(link: str, rows: Sequence[Measured], source: str) -> Entry:
-    """Rate and latency of a link: the collectives' formulas fitted by least squares of their relative errors."""
+    """Fit the bandwidth and latency of a link to the collectives' formulas, by relative errors."""
     from scipy.optimize import nnls
 
     hops, moved = zip(*(_hops_and_bytes(row) for row in rows), strict=True)
@@ -220,6 +220,6 @@ def _hops_and_bytes(row: Measured) -> tuple[float, float]:
 
 
 def mean_error(rows: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """The mean and the largest relative error of (predicted, measured)."""
+    """Return the mean and the maximum relative error of pairs (predicted, measured)."""
     errors = [abs(predicted / measured - 1) for predicted, measured in rows]
     return fmean(errors), max(errors)

@@ -1,7 +1,8 @@
-"""The numbers of a GPU's profile that calls recorded as CUDA graphs tell (`extras/calibrate/gpu_calls.py`).
+"""Fits of a GPU's hardware profile to calls recorded as CUDA graphs (`extras/calibrate/gpu_calls.py`).
 
-What the least kernel takes comes off every time, as a profile adds it to every operator. Rates in 16 bits hardly rise
-beyond 10 GFLOP, as the device's power limits them; below, short sums and narrow heads cost most.
+The duration of the smallest kernel is subtracted from every call, because a profile adds it to every operator.
+Rates in 16 bits hardly rise beyond 10 GFLOP, because the device's power limits them. Below, small inner dims
+and narrow heads cost most.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from autopart.cost.predict.operator_work import OPTIMIZER_TRAFFIC
 from autopart.extras.calibrate.measurement import Measured
 
 POINTS_PER_DECADE = 2
-"""Of the curve of rates by FLOPs."""
+"""Points of the efficiency curve per decade of FLOPs."""
 
 MOST_TRAFFIC = 0.5
-"""Products whose operands take a larger share of the time to move tell nothing of matrix units."""
+"""Products whose memory traffic takes a larger share of their time are left out of the fit of matrix rates."""
 
 LARGE = 1e10
-"""FLOPs of a product that takes longer than what is around it, so that the depth of its sums tells."""
+"""FLOPs above which a product dominates its overheads, so that the effect of its inner dim shows."""
 
 BY_GRADIENT = "weight gradient"
 
 IN_ORDER = ("cast", "scaled", "added")
-"""The forms of calls that go through memory in its order."""
+"""Forms of calls that are pointwise on contiguous tensors."""
 
 MANY_BYTES = 5e7
-"""Of parameters whose update takes longer than what the host and the launch of its kernels do."""
+"""Bytes of parameters whose update takes longer than the host's work and the launch of its kernels."""
 
 
 def is_in_order(row: Measured) -> bool:
@@ -42,7 +43,7 @@ def is_in_order(row: Measured) -> bool:
 
 
 def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """The calls that go through memory in its order, and all others."""
+    """Split calls into pointwise ones on contiguous tensors and all others."""
     in_order, others = list[Measured](), list[Measured]()
     for row in rows:
         (in_order if is_in_order(row) else others).append(row)
@@ -50,28 +51,31 @@ def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
 
 
 def last_dims(row: Measured) -> tuple[int, ...]:
-    """Of the operands and the result of a product, in memory: what a row of them has."""
+    """Return the row lengths of a product's operands and result in memory."""
     rows, inner, columns = row.shape
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
 
 def odd(row: Measured) -> int:
-    """`unaligned` of a product's rows, in 16 bits."""
+    """Return `unaligned` of a product's rows, or 0 if it is not in 16 bits."""
     return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
 def depth(row: Measured) -> float:
-    """The features that an element is the sum of; 0 where it is one of rows and positions."""
+    """Return the inner dim of a product, or 0 if the sum is over batch and sequence."""
     return 0.0 if row.form == BY_GRADIENT else float(row.shape[1])
 
 
 def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> tuple[list[list[float]], float, float]:
-    """The curve of shares of the peak by FLOPs, the depth at which a share is half, and the share that is left where
-    rows have an odd number of values.
+    """Fit the efficiency of matrix products.
+
+    Returns the curve of shares of the peak by FLOPs, the inner dim at which the rate is half, and the share of the
+    rate with odd row lengths.
 
     Args:
-        usual: the dtype of which the curve is.
-        rate: of memory, in B/s.
+        usual: the dtype of the curve.
+        peak: peak FLOP/s in that dtype.
+        rate: memory bandwidth in bytes/s.
     """
     from scipy.optimize import minimize_scalar
 
@@ -94,8 +98,10 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
 
 def _shares(rows: Iterable[Measured], peak: float, half: float) -> list[list[float]]:
-    """Points [FLOPs, share of the peak], means over products of about as many FLOPs; they rise, and no larger product
-    takes less time."""
+    """Return points [FLOPs, share of the peak], as means over products of similar FLOPs.
+
+    Shares rise with FLOPs, and no larger product takes less time.
+    """
     from scipy.optimize import isotonic_regression
 
     found = defaultdict(list)
@@ -118,8 +124,16 @@ def _share_at(flops: float, points: Sequence[Sequence[float]]) -> float:
 
 
 def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The width of heads at which attention has half the rate of products, and the queries that a causal kernel takes
-    at a time, by least squares of relative errors, forward and backward."""
+    """Fit the head width at which attention has half the rate of products, and the causal tile size.
+
+    The tile size is in queries.
+
+    The fit is least squares of relative errors over forward and backward.
+
+    Args:
+        peak: peak FLOP/s.
+        points: efficiency curve of products.
+    """
     from scipy.optimize import least_squares
 
     whole_s = [row.flops / (peak * _share_at(row.flops, points)) for row in rows]
@@ -138,18 +152,33 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 
 
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
-    """The same calls without the launch, of which a small operator of a library may take less than was measured."""
+    """Subtract the launch from the seconds of calls. Each keeps at least a tenth of its time.
+
+    A library's small operator may take less than the measured launch.
+    """
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
 
 def optimizer(rows: Iterable[Measured], rate: float) -> float:
-    """The share of memory's rate that the update of many parameters reaches: the mean over their dtypes."""
+    """Return the share of memory bandwidth that the update of many parameters reaches.
+
+    It is the mean over dtypes.
+
+    Args:
+        rate: memory bandwidth in bytes/s.
+    """
     shares = [OPTIMIZER_TRAFFIC * row.size_bytes / row.time_s / rate for row in rows if row.size_bytes >= MANY_BYTES]
     return min(1.0, geometric_mean(shares)) if shares else 1.0
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """The share of memory's rate by bytes: means over kinds of operators that compute little."""
+    """Return points [bytes, share of memory bandwidth] of operators without matrix products.
+
+    They are means over kinds of operators.
+
+    Args:
+        rate: memory bandwidth in bytes/s.
+    """
     found = defaultdict(list)
     for row in rows:
         found[round(math.log2(row.size_bytes) / 2)].append(row.size_bytes / row.time_s / rate)
@@ -157,14 +186,16 @@ def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
 
 
 def operand_bytes(row: Measured, itemsize: int) -> float:
-    """What a product reads and writes."""
+    """Return the bytes that a product reads and writes."""
     rows, inner, columns = row.shape
     return (rows * inner + inner * columns + rows * columns) * itemsize
 
 
 def curve(points: Iterable[Sequence[float]], most: float = math.inf) -> list[list[float]]:
-    """Points of an efficiency curve by which no larger amount takes less time: from the largest down, a share is as
-    high as that asks for."""
+    """Return the points of an efficiency curve on which no larger amount takes less time.
+
+    Shares are raised from the largest amount down until this holds.
+    """
     found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(map(tuple, points))]
     for smaller, larger in reversed([*pairwise(found)]):
         least = larger[1] / (1 + math.log(larger[0] / smaller[0]))
