@@ -39,10 +39,10 @@ and returns its `Waits`."""
 class Crossing:
     """Autograd boundary of a parameter bucket: identity in forward, gradient reduction in backward.
 
-    Two autograd nodes overlap the reduction with the backward of a differentiable call. `_StartReduce` is inserted where
-    the block that uses the parameters begins. Its backward starts the collective when all their gradients are ready.
-    `_WaitReduce` is created before anything else, and its backward waits for the collective. Autograd runs the nodes
-    created last first, so it waits only after everything else has run.
+    Two autograd nodes overlap the reduction with the backward of a differentiable call. `_StartReduce` is inserted
+    where the block that uses the parameters begins. Its backward starts the collective when all their gradients are
+    ready. `_WaitReduce` is created before anything else, and its backward waits for the collective. Autograd runs the
+    nodes created last first, so it waits only after everything else has run.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,8 @@ class Crossing:
     """Maximum number of buckets in flight, including this one."""
 
     small_bytes: int = 0
-    """Total bytes up to which a differentiable call may have more buckets in flight. Such a call copies all gradients."""
+    """Total bytes up to which a differentiable call may have more buckets in flight. Such a call copies all
+    gradients."""
 
     unsummed: Unsummed | None = None
     """State of `no_sync()`; None if this bucket does not support it."""

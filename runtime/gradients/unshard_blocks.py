@@ -156,7 +156,8 @@ class GatheredBlocks:
     def rest(self, failed: bool = False) -> None:
         """Release all unsharded weights, because weights may change before their next use.
 
-        Prefetched blocks that were not used are waited for. A message sent after an abandoned receive would never arrive.
+        Prefetched blocks that were not used are waited for. A message sent after an abandoned receive would never
+        arrive.
 
         Args:
             failed: a call has failed, so other ranks may never send. Pending all-gathers are left as they are.

@@ -130,8 +130,8 @@ class WholeBucket(Bucket):
         self.under_way = wholes.under_way
         self.wait: Callable[[], list[Tensor]] | None = None
         self.kept: dict[str, Tensor] = {}
-        """{parameter: accumulated gradient of earlier microbatches}, if its reduce dtype is of higher precision than its
-        compute dtype."""
+        """{parameter: accumulated gradient of earlier microbatches}, if its reduce dtype is of higher precision than
+        its compute dtype."""
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -515,8 +515,8 @@ RANK_CASES = {
         "  why    'layers.0.weight' is sharded over dp: every backward reduce-scatters its gradient\n  try    "
         "microbatches=4: one step of a batch that is four times as large, split; or zero=0",
     ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are reduced over the ranks\n"
-        "  why    the current gradients were computed inside no_sync(), and each rank has a partial gradient\n  try    run the "
-        "last call before the optimizer's step outside no_sync(): it reduces all of them",
+        "  why    the current gradients were computed inside no_sync(), and each rank has a partial gradient\n  "
+        "try    run the last call before the optimizer's step outside no_sync(): it reduces all of them",
     ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from "
         "0 on\n  try    pm.clip_grad_norm_(1.0)",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
