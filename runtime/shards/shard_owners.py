@@ -1,4 +1,4 @@
-"""Ownership of shards: which shard of which model parameter a local parameter is, and which copy counts.
+"""Ownership of shards: the model parameter and shard that a local parameter is, and its owner.
 
 A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard may be replicated: over `dp`, over
 `tp` if the parameter is not sharded over it, or between stages that share a tied parameter. Then it counts on the first
@@ -86,7 +86,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
-    """Register the shard that a local parameter is, unless another module that shares it has registered it."""
+    """Register the shard info of a local parameter, unless another module that shares it has done so."""
     if parameter not in _HOMES:
         _HOMES[parameter] = home_for(name, program, process, stage_style)
 

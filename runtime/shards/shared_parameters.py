@@ -35,7 +35,7 @@ _HELD: Any = WeakIdKeyDictionary()
 
 
 def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if a separately partitioned module has one, so that both stay tied.
+    """Return this rank's shard of `full` if a separately partitioned module has one, to keep both tied.
 
     Modules inside `model`, or around it, do not count as separate. Raises LayoutError if mesh or layout differ.
     """
@@ -46,8 +46,8 @@ def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, 
         if (shard.mesh, dict(shard.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
                 f"'{name}' of {type(model).__name__} is shared with a {shard.kind} that was parallelized on its own",
-                why=f"there it is {_layout_text(held.layout)} on {shard.mesh}, here {_layout_text(layout)} on {mesh}",
-                hint="parallelize the module that holds both, or use plans that store it identically on one mesh without pp",
+                why=f"there it is {_layout_text(shard.layout)} on {shard.mesh}, here {_layout_text(layout)} on {mesh}",
+                hint="parallelize the module that holds both, or store it identically on one mesh without pp",
             )
         return local
     return None
