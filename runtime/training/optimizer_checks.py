@@ -95,7 +95,7 @@ _CHECKED: Any = WeakIdKeyDictionary()
 
 @on_local_values
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptionError if the optimizer needs more than a rank stores, UsageError for unreduced gradients."""
+    """Raise OptionError if the optimizer needs more than a shard, UsageError for unreduced gradients."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
