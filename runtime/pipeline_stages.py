@@ -64,7 +64,7 @@ class _Loaded:
         written: graph of each microbatch, specialised to its masks.
         prologue_updates: buffer updates of the prologue.
         graph_updates: buffer updates of each microbatch.
-        beside: {microbatch: outputs other than the loss}, on a step's last stage.
+        other_outputs: {microbatch: outputs other than the loss}, on a step's last stage.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Loaded:
     written: list[_BoundGraph] = field(default_factory=list)
     prologue_updates: Sequence[Tensor] = ()
     graph_updates: list[Sequence[Tensor]] = field(default_factory=list)
-    beside: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    other_outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class StageModule(nn.Module):
@@ -188,7 +188,7 @@ class StageModule(nn.Module):
             received = _Received.apply(self.process.device, *received)
         sends = self.run(received, int(microbatch))
         if self.is_last:
-            self.loaded.beside[int(microbatch)] = tuple(value.detach() for value in sends[1:])
+            self.loaded.other_outputs[int(microbatch)] = tuple(value.detach() for value in sends[1:])
             return _Sends.apply(self.process.device, sends[0])[0]
         return _Sends.apply(self.process.wire, *sends)
 
@@ -278,7 +278,7 @@ class Pipeline:
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
         self.give_numbers(losses)
-        other_outputs = [module.loaded.beside for module in self.modules if module.is_last]
+        other_outputs = [module.loaded.other_outputs for module in self.modules if module.is_last]
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
     def give_numbers(self, losses: list[Tensor] | None = None) -> None:
