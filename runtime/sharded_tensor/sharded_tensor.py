@@ -112,7 +112,7 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, home: Home) -> nn.Parameter:
-    """Return a local parameter with its shard spec, or unchanged if every rank stores every parameter in full."""
+    """Return a local parameter with its shard spec; unchanged if every rank stores all parameters in full."""
     shards = tuple(
         DimShard(axis, cut, index) for (axis, cut), (_, index) in zip(home.cuts, home.cuts_here, strict=True)
     )
@@ -328,7 +328,7 @@ def _check_all_stages(name: str, spec: ShardSpec) -> None:
     if not _combines_stages():
         raise UsageError(
             f"{name}() of '{spec.name}' under pp",
-            why="a rank holds the parameters of its own stages, so a loop over parameters gives different results on different ranks",
+            why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
             hint="pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), "
             "pm.full_state_dict(); p.to_local() for this rank alone",
         )
@@ -441,7 +441,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     for index, leaf in enumerate(target):
         sharded = [arg for arg in row(index) if isinstance(arg, ShardedTensor)]
         if sharded and not isinstance(leaf, ShardedTensor) and name.endswith("_"):
-            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="its values are a shard",
+            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it holds a shard",
                              hint="torch.zeros_like(p) gives a tensor that is sharded like p")  # fmt: skip
         specs.append(leaf.spec if isinstance(leaf, ShardedTensor) else sharded[0].spec if sharded else None)
 
