@@ -169,7 +169,7 @@ class Checkpoint:
         self.notes = [*_conversions(path, tensors, self._meta_tensors), *_ignored(path, model, extra)]
         self._check_ties(path, model, tensors)
 
-    def values(self) -> Mapping[str, Tensor]:
+    def held(self) -> Mapping[str, Tensor]:
         values = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
         missing = self._meta_tensors.keys() - self._parameters - self._have_values - values.keys()
         if missing and self._build is not None:
