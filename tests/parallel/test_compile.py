@@ -173,7 +173,7 @@ def cut_inside(options):
     """Whether blocks were looked through for a place to cut them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda forward, **_: forward)
-        patch.setattr(compiled_blocks._Pieces, "_seam", seam := unittest.mock.Mock(return_value=0))
+        patch.setattr(compiled_blocks._Chunks, "_seam", seam := unittest.mock.Mock(return_value=0))
         model, batch = of_transformers("llama", 3)
         autopart.parallelize(model, "dp2", example_kwargs=batch, compile=True, **options).step(**batch)
     return seam.called

@@ -85,14 +85,14 @@ def test_optimizers_of_single_tensors_are_told_from_others():
         if name != "SparseAdam":  # which takes sparse gradients alone
             optimizer = getattr(torch.optim, name)(one(), lr=0.1)
             assert optimizer_checks.is_separable(optimizer, CPU) is True, name
-            assert optimizer_checks._known_elementwise(optimizer)
+            assert optimizer_checks._is_torch_elementwise(optimizer)
     for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
         assert optimizer_checks.is_separable(kind(one(), lr=0.1), CPU) is True, kind
     assert optimizer_checks.is_separable(Adaptive(one(), lr=0.1), CPU) is False
     assert optimizer_checks.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
     assert optimizer_checks.is_separable(Sealed(one()), CPU) is None
     assert optimizer_checks.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
-    assert optimizer_checks._known_elementwise(Mine(one())) and not optimizer_checks._known_elementwise(
+    assert optimizer_checks._is_torch_elementwise(Mine(one())) and not optimizer_checks._is_torch_elementwise(
         Signs(one(), 0.1)
     )
 
