@@ -83,7 +83,7 @@ class LocalBatch:
             return _gather([rows.detach()], self.axes, self.process)[0]
 
         return [
-            _WithGradient.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
+            _GlobalValue.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
             for part, value in zip(parts, values, strict=True)
         ]
 
@@ -104,7 +104,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
     ]
 
 
-class _WithGradient(Function):
+class _GlobalValue(Function):
     """Global value of a local input. Backward returns the gradient of the local samples."""
 
     @staticmethod
@@ -114,10 +114,10 @@ class _WithGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _RowsOf.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
+        return _LocalSlice.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
 
 
-class _RowsOf(Function):
+class _LocalSlice(Function):
     """One rank's samples of a global value. Backward gathers their gradients on all ranks."""
 
     @staticmethod
@@ -127,4 +127,4 @@ class _RowsOf(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _WithGradient.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None
+        return _GlobalValue.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None

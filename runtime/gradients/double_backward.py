@@ -28,10 +28,10 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Gathered.apply(ctx.bucket, ctx.present, *grads)
+        return None, None, *_DifferentiableAllGather.apply(ctx.bucket, ctx.present, *grads)
 
 
-class _Gathered(torch.autograd.Function):
+class _DifferentiableAllGather(torch.autograd.Function):
     """Differentiable all-gather of the bucket's parameters at positions `present`."""
 
     @staticmethod

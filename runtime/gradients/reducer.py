@@ -356,7 +356,7 @@ class Reducer:
         self.missing: list[int] = []
         self.next = self.backwards = 0
         self.begun: deque[tuple[Bucket, Finish]] = deque()
-        self.going_on: list[Finish] = []
+        self.next_reductions: list[Finish] = []
         """Reductions over further groups. They work in the memory of the reduced gradients."""
         self.completed: set[str] = set()
         """Shards whose gradients of earlier microbatches are part of a reduction that is complete or in flight."""
@@ -427,7 +427,7 @@ class Reducer:
         _, finish = self.begun.popleft()
         next_reduction = finish()
         if next_reduction is not None:
-            self.going_on.append(next_reduction)
+            self.next_reductions.append(next_reduction)
 
     def after_backward(self) -> None:
         """Launch the remaining buckets after the backward of a microbatch."""
@@ -445,16 +445,16 @@ class Reducer:
         """Wait for all reductions. The step has no more backwards."""
         while self.begun:
             self._finish_first()
-        for finish in self.going_on:
+        for finish in self.next_reductions:
             finish()
-        self.going_on.clear()
+        self.next_reductions.clear()
         self.is_armed = False
 
     def abandon(self) -> None:
         """Drop all pending reductions of a step that failed."""
         self.is_armed, self.before_first = False, _nothing
         self.begun.clear()
-        self.going_on.clear()
+        self.next_reductions.clear()
         self.completed.clear()
 
 

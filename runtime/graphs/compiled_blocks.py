@@ -40,7 +40,7 @@ LEAST_CHAIN = 3
 MOST_BLOCKS = 2
 """Maximum number of consecutive blocks compiled as one graph."""
 
-Piece = list[fx.Node]
+Chunk = list[fx.Node]
 """Consecutive calls that are compiled as one graph."""
 Run = tuple[int, int]
 """(start, stop) of a chunk among the calls of a graph."""
@@ -160,9 +160,9 @@ class _Chunks:
         self.module, self.has_seams, self.most_blocks = module, has_seams, most_blocks
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
-    def of_graph(self) -> list[tuple[str, Piece]]:
+    def of_graph(self) -> list[tuple[str, Chunk]]:
         """Return all chunks in graph order, each with its kind."""
-        pieces, begin = list[Piece](), 0
+        pieces, begin = list[Chunk](), 0
         for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
             if start < begin:  # it overlaps the block before it
                 continue
@@ -248,7 +248,7 @@ class _Chunks:
             if node not in numbers:
                 numbers[node] = len(numbers)
                 lines.append(self._input_spec(node))
-            return _Value(numbers[node])
+            return _ValueRef(numbers[node])
 
         for node in piece:
             if node.op == "placeholder":
@@ -307,7 +307,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Value:
+class _ValueRef:
     """Reference to a value in the text of a kind."""
 
     number: int
@@ -330,7 +330,7 @@ def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in nodes for user in node.users)]
 
 
-def _with_calls(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.GraphModule:
+def _with_calls(module: fx.GraphModule, pieces: Sequence[tuple[str, Chunk]]) -> fx.GraphModule:
     """Return the graph with one call per chunk, and one compiled module per kind."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -356,7 +356,7 @@ def _with_calls(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> 
     return with_flat_names(fx.GraphModule(module, graph, class_name=module.__class__.__name__))
 
 
-def _chunk_graph(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
+def _chunk_graph(piece: Chunk) -> tuple[fx.Graph, list[fx.Node]]:
     """Return a chunk as a separate graph, and its inputs in the order of the placeholders."""
     graph = fx.Graph()
     members = set(piece)

@@ -113,13 +113,13 @@ class ShardSpec:
         """Return `value`, and all-reduce its gradient over these axes, on which ranks use different elements."""
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
-                value = _Enter.apply(value, axis, self)
+                value = _ReduceGradient.apply(value, axis, self)
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `reduce` of the ranks' values, stacked in dim 0, over one axis after the other."""
         for axis in axes:
-            local = reduce(_Stack.apply(local, axis, self))
+            local = reduce(_StackRanks.apply(local, axis, self))
         return local
 
 
@@ -178,7 +178,7 @@ class _Take(torch.autograd.Function):
         return _Gather.apply(grad.contiguous(), ctx.shard, ctx.process), None, None
 
 
-class _Stack(torch.autograd.Function):
+class _StackRanks(torch.autograd.Function):
     """Values of all ranks of an axis, stacked in a new dim 0. Backward takes this rank's value."""
 
     @staticmethod
@@ -191,10 +191,10 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Unstack.apply(grad, ctx.axis, ctx.spec), None, None
+        return _UnstackRanks.apply(grad, ctx.axis, ctx.spec), None, None
 
 
-class _Unstack(torch.autograd.Function):
+class _UnstackRanks(torch.autograd.Function):
     """This rank's value of a replicated stack. Backward stacks."""
 
     @staticmethod
@@ -205,10 +205,10 @@ class _Unstack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec), None, None
+        return _StackRanks.apply(grad.contiguous(), ctx.axis, ctx.spec), None, None
 
 
-class _Enter(torch.autograd.Function):
+class _ReduceGradient(torch.autograd.Function):
     """Identity in forward; backward all-reduces over an axis."""
 
     @staticmethod
@@ -218,4 +218,4 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec).sum(0), None, None
+        return _StackRanks.apply(grad.contiguous(), ctx.axis, ctx.spec).sum(0), None, None
