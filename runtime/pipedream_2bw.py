@@ -82,7 +82,7 @@ class Exchange:
     def __init__(self) -> None:
         self.unsent: list[dist.P2POp] = []
         self.under_way: list[tuple[dist.Work, Any]] = []
-        self.told: list[tuple[dist.Work, Tensor]] = []
+        self.broadcasts: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, receives: Sequence[dist.P2POp]) -> None:
         """Start the pending sends, and wait for these receives."""
@@ -120,13 +120,13 @@ class Exchange:
             value = torch.empty_like(like, device=process.wire)
             dist.recv(value, group=group, group_src=owner)
             return value.to(process.device)
-        for earlier, _ in self.told:  # of the last step: other ranks receive it after their backwards
+        for earlier, _ in self.broadcasts:  # of the last step: other ranks receive it after their backwards
             earlier.wait()
-        self.told, sent = [], value.to(process.wire)
+        self.broadcasts, sent = [], value.to(process.wire)
         for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
             work = dist.isend(sent, group=group, group_dst=other)
             assert work is not None
-            self.told.append((work, sent))
+            self.broadcasts.append((work, sent))
         return value
 
 

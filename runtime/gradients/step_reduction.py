@@ -52,7 +52,7 @@ class SummedTogether:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
-    """Group into buckets those `tensors` whose gradients end as partial sums over mesh axes, in their order."""
+    """Assign tensors whose gradients end as partial sums over mesh axes to buckets, in their order."""
     axes = {name: program.parameters[name].summed_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [SummedTogether(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
@@ -61,7 +61,7 @@ def axis_buckets(
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
-    """Group into buckets those `tensors` that several `pp` coordinates store, in the program's order on every rank."""
+    """Assign tensors that several `pp` coordinates store to buckets, in the program's order."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}

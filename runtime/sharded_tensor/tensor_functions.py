@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     ATTRIBUTE = "right: of the full tensor"
     GET_GRAD = "right: sharded as the parameter is"
     SET = "right: takes the shard"
-    SAME = "right: sharded alike"
+    SAME = "right: sharded as its argument"
     CREATED = "right: of the size that is given"
     ELEMENTWISE = "right: elementwise"
     REDUCTION = "right: reduced over ranks"

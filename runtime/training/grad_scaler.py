@@ -32,7 +32,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Example:
         scaler = autopart.GradScaler()
-        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), where there is no pp
+        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), without pp
         scaler.unscale_(optimizer)
         pm.clip_grad_norm_(1.0)
         scaler.step(optimizer)

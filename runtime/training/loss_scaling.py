@@ -115,9 +115,9 @@ def naming_operators() -> Iterator[None]:
         match = re.search(r"\"(\w+)\" not implemented for '(Half|BFloat16)'", str(error))
         if match is None:
             raise
-        asked = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
+        precision = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
         raise RuntimeSetupError(
-            f"this device has no operator '{match[1]}' in {asked}",
-            why=f"the model computes it in what precision='{asked}' casts to",
-            hint=f"precision='{'bf16' if asked == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
+            f"this device has no operator '{match[1]}' in {precision}",
+            why=f"the model computes it in what precision='{precision}' casts to",
+            hint=f"precision='{'bf16' if precision == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
         ) from error  # fmt: skip
