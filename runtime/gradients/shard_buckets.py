@@ -133,9 +133,9 @@ class PartBucket:
             flat = wait()
             if not self.others or earlier is None:
                 return cast_shards(flat)
-            for chunk, earlier_shard in zip(shards_of(flat), earlier, strict=True):
-                if earlier_shard is not None:
-                    chunk.add_(earlier_shard)
+            for chunk, prior in zip(shards_of(flat), earlier, strict=True):
+                if prior is not None:
+                    chunk.add_(prior)
             wait_for_sum = begin_sum(flat, self.others)
 
             def wait_for_all_reduce() -> list[Tensor]:

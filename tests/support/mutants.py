@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant("runtime/gradients/reducer.py", "and self.missing[self.next] <= 0", "and False", "overlap"),
     Mutant("runtime/gradients/reducer.py", "if not bucket.each and not self.is_last:", "if False:",
            "overlap zero_levels"),
-    Mutant("runtime/gradients/shard_buckets.py", "chunk.add_(earlier_shard)", "pass", "zero_levels overlap precision memory"),
+    Mutant("runtime/gradients/shard_buckets.py", "chunk.add_(prior)", "pass", "zero_levels overlap precision memory"),
     Mutant("runtime/gradients/shard_buckets.py", "if not self.others or earlier is None:", "if True:",
            "overlap zero_levels"),
     Mutant("runtime/gradients/unshard_blocks.py", "        self.rest()\n        for block", "        for block",
