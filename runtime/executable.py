@@ -1,4 +1,4 @@
-"""One program on one rank: its stages bound to this rank's tensors and groups, its forward and its step."""
+"""One program on one rank: stages bound to the rank's tensors and process groups, forward and step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ from autopart.runtime.training.step_options import StepOptions, divide_by, scale
 
 
 class Executable:
-    """Runs `program`; `parameters` and `buffers` are {name: local tensor} and are shared with other executables."""
+    """Runs `program` on this rank.
+
+    `parameters` and `buffers` are {name: local tensor}, shared with other executables.
+    """
 
     def __init__(
         self,
@@ -70,10 +73,10 @@ class Executable:
             StageModule(stage, program, process, tensors, compile, self.wholes, reducer, splits, self.shared_buckets)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
-        summed = summed_names(self.parameters, program, self.stage_style)
-        apart = summed.union(self.wholes.parts, data_sync.methods)
-        self.summed_here = [parameter for name, parameter in self.parameters.items() if name in apart]
-        """The parameters whose gradients ranks bring together."""
+        reduced_names = summed_names(self.parameters, program, self.stage_style)
+        separate_names = reduced_names.union(self.wholes.parts, data_sync.methods)
+        self.summed_here = [parameter for name, parameter in self.parameters.items() if name in separate_names]
+        """Parameters whose gradients ranks reduce after their backwards."""
         self.pipeline: Pipeline | None = None
         self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
@@ -82,14 +85,14 @@ class Executable:
             connect_tied(program, process, self.stage_style)
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
-        """The model's flat outputs for the global batch. Differentiable where there is no pipeline.
+        """Return the model's flat outputs for the global batch. Differentiable without a pipeline.
 
-        Raises InputError where the ranks are not called alike, by `comparison`.
+        Raises InputError if the ranks were called differently, by `comparison`.
         """
         with no_autocast(), compared(comparison), self.loaded(inputs, comparison):
             if self.pipeline is not None:
                 with self.wholes.gathered():
-                    outputs = self._everywhere(self.pipeline.forward())
+                    outputs = self._merge_on_all_ranks(self.pipeline.forward())
             else:
                 if torch.is_grad_enabled():
                     self.unsummed.are_expected |= self.unsummed.is_open
@@ -99,19 +102,23 @@ class Executable:
                     leave = partial(self.unsummed.leave, self.unsummed.is_open)
                     runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
-                outputs = self.rows.as_terms(self._everywhere(runs))
+                outputs = self.rows.as_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Forward and backward of one global batch; adds to `.grad`. Raises InputError as `forward`.
+        """Run forward and backward of one global batch, accumulating into `.grad`.
 
-        `scaling`: what the loss is multiplied by, and the gradients divided by. Where one is not finite every `.grad`
-        is None afterwards, what was there before too: an optimizer then does nothing, as after a step of its own.
+        Raises InputError as `forward`.
 
-        Returns the loss and what the program has beside it, for the global batch, detached.
+        Args:
+            scaling: loss scaling. If a gradient is not finite, every `.grad` is None afterwards, including earlier
+                gradients. An optimizer then does nothing, as after a skipped step.
+
+        Returns:
+            The loss and the program's other outputs, for the global batch, detached.
         """
         with held_back(self.parameters) as hooks:
             runs = self._run(inputs, options, hooks, comparison, scaling)
@@ -119,14 +126,14 @@ class Executable:
             for parameter in self.parameters.values():
                 parameter.grad = None
         hooks.see_accumulated()
-        loss = self._whole_loss([loss for loss, *_ in runs])
-        beside = self.program.outputs[1:]
-        outputs = self._everywhere(runs) if any(o.position is not None for o in beside) else []
-        return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
+        loss = self._global_loss([loss for loss, *_ in runs])
+        other_outputs = self.program.outputs[1:]
+        outputs = self._merge_on_all_ranks(runs) if any(o.position is not None for o in other_outputs) else []
+        return loss, [o.constant if o.position is None else outputs[o.position] for o in other_outputs]
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Inside, stages read parameters so that their gradients become those of all ranks."""
+        """Route parameters through reduce boundaries in this context, so that gradients cover all ranks."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
@@ -141,18 +148,18 @@ class Executable:
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison,
         scaling: LossScaling | None,
     ) -> list[tuple[Tensor, ...]]:  # fmt: skip
-        """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
-        loaded, leaves = self.loaded(inputs, comparison), self.unsummed.matters
-        fresh = self._fresh_gradients(hooks, scaling is not None)
+        """Run forward and backward of all microbatches. Return the last stage's outputs, if this rank has it."""
+        loaded, is_unreduced = self.loaded(inputs, comparison), self.unsummed.matters
+        fresh_gradients = self._fresh_gradients(hooks, scaling is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
-        if leaves:
+        if is_unreduced:
             comparison.finish_comparison()
             self.unsummed.begin()
-        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, fresh:
+        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, fresh_gradients:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered(), nullcontext() if leaves else self.summing(comparison.finish_comparison):
+            with self.wholes.gathered(), nullcontext() if is_unreduced else self.summing(comparison.finish_comparison):
                 if self.pipeline is not None:
                     runs = self.pipeline.step(loss_scale)
                 else:
@@ -160,23 +167,25 @@ class Executable:
                     runs = [self._step_microbatch(index, loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
-            grown = self.data_sync.with_wholes(self.parameters)
-            if not leaves:
-                sync_tied(grown, self.program, self.process, self.stage_style)
+            all_parameters = self.data_sync.with_wholes(self.parameters)
+            if not is_unreduced:
+                sync_tied(all_parameters, self.program, self.process, self.stage_style)
             if scaling is not None:
-                scaling.unscale(grown.values(), self.process)
-            if not leaves and not (scaling is not None and scaling.overflowed):
+                scaling.unscale(all_parameters.values(), self.process)
+            if not is_unreduced and not (scaling is not None and scaling.overflowed):
                 self.data_sync.bring_together(options.loss_scale)
-            if not leaves:
+            if not is_unreduced:
                 hooks.see_gradients()
-        if leaves and not self.unsummed.is_open:
+        if is_unreduced and not self.unsummed.is_open:
             self.unsummed.finish()
         return runs
 
     @contextmanager
     def summing(self, before_first: Callable[[], None]) -> Iterator[None]:
-        """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are
-        complete. `before_first`: called before anything is sent, maybe more than once."""
+        """Reduce gradients over ranks while backwards run. At the end of this context they are complete.
+
+        `before_first` is called before any collective, possibly more than once.
+        """
         reducers = [module.reducer for module in self.modules]
         try:
             for reducer in reducers:
@@ -197,22 +206,24 @@ class Executable:
         write_buffers(self.buffers, new_buffers, self.program, self.process, self.stage_style)
 
     def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
-        loss, *beside = self._chain(microbatch)
-        beside = [value.detach() for value in beside]  # before the backward: what it alone keeps is freed there
+        loss, *other_outputs = self._chain(microbatch)
+        other_outputs = [
+            value.detach() for value in other_outputs
+        ]  # before the backward, so that it can free what only these outputs keep
         scaled(loss, loss_scale).backward()
         for module in self.modules:
             module.reducer.after_backward()
-        return loss.detach(), *beside
+        return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """One microbatch through all stages, which are all here."""
+        """Run one microbatch through all stages, which are all on this rank."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
         return values
 
-    def _everywhere(self, runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The last stage's outputs for the global batch, on every rank along `pp`, from those of each microbatch."""
+    def _merge_on_all_ranks(self, runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Merge the last stage's outputs of all microbatches, and broadcast them along `pp`."""
         sends = self.program.stages[-1].sends
         if self.pipeline is None:
             return merge_microbatches(self.program, runs)
@@ -223,7 +234,7 @@ class Executable:
             for value, shape, boundary in zip(values, shapes, sends, strict=True)
         ]
 
-    def _whole_loss(self, losses: Sequence[Tensor]) -> Tensor:
+    def _global_loss(self, losses: Sequence[Tensor]) -> Tensor:
         total = self.summed_loss(losses)
         if self.pipeline is not None:
             boundary = self.program.stages[-1].sends[0]
@@ -233,7 +244,7 @@ class Executable:
         return total
 
     def summed_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
-        """The loss of the global batch, where the last stage runs, from those of its microbatches; None elsewhere."""
+        """Return the loss of the global batch on ranks of the last stage, None on other ranks."""
         layout = self.program.outputs[0].layout
         total: Tensor | None = None
         if losses:
@@ -246,24 +257,27 @@ class Executable:
 
     @contextmanager
     def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
-        """Inside, the stages have these inputs. `sends`: what they send of them follows at once."""
+        """Load the stages with these inputs for this context.
+
+        `sends`: the stages communicate right after loading, so the comparison of calls finishes first.
+        """
         device = self.process.device
-        here = brought_to(device, self.program, inputs)
+        local_inputs = brought_to(device, self.program, inputs)
         if self.rows.travels:
             comparison.finish_comparison()
-        here = self.rows.brought_together(here)
+        local_inputs = self.rows.brought_together(local_inputs)
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)
-        with one_stream(self.program, here, device) as rewind:
+        with one_stream(self.program, local_inputs, device) as rewind:
             for module in self.modules:
                 rewind()
-                module.load(here)
+                module.load(local_inputs)
         if self._sends and sends:
             comparison.finish_comparison()
         if self.program.weight_updates:
             comparison.finish_comparison()
-            update_weights(self.program, {self.process.rank: self.parameters}, here, self._summed)
+            update_weights(self.program, {self.process.rank: self.parameters}, local_inputs, self._sum_along)
         failed = True
         try:
             yield
@@ -272,18 +286,19 @@ class Executable:
             for module in self.modules:
                 module.unload(failed)
 
-    def _summed(self, axis: str, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What this rank has, added up along an axis."""
+    def _sum_along(self, axis: str, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         for value in values.values():
             sum_over(self.process.along(axis), value)
         return dict(values)
 
     @contextmanager
     def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:
-        """Inside, every `.grad` that ranks sum or a hook sees starts at None (`every`: all); afterwards what was there
-        before is added again, once. To all others autograd adds in place."""
-        fresh = self.parameters.values() if every else [*self.summed_here, *hooks.parameters]
-        before = {parameter: parameter.grad for parameter in fresh if parameter.grad is not None}
+        """Set the `.grad` of reduced and hooked parameters (`every`: of all) to None in this context.
+
+        Afterwards the earlier gradients are added again, once. Autograd accumulates in place into all other `.grad`.
+        """
+        parameters = self.parameters.values() if every else [*self.summed_here, *hooks.parameters]
+        before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         for parameter in before:
             parameter.grad = None
         try:
@@ -298,8 +313,10 @@ class Executable:
 
 
 def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a call on the device of its rank. Seeds of dropout stay on the host, which reads them: every read
-    of one on a GPU would wait for all that runs there."""
+    """Move the inputs of a call to the device of its rank.
+
+    Dropout seeds stay on the host, which reads them. Reading one from a GPU would synchronise with the device.
+    """
     return [
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
         for name, value in zip(program.input_names, inputs, strict=True)
@@ -307,13 +324,13 @@ def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) ->
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Whether an axis of the mesh is worked on in a stage's graph, so that ranks may send each other something."""
+    """Return True if a stage graph has an operator over a mesh axis, so that ranks may communicate."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """Around a call. Where it fails and the ranks were called unlike each other, that is what is raised."""
+    """If a call fails and the ranks were called differently, raise the difference instead."""
     try:
         with naming_operators():
             yield

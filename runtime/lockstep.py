@@ -1,9 +1,9 @@
-"""All ranks of a program in one process, in lockstep: what `verify` runs.
+"""Run all ranks of a program in one process, in lockstep, for `verify`.
 
-The stage graphs are interpreted node by node over the list of all ranks of the stage. A conversion is a plain
-function of the list of one group's tensors, with the same primitives and the same arithmetic of pieces as on process
-groups; its autograd function takes and returns the whole list, so one `torch.autograd.backward` over the losses of
-all ranks gives every rank's gradients.
+The stage graphs are interpreted node by node over a list of all ranks of the stage. A conversion is a plain function of
+the local tensors of one group. It uses the same primitives and the same arithmetic of chunks as with process groups.
+Its autograd function takes and returns the full list. So one `torch.autograd.backward` over the losses of all ranks
+computes every rank's gradients.
 """
 
 from __future__ import annotations
@@ -55,21 +55,28 @@ def run_lockstep(
     primitives: Primitives | None = None,
     new_buffers: dict[int, dict[str, Tensor]] | None = None,
 ) -> dict[int, list[tuple[Any, ...]]]:
-    """Runs every rank, stage and microbatch of `program` on the global `inputs`.
+    """Run every rank, stage and microbatch of `program` on the global `inputs`.
 
-    `parameters`: {rank: {name: local tensor}}, as `state.shard_parameters` makes them (those that the model writes
-    change); `buffers`: {name: tensor}, the
-    same on every rank; `inputs`: in `program.input_names` order; `primitives`: `LIST_PRIMITIVES`, or others in their
-    place. Returns {rank: one tuple of outputs per microbatch}
-    for the ranks of the last stage. Differentiable; without grad mode each value is freed after its last use.
-    `new_buffers`, if given, gets {rank: {name: value}} of the buffers that each rank's stages write; `buffers` stay.
+    Differentiable. Without grad mode each value is freed after its last use.
 
-    Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` leaves every
-    rank's gradient of a program whose only output is the loss.
+    Args:
+        parameters: {rank: {name: local tensor}}, as from `shard_state.shard_parameters`. Parameters that the model
+            writes are changed.
+        buffers: {name: tensor}, equal on every rank. They are not changed.
+        inputs: in the order of `program.input_names`.
+        on_value: called after every node.
+        primitives: collectives on lists, in place of `LIST_PRIMITIVES`.
+        new_buffers: receives {rank: {name: value}} of the buffers that each rank's stages write.
+
+    Returns:
+        {rank: one tuple of outputs per microbatch} for the ranks of the last stage.
+
+    Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` computes every
+    rank's gradients of a program whose only output is the loss.
     """
     device = _device_of(inputs, parameters)
     inputs = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
-    update_weights(program, parameters, inputs, partial(_summed, program.mesh))
+    update_weights(program, parameters, inputs, partial(_sum_along, program.mesh))
     runs = []
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
@@ -79,7 +86,7 @@ def run_lockstep(
             count = len(stage.inputs)
             keywords = {
                 rank: stage_arguments(
-                    program, stage.inputs, _of_one_rank(values[:count]), program.mesh.coordinates(rank)
+                    program, stage.inputs, _rank_copies(values[:count]), program.mesh.coordinates(rank)
                 )
                 for rank in ranks
             }
@@ -90,7 +97,7 @@ def run_lockstep(
     for microbatch in range(program.microbatches):
         sent: list[PerRank] = []
         for run in runs:
-            # The stages differ in their `pp` coordinate alone, so their ranks correspond in order.
+            # The ranks of two stages differ only in their `pp` coordinate, so they correspond in order.
             received = [dict(zip(run.ranks, value.values(), strict=True)) for value in sent]
             sent = run(received, microbatch, on_value)
         for rank, per_microbatch in outputs.items():
@@ -105,7 +112,7 @@ def run_lockstep(
 def _prologue_values(
     stage: Stage, device: torch.device, buffers: Mapping[str, Tensor], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """What a stage's prologue makes. It runs once, so it is interpreted, and no code is written for it."""
+    """Run a stage's prologue. It runs once, so it is interpreted and no code is generated for it."""
     run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
     run.extra_traceback = False
     values: tuple[Any, ...] = run.run(*inputs)
@@ -113,14 +120,14 @@ def _prologue_values(
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:
-    """Where the parameters are; the inputs are moved there, as the runtime moves a batch."""
+    """Return the device of the parameters, to which the inputs are moved."""
     tensors = [t for local in parameters.values() for t in local.values()]
     tensors += [t for t in inputs if isinstance(t, Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _of_one_rank(values: Sequence[Any]) -> list[Any]:
-    """The values as one rank has them: what needs a gradient has it for itself."""
+def _rank_copies(values: Sequence[Any]) -> list[Any]:
+    """Return copies of the values that need a gradient, so that each rank has separate gradients."""
     return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
 
@@ -148,7 +155,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _bands(self) -> dict[str, Told]:
-        """The masks that are the same bands on all ranks in all microbatches: they run one graph."""
+        """Return the mask structures that are equal on all ranks and microbatches, which share one graph."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = Masks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         bands = [bands for microbatches in self.keywords.values() for bands in masks.bands(microbatches)]
@@ -158,7 +165,7 @@ class _StageRun:
         values: dict[fx.Node, PerRank] = {}
         positional = iter(received)
         names = {stage_input.name for stage_input in self.stage.inputs}
-        seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _unseen
+        seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _ignore
         for region, members in groupby(self.graph.nodes, lambda node: facts(node).get("region")):
             nodes = list(members)
             if region is not None:
@@ -188,13 +195,13 @@ class _StageRun:
         return next(received)
 
     def _region(self, nodes: list[fx.Node], values: Mapping[fx.Node, PerRank], seen: Seen) -> dict[fx.Node, PerRank]:
-        """What a region makes for others on all ranks; it is run again in the backward, and then not seen."""
+        """Run a recompute region on all ranks and return its outputs. Recomputation does not call `seen`."""
         members = set(nodes)
-        read = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
+        region_inputs = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
         runs = iter([seen])
 
         def run() -> dict[fx.Node, PerRank]:
-            local, show = dict(read), next(runs, _unseen)
+            local, show = dict(region_inputs), next(runs, _ignore)
             for node in nodes:
                 local[node] = self._evaluate(node, local)
                 show(node, local[node])
@@ -203,7 +210,7 @@ class _StageRun:
         return run_again(run)
 
     def new_buffers(self, program: Program, rank: int) -> Made:
-        """{buffer: its new value} of what this stage made on a rank."""
+        """Return {buffer: its new value} that this stage computed on a rank."""
         graph = [[value[rank].detach() for value in microbatch] for microbatch in self.graph_updates]
         return made_by(self.stage, program, self.prologue_updates, graph)
 
@@ -240,24 +247,24 @@ class _StageRun:
         return {rank: result[rank] for rank in self.ranks}
 
 
-def _summed(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
-    """What ranks have, added up along an axis."""
+def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Sum the values of ranks along an axis."""
     groups = groups_along(mesh, list(values), axis)
-    return {rank: torch.stack([values[other] for other in group]).sum(0) for group in groups for rank in group}
+    return {rank: torch.stack([values[peer] for peer in group]).sum(0) for group in groups for rank in group}
 
 
-def _unseen(node: fx.Node, value: PerRank) -> None:
-    """In the place of an `on_value`."""
+def _ignore(node: fx.Node, value: PerRank) -> None:
+    """Stand in for `on_value` without doing anything."""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """{node: the nodes whose value is read there for the last time}."""
-    seen: set[fx.Node] = set()
+    """Return {node: nodes whose value is used for the last time by this node}."""
+    used_later: set[fx.Node] = set()
     uses: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         for used in (*node.all_input_nodes, node):
-            if used not in seen:
-                seen.add(used)
+            if used not in used_later:
+                used_later.add(used)
                 uses.setdefault(node, []).append(used)
     return uses
 
@@ -269,8 +276,10 @@ def convert_list(
     operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None,
     dtypes: Dtypes = (None, None),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)` does, for all ranks of one group
-    at once. An argument that is a tensor is a list of all ranks' too.
+    """Apply a conversion operator for all ranks of one group.
+
+    The operator is `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)`. A tensor argument is a
+    list over the ranks, as `values` is.
 
     >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
     (tensor(3.), tensor(3.))
@@ -278,8 +287,8 @@ def convert_list(
     if operator in LIST_OPERATORS:
         return tuple(LIST_OPERATORS[operator](values, *arguments))
     if operator in ROUTING:
-        experts, counts, *others = arguments
-        args: tuple[Any, ...] = ([Route.of(*of_rank, *others) for of_rank in zip(experts, counts, strict=True)],)
+        experts, counts, *rest = arguments
+        args: tuple[Any, ...] = ([Route.of(*rank_args, *rest) for rank_args in zip(experts, counts, strict=True)],)
     else:
         args = conversion_cuts(operator, values[0], len(values), arguments)
     return _ConvertList.apply(MOVES[operator], args, primitives or LIST_PRIMITIVES, dtypes, *values)
@@ -290,16 +299,18 @@ class _ConvertList(torch.autograd.Function):
     def forward(
         ctx: Any, conversion: Conversion, args: tuple[Any, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.conversion, ctx.told, ctx.primitives = conversion, args, primitives
+        ctx.conversion, ctx.args, ctx.primitives = conversion, args, primitives
         ctx.dtypes = (values[0].dtype, dtypes[1])
         return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        stored, summed = ctx.dtypes
-        if torch.is_grad_enabled():  # create_graph=True: differentiable once more
-            told, back = tuple(reversed(ctx.told)), ctx.conversion.transposed
-            again = _ConvertList.apply(back, told, ctx.primitives, (summed, None), *grads)
-            return None, None, None, None, *(grad.to(stored) for grad in again)
-        moved = ctx.primitives[ctx.conversion.backward]([in_dtype(grad, summed) for grad in grads], *reversed(ctx.told))
-        return None, None, None, None, *(grad.to(stored) for grad in moved)
+        stored, reduce_dtype = ctx.dtypes
+        if torch.is_grad_enabled():  # create_graph=True: differentiable again
+            args, back = tuple(reversed(ctx.args)), ctx.conversion.transposed
+            differentiable = _ConvertList.apply(back, args, ctx.primitives, (reduce_dtype, None), *grads)
+            return None, None, None, None, *(grad.to(stored) for grad in differentiable)
+        converted = ctx.primitives[ctx.conversion.backward](
+            [in_dtype(grad, reduce_dtype) for grad in grads], *reversed(ctx.args)
+        )
+        return None, None, None, None, *(grad.to(stored) for grad in converted)

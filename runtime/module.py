@@ -65,7 +65,10 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """What makes programs for a ParallelModule. It traces where needed and returns the same Program for equal calls."""
+    """Source of programs for a ParallelModule.
+
+    It traces if needed, and returns the same Program for equal calls.
+    """
 
     @property
     def plan(self) -> Any:
@@ -82,29 +85,32 @@ class ProgramSource(Protocol):
         loss_fn: Callable[..., Tensor] | None = None,
         target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:
-        """The program for a call, and the call's tensors in `input_names` order. Raises errors for a bad call."""
+        """Return the program for a call, and the call's tensors in `input_names` order.
+
+        Raises errors for a bad call.
+        """
 
     def ready(self) -> Program | None:
-        """A program that was traced when the module was made, if any."""
+        """Return a program that was traced when the module was created, or None."""
 
     @property
     def written(self) -> Collection[str]:
-        """The frozen parameters that calls write: buffers of the module."""
+        """Names of frozen parameters that calls write. They are buffers of the module."""
 
     @property
     def changed_values(self) -> str:
-        """The Python values that the last call's program holds and the first such call's did not, as text."""
+        """Python values in the last call's program that differ from the first such call, as text."""
 
     def agreed(self) -> Mapping[str, str]:
-        """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
+        """Return {subject: text} of versions, options and the plan, which all ranks must share."""
 
 
 class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flushes, Idioms):
     """A model partitioned over a device mesh.
 
-    Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
-    rows of it, and is then given its own rows of what the model returns. Parameters have the model's own names and hold
-    this rank's shards; `full_state_dict` and `full_grads` put them together.
+    Every rank creates it from the same model and calls it with the same global batch. With `local_batch` each rank
+    passes its own samples, and outputs hold its own samples too. Parameters have the model's names and hold this rank's
+    shards. `full_state_dict` and `full_grads` gather full tensors.
 
     Example (the same on every rank, under torchrun):
         pm = autopart.parallelize(model, "dp2,tp2", example_kwargs=batch)
@@ -112,11 +118,11 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         loss = pm.step(**batch)
         optimizer.step()
 
-    Raises RuntimeSetupError at construction where the processes do not fit the mesh, TraceError where parameters are
-    asked for before the model is traced.
+    Raises RuntimeSetupError at construction if the processes do not fit the mesh, and TraceError if parameters are
+    accessed before the model is traced.
     """
 
-    @torch.inference_mode(False)  # parameters that are made inside could never be trained
+    @torch.inference_mode(False)  # parameters created in inference mode could never be trained
     def __init__(
         self,
         model: nn.Module | Source,
@@ -156,13 +162,15 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._originals = Originals()
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
-        self._trained: set[str] = set()  # the names of parameters that were not frozen when they were traced
+        self._trained: set[str] = set()  # names of parameters that were not frozen when they were traced
         self._local_buffers: dict[str, Tensor] = {}
         self._extra_state = extra_state(model)
         connect_state_dicts()
         kind: Any = type(self)
         run_uncompiled(kind, ("forward", "step", "flush"))
-        self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
+        self._copies: dict[
+            int, Tensor
+        ] = {}  # by the id of the model's buffer, so that a buffer with two names stays one
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
         self._begin_steps(check_replicas)
@@ -176,23 +184,24 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     @property
     def plan(self) -> Any:
-        """The plan that is run."""
+        """The plan that the programs follow."""
         return self._compiler.plan
 
     @watched
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, for the global batch, on every rank.
+        """Return the model's output for the global batch, on every rank.
 
-        Without a pipeline axis it is differentiable: after `loss.backward()` this rank's gradients are complete, those
-        of inputs that need one too, so it can stand for a module inside a larger model.
-        With one it runs without gradients: `backward()` of what it returns is refused; use `step` to train.
+        Without a pipeline axis the call is differentiable. After `loss.backward()` this rank's gradients are complete,
+        also for inputs that require one. So the module can be part of a larger model.
+        With a pipeline axis the call runs without gradients, and `backward()` of its output raises an error. Use `step`
+        to train.
         """
         self._originals.warn_of_changes()
         self._check_registered()
         self._in_flight.drain()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
-            self._process.step_scale = None  # the loss is scaled outside, or not
-        with self._others_told("forward", args, kwargs):
+            self._process.step_scale = None  # unknown, because the user may scale the loss
+        with self._compared_on_error("forward", args, kwargs):
             program, inputs = self._compiler.program(
                 args, kwargs, purpose="forward", training=self.training, settings=self._modes.settings
             )
@@ -214,21 +223,25 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one global batch through the schedule.
+        """Run forward and backward of one global batch through the schedule.
 
-        Adds complete gradients to `.grad` of this rank's parameters and returns the loss of the global batch, a
-        detached scalar (its backward has run), on every rank. `loss_fn(outputs, target)` is for a model that returns
-        no loss; it is traced with the model. A batch of another shape is traced when it first comes.
+        Adds complete gradients to `.grad` of this rank's parameters. Returns the loss of the global batch on every
+        rank, a detached scalar because its backward has run. A batch of a new shape is traced at its first call.
 
-        `loss_scale` (a number, or a tensor with one entry): the gradients are those of `loss_scale` times the loss; the
-        loss that is returned is not multiplied, nor is what was in `.grad` before. It is beside `pm.loss_scale`, with
-        `precision="fp16"`, which is divided out again; where a gradient is not finite, every `.grad` is None.
-        `num_tokens` (where the loss is a mean over labels): how many labels count in all the batches whose gradients
-        are added up; the loss is then its sum over this batch's labels divided by that number, and so are gradients.
-        With `schedule="1f1b_2bw"` all this is of the batch before; the first call leaves no gradient, and its loss is
-        NaN; `flush()` gives what belongs to the last.
-        `outputs=True` returns `(loss, outputs)`: what the model returns, of this same forward, for the global batch and
-        detached, on every rank (which takes their memory).
+        With `schedule="1f1b_2bw"` loss and gradients are those of the batch before. The first call leaves no gradient
+        and returns NaN. `flush()` finishes the last batch.
+
+        Args:
+            loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
+                with the model.
+            loss_scale: a number, or a tensor with one entry. Gradients are those of `loss_scale` times the loss. The
+                returned loss and earlier gradients in `.grad` are not multiplied. It is independent of `pm.loss_scale`,
+                which `precision="fp16"` applies and divides out again; there, every `.grad` is None if a gradient is
+                not finite.
+            num_tokens: for a loss that is a mean over labels: the number of labels in all batches whose gradients are
+                accumulated. Loss and gradients are then the sum over this batch's labels divided by that number.
+            outputs: return `(loss, outputs)`, with the model's outputs of this forward for the global batch, detached,
+                on every rank (which takes their memory).
         """
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
@@ -238,12 +251,12 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._data_sync.check_attached()
         self._originals.warn_of_changes()
         self._check_registered()
-        if loss_fn is None and target is not None:  # an input of the model that has this name
+        if loss_fn is None and target is not None:  # `target` is an input of the model
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
         with self._in_flight.drained_on_error():
             self._check_delayed(options, self._unsummed.is_open)
-            with self._others_told("step", args, kwargs):
+            with self._compared_on_error("step", args, kwargs):
                 program, inputs = self._compiler.program(
                     args, kwargs, purpose=purpose, training=self.training, settings=self._modes.settings,
                     loss_fn=loss_fn, target=target,
@@ -258,7 +271,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     @meeting
     def full_state_dict(self) -> dict[str, Any]:
-        """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
+        """Return {name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
         self._replicas.check_before("full_state_dict", program, self._local_parameters)
         stage_style = stage_style_of(self._schedule)
@@ -277,7 +290,10 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     @meeting
     def full_grads(self) -> dict[str, Tensor]:
-        """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
+        """Return {name: full gradient} on every rank. A collective call.
+
+        The names are those of the model's `named_parameters` that have a gradient.
+        """
         program = self._traced("full_grads")
         check_summed(self._process, "full_grads()")
         self._data_sync.check_gradients("full_grads()")
@@ -290,7 +306,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        self._traced("parameters()")  # what a module around this one asks for them by
+        self._traced("parameters()")  # an enclosing module finds parameters through this
         return super().named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -303,9 +319,9 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards by their names; `full_state_dict` has the full tensors.
+        """Return this rank's shards by name; `full_state_dict` has the full tensors.
 
-        `torch.distributed.checkpoint` saves them as parts of the model's own tensors, and loads them on any mesh.
+        `torch.distributed.checkpoint` saves the shards as shards of the model's tensors, and loads them on any mesh.
 
         Example:
             torch.distributed.checkpoint.save({"model": pm.state_dict()}, checkpoint_id="step100")
@@ -319,9 +335,10 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     @on_local_values
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights under the model's own names, each as this rank's shard or as the full tensor.
+        """Load weights by the model's names, each as this rank's shard or as the full tensor.
 
-        Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`; OptionError for `assign`.
+        Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`, plus OptionError for
+        `assign`.
         """
         self._traced("load_state_dict()")
         self._in_flight.check_landed("load_state_dict()")
@@ -343,7 +360,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _meet(self, name: str) -> None:
-        """Raises InputError on every rank where only some of them call the method of this name."""
+        """Raise InputError on every rank if only some ranks call the method `name`."""
         self._in_flight.drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
@@ -351,9 +368,12 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             Comparison(called, self._process).finish_comparison()
 
     @contextmanager
-    def _others_told(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Around the trace of a call. Where it fails and every rank gives its own rows, others may have rows with which
-        it does not: then all raise what differs."""
+    def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Compare the call with other ranks if its trace fails in this context.
+
+        With `local_batch`, other ranks may pass samples for which the trace succeeds. Then all ranks raise the
+        difference.
+        """
         try:
             yield
         except AutopartError as error:
@@ -364,24 +384,23 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
                 Comparison(called, self._process).finish_comparison()
             raise
 
-    def _traced(self, asked: str) -> Program:
+    def _traced(self, subject: str) -> Program:
         if self._program is None:
             raise TraceError(
-                f"{asked} is not known yet",
+                f"{subject} is not known yet",
                 why="the model is traced at the first call, and its parameters are partitioned then",
                 hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
             )
         return self._program
 
     def _stages(self, program: Program) -> list[int]:
-        """The stages of this rank."""
         return stages_at(program, self._process.pp, stage_style_of(self._schedule))
 
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | Pair, Comparison]:  # fmt: skip
-        """What runs the call, and the comparison of how the ranks were called, which has begun."""
+        """Return the executable of a call, and the started comparison of the ranks' calls."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unsummed.is_open else ""
@@ -395,10 +414,13 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         is_new = program not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new or self._is_cold)
-        given = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        rows, given = min((given[name].size(0) for name in program.row_inputs or ()), default=0), {**given, **criterion}
+        tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
+        rows, tensors = (
+            min((tensors[name].size(0) for name in program.row_inputs or ()), default=0),
+            {**tensors, **criterion},
+        )
         trains = purpose != "step" or backward_hooks.trains(self._local_parameters, inputs)
-        called = Given(purpose, self._calls[purpose], text, given, program.row_inputs, rows, problem, trains)
+        called = Given(purpose, self._calls[purpose], text, tensors, program.row_inputs, rows, problem, trains)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
@@ -429,8 +451,11 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return executable, comparison
 
     def _adopt(self, program: Program) -> Program:
-        """The program with every parameter where earlier programs have it. Registers what this rank's stages read and
-        no earlier program did; a rank whose stages read no parameter (of a tiny model) holds an empty one."""
+        """Make `program` the current program, and register the parameters and buffers that it adds.
+
+        Returns the program with every parameter stored as in earlier programs. A rank whose stages use no parameter
+        gets an empty placeholder.
+        """
         model = self._source.model
         check_exact(program, self._process.device)
         if self._program is not None:
@@ -456,14 +481,14 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
-        if not self._local_parameters:  # so that every rank can make an optimizer
-            nothing = self._parameters[NO_PARAMETERS] = nn.Parameter(torch.empty(0, device=self._process.device))
-            settle_empty(nothing, self._process)
+        if not self._local_parameters:  # so that every rank can create an optimizer
+            placeholder = self._parameters[NO_PARAMETERS] = nn.Parameter(torch.empty(0, device=self._process.device))
+            settle_empty(placeholder, self._process)
         persistent = set(model.state_dict(keep_vars=True))
         if self._weights is not None:
             self._weights.fill(model, self._compiler.written)
-        written = [(name, model.get_parameter(name)) for name in sorted(self._compiler.written)]
-        for name, buffer in (*model.named_buffers(remove_duplicate=False), *written):
+        written_parameters = [(name, model.get_parameter(name)) for name in sorted(self._compiler.written)]
+        for name, buffer in (*model.named_buffers(remove_duplicate=False), *written_parameters):
             if name not in self._local_buffers and not buffer.is_meta:
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
@@ -476,11 +501,13 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return program
 
     def _begin_anew(self) -> None:
-        self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
+        self._executables: Recent[Executable | Pair] = Recent(
+            2 * MAX_CALLS
+        )  # a call and a training step per traced call
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Nothing has run yet, and no step has left anything for the next."""
+        """Initialise all state of steps, with no program run yet."""
         stage_style = stage_style_of(self._schedule)
         self._begin_anew()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

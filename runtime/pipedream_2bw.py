@@ -1,8 +1,9 @@
-"""`schedule="1f1b_2bw"`: 1F1B that goes on from one batch to the next, without a flush between them.
+"""`schedule="1f1b_2bw"`: asynchronous 1F1B (PipeDream-2BW), without a flush between batches.
 
-`step(batch k)` sends the first microbatches of batch k after the last ones of batch k - 1, finishes the backwards of
-batch k - 1, and leaves its gradient. A batch is computed with one version of the weights on all stages, the one at its
-`step`; while it is under way the optimizer changes the other, so that batch k + 1 is computed with
+`step(batch k)` starts the first microbatches of batch k after the last ones of batch k - 1. It finishes the backwards
+of batch k - 1, and leaves the gradient of batch k - 1 in `.grad`. All stages compute a batch with one version of the
+weights, the version at its `step`. While the batch is in flight the optimizer changes the other version, so that batch
+k + 1 is computed with
 
     W(k + 1) = W(k) - step size x gradient of batch k - 1 at W(k - 1)
 
@@ -38,9 +39,9 @@ from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
 class Versions:
-    """Two versions of this rank's weights: {name: tensor} each, which graphs read and differentiate.
+    """Two versions of this rank's weights, each {name: tensor}, which graphs use and differentiate.
 
-    The module's parameters lie in the memory of version `current`, for optimizers to change.
+    The module's parameters share the memory of version `current`, which optimizers change.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]):
@@ -50,80 +51,87 @@ class Versions:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Have both versions of every parameter, and let the current one be what the parameters are."""
-        here, other = self.tensors[self.current], self.tensors[1 - self.current]
+        """Create both versions of every parameter, and update the current version from the parameters."""
+        current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
-            if name not in here:
-                here[name], other[name] = nn.Parameter(parameter.data), nn.Parameter(parameter.data.clone())
-            elif here[name].data_ptr() != parameter.data_ptr():  # a user has given it other memory
-                here[name].data.copy_(parameter.data)
-                parameter.data = here[name].data
-            for tensor in (here[name], other[name]):
+            if name not in current:
+                current[name], other[name] = nn.Parameter(parameter.data), nn.Parameter(parameter.data.clone())
+            elif current[name].data_ptr() != parameter.data_ptr():  # the user has moved the parameter to other memory
+                current[name].data.copy_(parameter.data)
+                parameter.data = current[name].data
+            for tensor in (current[name], other[name]):
                 tensor.requires_grad_(parameter.requires_grad)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """From now on the parameters are a copy of what they were, in the memory of the other version."""
-        here, other = self.tensors[self.current], self.tensors[1 - self.current]
+        """Copy the parameters into the other version and make it current."""
+        current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
             other[name].data.copy_(parameter.data)
             parameter.data = other[name].data
-        assert here.keys() == other.keys()
+        assert current.keys() == other.keys()
         self.current = 1 - self.current
 
 
 class Exchange:
-    """Sends and receives between neighbouring stages. A rank waits for what it receives at once, for what it sends when
-    it has sent the next."""
+    """Sends and receives between neighbouring stages.
+
+    A rank waits for a receive immediately. It waits for a send after it has started the next send.
+    """
 
     def __init__(self) -> None:
         self.unsent: list[dist.P2POp] = []
         self.under_way: list[tuple[dist.Work, Any]] = []
-        self.told: list[tuple[dist.Work, Tensor]] = []
+        self.broadcasts: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, receives: Sequence[dist.P2POp]) -> None:
-        """Waits for these, and begins to send what is `unsent`."""
+        """Start the pending sends, and wait for these receives."""
         earlier, self.under_way = self.under_way, []
         for work in (*self._begin(receives), *(work for work, _ in earlier)):
             work.wait()
 
     def send(self) -> None:
-        """Begins to send what is `unsent`."""
+        """Start the pending sends."""
         for work in self._begin(()):
             work.wait()
 
     def finish(self) -> None:
-        """Waits for all that is sent."""
+        """Wait for all sends."""
         self.receive(())
         self.receive(())
 
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """Begins to send and to receive; returns what is to be waited for at once."""
+        """Start sends and receives. Return the work objects to wait for immediately."""
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
-        number = len(sends) if len(works) == len(sends) + len(receives) else 0  # nccl has one for all
-        self.under_way += list(zip(works, sends, strict=False))[:number]
-        return works[number:]
+        num_sends = (
+            len(sends) if len(works) == len(sends) + len(receives) else 0
+        )  # nccl returns one work object for all
+        self.under_way += list(zip(works, sends, strict=False))[:num_sends]
+        return works[num_sends:]
 
     def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
-        """What the rank at `pp` coordinate `owner` has, on all ranks along `pp`; it does not wait for them."""
+        """Return the value of the rank at `pp` coordinate `owner`, on all ranks along `pp`.
+
+        The owner does not wait for the other ranks.
+        """
         group = process.groups["pp"]
         if value is None:
             value = torch.empty_like(like, device=process.wire)
             dist.recv(value, group=group, group_src=owner)
             return value.to(process.device)
-        for earlier, _ in self.told:  # of a step ago: others ask for it when they have finished their backwards
+        for earlier, _ in self.broadcasts:  # of the last step: other ranks receive it after their backwards
             earlier.wait()
-        self.told, sent = [], value.to(process.wire)
+        self.broadcasts, sent = [], value.to(process.wire)
         for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
             work = dist.isend(sent, group=group, group_dst=other)
             assert work is not None
-            self.told.append((work, sent))
+            self.broadcasts.append((work, sent))
         return value
 
 
 class Pair:
-    """One program, bound to each version of the weights."""
+    """One program, bound to both versions of the weights."""
 
     def __init__(self, program: Program, schedule: str | None, in_flight: InFlight, make: Callable[..., Executable]):
         check_delayed(schedule, program)
@@ -131,18 +139,18 @@ class Pair:
         in_flight.versions.hold()
         self.in_flight, self.num_finished = in_flight, 0
         self.executables = [make(parameters=tensors) for tensors in in_flight.versions.tensors]
-        for executable in self.executables:  # torch's stages greet each other while nothing else is sent
+        for executable in self.executables:  # torch's stages connect in their first step, while nothing else is sent
             pipeline_of(executable).give_numbers()
 
     @property
     def is_warm(self) -> bool:
-        """Whether both have run."""
+        """True if both executables have run."""
         return self.num_finished > 1
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """As `Executable.step`, of the batch before."""
+        """Run a step as `Executable.step` does, but return the loss of the batch before."""
         assert scaling is None and not options.outputs
         return self.in_flight.step(self, inputs, options, comparison), []
 
@@ -153,7 +161,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class Batch:
-    """A batch whose first microbatches may have begun."""
+    """A batch whose first microbatches may have started."""
 
     def __init__(self, pair: Pair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison):
         self.pair, self.loss_scale = pair, options.loss_scale
@@ -177,12 +185,12 @@ class Batch:
         self._loaded.close()
 
     def finish(self, exchange: Exchange) -> None:
-        """Completes the gradients, and has the loss, when all backwards have run."""
+        """Complete the gradients and compute the loss, after all backwards have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
         sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
-        summed, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
-        self.loss = exchange.tell(summed, owner, executable.process, self.no_loss)
+        loss, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
+        self.loss = exchange.tell(loss, owner, executable.process, self.no_loss)
         self.unload()
 
     @property
@@ -192,10 +200,11 @@ class Batch:
 
 
 class InFlight:
-    """What a module under "1f1b_2bw" has begun: `batch`, and what it has `finished` and not left in `.grad` yet.
+    """The batch in flight under "1f1b_2bw", and the finished batch whose gradients are not in `.grad` yet.
 
-    `parameters`: {name: local parameter} of the module. `is_delayed`: whether it has that schedule; under another
-    nothing is ever in flight.
+    Args:
+        parameters: {name: local parameter} of the module.
+        is_delayed: the module has this schedule. Under other schedules nothing is ever in flight.
     """
 
     def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync, is_delayed: bool):
@@ -207,10 +216,10 @@ class InFlight:
         self.is_broken = False
 
     def step(self, pair: Pair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
-        """Begins a batch, finishes the one before, and leaves its gradients. Returns its loss, NaN where there is none.
+        """Start a batch, finish the batch before, and store its gradients. Return its loss, or NaN.
 
-        Raises InputError where the ranks are not called alike; the batch before is finished then, and left by the next
-        call.
+        Raises InputError if the ranks were called differently. Then the batch before is finished, and the next call
+        stores its gradients.
         """
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
@@ -221,22 +230,24 @@ class InFlight:
         return batch.no_loss if loss is None else loss
 
     def flush(self) -> Tensor:
-        """Finishes the batch that has begun and leaves its gradients. Returns its loss, NaN where there is none."""
+        """Finish the batch in flight and store its gradients. Return its loss, or NaN if there is none."""
         self.drain()
         last = self.finished
         loss = self._leave(None if last is None else last.loss_scale)
         return torch.tensor(torch.nan, device=self.process.device) if loss is None else loss
 
     def drain(self) -> None:
-        """Finishes the batch that has begun, if any; a later call leaves what it gave. All ranks do so at the same
-        place."""
+        """Finish the batch in flight, if any. A later call stores its gradients.
+
+        All ranks drain at the same point of their call sequence.
+        """
         if self.batch is not None:
             self._advance(None, self.batch.loss_scale, lambda: None)
             self.exchange.finish()
 
     @contextmanager
     def drained_on_error(self) -> Iterator[None]:
-        """Other ranks, of which none knows an error inside, finish the batch that has begun."""
+        """Finish the batch in flight if an error occurs in this context, because other ranks finish it too."""
         try:
             yield
         except AutopartError:
@@ -245,7 +256,7 @@ class InFlight:
             raise
 
     def check_landed(self, what: str) -> None:
-        """Raises UsageError where a gradient is still to come."""
+        """Raise UsageError if a gradient is still to come."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} while a batch is in flight",
@@ -254,47 +265,49 @@ class InFlight:
             )
 
     def _advance(self, beginning: Batch | None, loss_scale: float, meet: Callable[[], None]) -> None:
-        """Begins a batch, if any, and finishes the one that has begun, if any. Before the first microbatch of the new
-        one the ranks `meet`; where they do not agree it is given up, what was begun finished, and their error raised.
+        """Start a batch and finish the batch in flight; either may be None.
+
+        The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
+        new batch is dropped, the batch in flight is finished, and the error is raised.
         """
         if self.is_broken:
-            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have sent each other parts",
-                             hint="parallelize() the model anew")  # fmt: skip
+            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have exchanged parts of it",
+                             hint="parallelize() the model again")  # fmt: skip
         finishing, self.batch, self.is_broken = self.batch, None, True
         if finishing is not None:
-            finishing.loss_scale = loss_scale  # all of its last stage runs now
-        refused = self._run(finishing, beginning, meet)
+            finishing.loss_scale = loss_scale  # the whole last stage of this batch runs in this period
+        error = self._run(finishing, beginning, meet)
         if finishing is not None:
             finishing.finish(self.exchange)
             finishing.pair.num_finished += 1
             self.finished = finishing
         self.is_broken = False
-        if beginning is not None and refused is not None:
+        if beginning is not None and error is not None:
             beginning.unload()
-        if refused is not None:
-            raise refused
+        if error is not None:
+            raise error
         if beginning is not None:
             self.versions.exchange()
             self.batch = beginning
 
     def _run(self, finishing: Batch | None, beginning: Batch | None, meet: Callable[[], None]) -> AutopartError | None:
-        """The forwards and backwards of one period of 1F1B; what kept `beginning` from being begun."""
-        refused: AutopartError | None = None
-        ahead = self.process.mesh.size("pp") - 1 - self.process.pp
-        old = [(finishing, index) for index in range(ahead, finishing.microbatches)] if finishing else []
-        new = [(beginning, index) for index in range(ahead)] if beginning else []
+        """Run one period of 1F1B. Return the error that kept `beginning` from starting."""
+        error: AutopartError | None = None
+        num_warmup = self.process.mesh.size("pp") - 1 - self.process.pp
+        remaining = [(finishing, index) for index in range(num_warmup, finishing.microbatches)] if finishing else []
+        first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
-        summing = finishing.executable.summing(lambda: None) if finishing else nullcontext()
-        with torch.enable_grad(), no_autocast(), naming_operators(), summing:
-            for index, (forward, backward) in enumerate(itertools.zip_longest([*old, *new], backwards)):
-                if new and index == len(old):
-                    refused = _error_of(meet)
-                if forward is not None and (refused is None or index < len(old)):
+        reducing = finishing.executable.summing(lambda: None) if finishing else nullcontext()
+        with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
+            for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
+                if first and index == len(remaining):
+                    error = _error_of(meet)
+                if forward is not None and (error is None or index < len(remaining)):
                     self._forward(*forward)
                 if backward is not None and finishing is not None:
                     self._backward(finishing, backward)
             self.exchange.send()
-        return refused if new else _error_of(meet)
+        return error if first else _error_of(meet)
 
     def _forward(self, batch: Batch, microbatch: int) -> None:
         batch.pipeline.loss_scale = batch.loss_scale
@@ -308,21 +321,21 @@ class InFlight:
         self.exchange.unsent += schedule.backward(microbatch)
 
     def _leave(self, loss_scale: float | None) -> Tensor | None:
-        """Adds the gradients that are finished to `.grad`; returns their loss."""
+        """Add the gradients of the finished batch to `.grad` and return its loss."""
         if self.finished is None or loss_scale is None:
             return None
         last, self.finished = self.finished, None
         factor = loss_scale / last.loss_scale
-        before: dict[Tensor, Tensor | None] = {}
+        earlier_grads: dict[Tensor, Tensor | None] = {}
         with torch.no_grad(), held_back(self.parameters) as hooks:
             for name, version in last.executable.parameters.items():
                 if version.grad is not None:
                     parameter = self.parameters[name]
-                    before[parameter] = parameter.grad
+                    earlier_grads[parameter] = parameter.grad
                     parameter.grad, version.grad = version.grad if factor == 1.0 else version.grad * factor, None
             self.data_sync.bring_together(loss_scale)
             hooks.see_gradients()
-            add_earlier(before)
+            add_earlier(earlier_grads)
         hooks.see_accumulated()
         return last.loss
 
@@ -336,7 +349,7 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
 
 
 class Flushes:
-    """What a module can do whose schedule leaves the gradient of the batch before."""
+    """Methods of a module whose schedule delays gradients by one batch."""
 
     _in_flight: InFlight
     _process: Process
@@ -350,10 +363,11 @@ class Flushes:
 
     @meeting
     def flush(self) -> Tensor:
-        """Finish the last batch under `schedule="1f1b_2bw"`, whose `step` leaves the gradient of the batch before it.
+        """Finish the last batch under `schedule="1f1b_2bw"`.
 
-        Adds the last batch's gradient to `.grad` and returns its loss, a detached scalar on every rank: NaN where no
-        batch has begun. Raises UsageError under another schedule. A collective call.
+        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
+        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
+        under another schedule. A collective call.
 
         Example:
             for batch in batches:
@@ -370,12 +384,12 @@ class Flushes:
 
     @property
     def _is_cold(self) -> bool:
-        """Whether what has begun has not run before."""
+        """True if the executable of the batch in flight has not run before."""
         batch = self._in_flight.batch
         return batch is not None and not batch.pair.is_warm
 
     def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
-        """Raises UsageError for what `step` cannot be asked for while batches overlap."""
+        """Raise UsageError for options of `step` that do not work while batches overlap."""
         if not self._in_flight.is_delayed:
             return
         why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"

@@ -1,4 +1,4 @@
-"""Stages as `torch.distributed.pipelining` runs them, its schedules by name, and the run of forwards alone."""
+"""Stages under the schedules of `torch.distributed.pipelining`, and forward-only runs."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from autopart.tracing.call_cache import Recent
 
 
 def default_schedule(program: Program) -> str:
-    """The schedule of a program for which none was named: 1F1B where it has the microbatches for it."""
+    """Return the schedule of a program without a named one: 1F1B if it has enough microbatches."""
     pp = program.mesh.size("pp")
     if len(program.stages) > pp:
         return "interleaved_1f1b"
     return "1f1b" if program.microbatches >= pp else "gpipe"
 
 
-_MOST_WRITTEN = 4
-"""How many forms of a stage's graph are kept."""
+_MAX_GRAPHS = 4
+"""Maximum number of cached specialised graphs of a stage."""
 
 
-class _Written(NamedTuple):
-    """A stage's graph bound to this rank, the weights that it gathers, and the keyword inputs that it reads."""
+class _BoundGraph(NamedTuple):
+    """A stage graph bound to this rank, its ZeRO-3 blocks, and the names of its keyword inputs."""
 
     graph: fx.GraphModule
     blocks: GatheredBlocks | None
@@ -56,23 +56,30 @@ class _Written(NamedTuple):
 
 @dataclass
 class _Loaded:
-    """What a stage has of one call: of each microbatch its keyword inputs, what its masks are and the graph that is
-    written for these; the new buffers of its prologue and of each microbatch; the outputs beside the loss, by the
-    microbatch, of a step's last stage."""
+    """State of a stage for one call.
+
+    Attributes:
+        arguments: keyword inputs of each microbatch.
+        bands: mask structures of each microbatch.
+        written: graph of each microbatch, specialised to its masks.
+        prologue_updates: buffer updates of the prologue.
+        graph_updates: buffer updates of each microbatch.
+        other_outputs: {microbatch: outputs other than the loss}, on a step's last stage.
+    """
 
     arguments: list[Arguments] = field(default_factory=list)
     bands: list[Bands] = field(default_factory=list)
-    written: list[_Written] = field(default_factory=list)
+    written: list[_BoundGraph] = field(default_factory=list)
     prologue_updates: Sequence[Tensor] = ()
     graph_updates: list[Sequence[Tensor]] = field(default_factory=list)
-    beside: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    other_outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class StageModule(nn.Module):
-    """One stage on this rank: its bound graph, and the rows of the batch that it reads.
+    """One stage on this rank: its bound graph, and the samples that it uses.
 
-    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` is the graph alone;
-    `forward(*received, microbatch=index)` is what pipelining calls, with `index` a tensor that holds the number.
+    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` runs the graph alone.
+    `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with `index` a tensor of the number.
     """
 
     def __init__(
@@ -82,16 +89,16 @@ class StageModule(nn.Module):
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
         self.reducer, self.shared_buckets = reducer, shared_buckets
-        self.splits = splits  # the backward, where it can be split
+        self.splits = splits  # into input and weight gradients, if the backward can be split
         self.tensors = {**tensors, **wholes.parameters}
-        stage, known = told_of_positions(stage, program, process, self._bind)
+        stage, constant_masks = told_of_positions(stage, program, process, self._bind)
         self.stage = stage
         prologue = self._bind(stage.prologue)
         self.constants = Constants(prologue)
-        self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
-        self.masks = Masks(stage, self._bind, known)
-        self.written: Recent[_Written] = Recent(_MOST_WRITTEN)
-        """The stage's graph as it is written for the bands that its masks are."""
+        self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
+        self.masks = Masks(stage, self._bind, constant_masks)
+        self.written: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
+        """{mask structures: the stage's graph specialised to them}."""
         self.graph = self._written(()).graph
         keywords = {stage_input.name for stage_input in stage.inputs}
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
@@ -100,15 +107,18 @@ class StageModule(nn.Module):
 
     @property
     def backward_is_whole(self) -> bool:
-        """Whether the backward is not to be split into one of the inputs and one of the weights: either would run the
-        regions again, the second every one once for each weight. A compiled graph has one backward."""
+        """True if the backward must not be split into input gradients and weight gradients.
+
+        Each part of a split backward would recompute the regions, the second part once per weight. A compiled graph has
+        a single backward.
+        """
         return (
             self.compiled or has_regions(self.stage.graph.graph) or (self.reads_twice and split_backward_counts_twice())
         )
 
     @property
     def reads_twice(self) -> bool:
-        """Whether a parameter has several uses in the graph."""
+        """True if a parameter has several uses in the graph."""
         uses: Counter[str] = Counter()
         for node in self.stage.graph.graph.nodes:
             if node.op == "get_attr" and str(node.target) in self.stage.parameters:
@@ -120,33 +130,33 @@ class StageModule(nn.Module):
         groups = {**process.groups, **process.joined_groups}
         return bind(graph, groups, process.coordinates, process.device, self.tensors, self.wholes.parameters)
 
-    def _written(self, bands: Bands) -> _Written:
-        def write() -> _Written:
+    def _written(self, bands: Bands) -> _BoundGraph:
+        def write() -> _BoundGraph:
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph = self._bind(stage.graph)
             blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            return _Written(self._runnable(graph), blocks, names)
+            return _BoundGraph(self._finalize(graph), blocks, names)
 
         return self.written.get(bands, write)
 
-    def _runnable(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Return a bound graph as it runs: compiled, or with its recomputed regions as checkpoints."""
+    def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Prepare a bound graph to run: compiled, or with its recomputed regions as checkpoints."""
         return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
-        """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""
+        """Compute this stage's inputs from the global `inputs`, and split them into this rank's microbatches."""
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
         arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
         bands = self.masks.bands(arguments)
-        written = [self._written(one) for one in bands]
-        read = [
+        graphs = [self._written(one) for one in bands]
+        used_arguments = [
             {name: value for name, value in named.items() if name in one.names}
-            for named, one in zip(arguments, written, strict=True)
+            for named, one in zip(arguments, graphs, strict=True)
         ]
-        self.loaded = _Loaded(read, bands, written, prologue_updates=values[count:])
+        self.loaded = _Loaded(used_arguments, bands, graphs, prologue_updates=values[count:])
 
     def unload(self, failed: bool = False) -> None:
         for written in self.written.values():
@@ -155,15 +165,15 @@ class StageModule(nn.Module):
         self.loaded = _Loaded()
 
     def new_buffers(self) -> Made:
-        """{buffer: its new value} of what this stage has made since `load`."""
+        """Return {buffer: its new value} that this stage has computed since `load`."""
         return made_by(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
 
     def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
-        """What the graph sends."""
+        """Run the graph on a microbatch and return the values that it sends."""
         named = {**dict(zip(self.received_names, received, strict=True)), **self.loaded.arguments[microbatch]}
         written = self.loaded.written[microbatch]
         with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch():
-            outputs = written.graph.forward(**named)  # nn.Module's call has nothing to add
+            outputs = written.graph.forward(**named)  # without the overhead of nn.Module.__call__
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.loaded.graph_updates.append(outputs[count:])
@@ -174,7 +184,7 @@ class StageModule(nn.Module):
             received = _Received.apply(self.process.device, *received)
         sends = self.run(received, int(microbatch))
         if self.is_last:
-            self.loaded.beside[int(microbatch)] = tuple(value.detach() for value in sends[1:])
+            self.loaded.other_outputs[int(microbatch)] = tuple(value.detach() for value in sends[1:])
             return _Sends.apply(self.process.device, sends[0])[0]
         return _Sends.apply(self.process.wire, *sends)
 
@@ -184,8 +194,10 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Identity, from the wire to `device`. Its gradients go over the wire: dense, contiguous, and zeros for what the
-    stage does not read."""
+    """Identity in forward, from the transport device to `device`.
+
+    Backward makes gradients dense and contiguous for sending. Inputs that the stage does not use get zeros.
+    """
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
@@ -198,8 +210,10 @@ class _Received(torch.autograd.Function):
 
 
 class _Sends(torch.autograd.Function):
-    """Identity, to the wire. Its results are sent, and detached in place by zero-bubble schedules, which a view, a
-    parameter or a value that only travels through would not survive."""
+    """Identity in forward, to the transport device.
+
+    Zero-bubble schedules detach the results in place, so a result must not be a view, a parameter or a received value.
+    """
 
     @staticmethod
     def forward(ctx: Any, wire: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
@@ -224,13 +238,13 @@ class Pipeline:
         options: dict[str, Any] = {
             "n_microbatches": program.microbatches,
             "loss_fn": self._loss,
-            "scale_grads": False,  # the loss says by itself what it is a mean of
+            "scale_grads": False,  # the traced loss is already the mean over the global batch
         }
         self.schedule = schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE else stages, **options)
 
     def _pipeline_stage(self, module: StageModule) -> Any:
         returned = module.stage.sends[:1] if module.is_last else module.stage.sends
-        # With example values on both sides of every stage, pipelining runs nothing to find shapes out.
+        # With example inputs and outputs, pipelining does not run the stage to infer shapes.
         stage = stage_class()(
             module,
             module.stage.index,
@@ -239,46 +253,47 @@ class Pipeline:
             input_args=_examples(module.stage.receives, self.process),
             output_args=_examples(returned, self.process),
             group=self.process.groups["pp"],
-            dw_builder=_nothing_left if module.backward_is_whole else None,
+            dw_builder=_empty_dw_builder if module.backward_is_whole else None,
         )
         stage.after_backward = module.reducer.after_backward
         return stage
 
     @property
     def last_coordinate(self) -> int:
-        """The `pp` coordinate of the last stage."""
+        """`pp` coordinate of the last stage."""
         return self.coordinate(len(self.program.stages) - 1)
 
     def coordinate(self, stage: int) -> int:
         return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.stage_style)
 
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
-        """Forward and backward of all microbatches; the last stage's outputs of each where it runs, else none.
+        """Run forward and backward of all microbatches. Gradients are those of `loss_scale` times the loss.
 
-        Gradients are those of `loss_scale` times the loss.
+        Returns the last stage's outputs per microbatch on its ranks, an empty list on other ranks.
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
         self.give_numbers(losses)
-        beside = [module.loaded.beside for module in self.modules if module.is_last]
-        return [(loss.detach(), *beside[0][index]) for index, loss in enumerate(losses)]
+        other_outputs = [module.loaded.other_outputs for module in self.modules if module.is_last]
+        return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
     def give_numbers(self, losses: list[Tensor] | None = None) -> None:
-        """A step of the schedule, on the numbers of the microbatches: the stages look their own rows up."""
-        numbers, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
+        """Run a step of the schedule on microbatch indices, by which the stages find their samples."""
+        indices, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
         with torch.enable_grad():
-            self.schedule.step(microbatch=numbers, target=target, losses=losses, return_outputs=False)
+            self.schedule.step(microbatch=indices, target=target, losses=losses, return_outputs=False)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """What pipelining differentiates: the last stage computes the loss itself."""
+        """Return the scaled loss, which the last stage has computed, for pipelining to differentiate."""
         return scaled(loss, self.loss_scale)
 
     @torch.no_grad()
     def forward(self) -> list[tuple[Tensor, ...]]:
-        """Forward of all microbatches; one tuple of outputs each where the last stage runs, else none.
+        """Run the forward of all microbatches. Return one tuple of outputs each on ranks of the last stage.
 
-        Each rank runs all microbatches of its first stage, then of its next. Two ranks that send in both directions
-        (a loop of two) finish receiving before they send, so that neither direction waits for the other.
+        Each rank runs all microbatches of its first stage, then of its next stage. With two ranks and several stages
+        each, ranks send in both directions. Then they finish receiving before they send, so that neither direction
+        waits for the other.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -313,7 +328,7 @@ class Pipeline:
         return tuple(received)
 
     def _send(self, module: StageModule, ready: dict[int, tuple[Any, ...]]) -> list[dist.Work]:
-        """Sends what is ready to the next stage, if that is on another rank, and forgets it."""
+        """Send the ready values to the next stage if it is on another rank, and drop them."""
         if module.is_last or self.coordinate(module.stage.index + 1) == self.process.pp:
             return []
         works = []
@@ -329,12 +344,12 @@ class Pipeline:
 
 
 def _num_uses(node: fx.Node) -> int:
-    """How many operators read a value, as it is or converted."""
+    """Return the number of operators that use a value, directly or after a conversion."""
     return sum(_num_uses(user) if axis_of(user) else 1 for user in node.users)
 
 
-def _nothing_left() -> Callable[..., None]:
-    """For PipelineStage's `dw_builder`: the inputs' part runs the whole backward, the weights' part nothing."""
+def _empty_dw_builder() -> Callable[..., None]:
+    """Return a `dw_builder` for PipelineStage that runs nothing. The input part runs the full backward."""
     return lambda: None
 
 

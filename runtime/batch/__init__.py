@@ -1,1 +1,1 @@
-"""The batch of a call: samples of a rank, outputs, buffers."""
+"""Batches: the samples of a rank, the outputs of a call, buffer updates."""

@@ -1,4 +1,4 @@
-"""Which rows of the global batch a rank and a microbatch get, and how the outputs of all microbatches become one."""
+"""Split the global batch over ranks and microbatches, and merge the outputs of all microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class OwnRows:
-    """A rank's own rows in the place of a value for the global batch. A prologue may hand them on, and no more."""
+    """A rank's local samples in place of a global value. A prologue may only pass them on."""
 
     rows: Tensor
 
@@ -26,10 +26,10 @@ class OwnRows:
 def stage_arguments(
     program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int]
 ) -> list[Arguments]:
-    """The keyword arguments of one stage graph on one rank, per microbatch.
+    """Return the keyword arguments of one stage graph on one rank, per microbatch.
 
-    `values` are what the stage's prologue returned for the global batch. A value with a batch dim is cut into
-    contiguous blocks of rows, first over ranks, then over microbatches.
+    `values` are the outputs of the stage's prologue for the global batch. A value with a batch dim is split into
+    contiguous blocks of samples, first over ranks, then over microbatches.
     """
     per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
     for stage_input, value in zip(inputs, values, strict=True):
@@ -39,10 +39,10 @@ def stage_arguments(
         else:
             sections, num_blocks = stage_input.sections, program.row_ranks
             index = program.mesh.row_index(coordinates) % num_blocks
-            mine = value.rows if isinstance(value, OwnRows) else _block(value, dim, sections, num_blocks, index)
+            local = value.rows if isinstance(value, OwnRows) else _block(value, dim, sections, num_blocks, index)
             if len(sections) > 1:
                 sections = tuple(size // num_blocks for size in sections)
-            rows = [_block(mine, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
+            rows = [_block(local, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
         for arguments, block in zip(per_microbatch, rows, strict=True):
             arguments[stage_input.name] = block
     return per_microbatch
@@ -57,11 +57,11 @@ def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: 
 
 
 def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """One tensor per output of the last stage's graph, from the outputs of each microbatch (outer sequence).
+    """Return one tensor per output of the last stage's graph, merged over microbatches (outer sequence).
 
-    The rows of a microbatch's output are those of all `dp` ranks, one block each; the batch is cut over `dp` first, so
-    block by block they are put behind the same rank's rows of earlier microbatches. Where every rank gives its own
-    rows, it is given its own rows of the outputs too.
+    A microbatch's output has one block of samples per data rank. The batch is split over data ranks first. So block by
+    block, samples follow those of earlier microbatches of the same rank. If every rank passes local samples
+    (`local_batch=True`), outputs are local too.
     """
     placements = _placements(program)
     num_blocks = program.row_ranks if program.row_inputs is None else 1
@@ -70,12 +70,12 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """One tensor from each microbatch's, laid out over the microbatches as `layout` says; as `merge_microbatches`."""
+    """Merge the tensors of all microbatches as their placement in `layout` requires."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.row_ranks)
 
 
 def merged_shapes(program: Program) -> list[tuple[int, ...]]:
-    """The shapes of what `merge_microbatches` returns, from those of one microbatch."""
+    """Return the shapes of the results of `merge_microbatches`."""
     shapes = []
     for placement, boundary in zip(_placements(program), program.stages[-1].sends, strict=True):
         shape = list(boundary.shape)
@@ -86,7 +86,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _placements(program: Program) -> list[Placement]:
-    """How each output of the last stage's graph is laid out over the microbatches."""
+    """Return the placement over microbatches of each output of the last stage's graph."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 
@@ -97,8 +97,8 @@ def _merge(values: Sequence[Tensor], placement: Placement, num_blocks: int) -> T
     if placement == P:
         return torch.stack(list(values)).sum(0)
     dim, num_microbatches = placement.dim, len(values)
-    whole = values[0].size(dim) * num_microbatches
-    sizes = [size // num_microbatches for size in section_sizes(whole, placement.sections)]
+    total_size = values[0].size(dim) * num_microbatches
+    sizes = [size // num_microbatches for size in section_sizes(total_size, placement.sections)]
     sections = zip(*(value.split(sizes, dim) for value in values), strict=True)
-    blocks = [block for parts in sections for block in zip(*(p.chunk(num_blocks, dim) for p in parts), strict=True)]
+    blocks = [block for chunks in sections for block in zip(*(p.chunk(num_blocks, dim) for p in chunks), strict=True)]
     return torch.cat([rows for block in blocks for rows in block], dim)

@@ -1,7 +1,7 @@
-"""New values of the buffers that a model writes in its forward (batch-norm statistics, counters, codebooks).
+"""Write the buffers that a model updates in its forward (batch-norm statistics, counters, codebooks).
 
-Every rank holds every buffer whole, and after each forward every rank has the new values: those of a pipeline stage go
-from the ranks that run it to all others along `pp`, in flat buckets.
+Buffers are replicated on all ranks. After each forward the ranks of a pipeline stage broadcast the new values of its
+buffers along `pp`, in flat buckets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from autopart.runtime.comm.stage_ranks import stage_coordinate
 from autopart.runtime.gradients.step_reduction import flatten, unflatten
 
 Made = Mapping[str, Tensor]
-"""{buffer: its new value}"""
+"""{buffer: its new value}."""
 
 
 def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: Sequence[Sequence[Tensor]]) -> Made:
-    """The new values that a stage makes, from those outputs of its prologue and, for each microbatch, of its graph."""
+    """Return the new values that a stage computes.
+
+    Args:
+        prologue: outputs of the stage's prologue that are buffer updates.
+        graph: outputs of the stage's graph that are buffer updates, per microbatch.
+    """
     new = {update.name: value for update, value in zip(stage.prologue_updates, prologue, strict=True)}
     columns = zip(*graph, strict=True) if graph else ()
     for update, values in zip(stage.graph_updates, columns, strict=True):
@@ -34,7 +39,7 @@ def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: S
 def write_buffers(
     buffers: Mapping[str, Tensor], by_stage: Mapping[int, Made], program: Program, process: Process, stage_style: str
 ) -> None:
-    """Write the new values into this rank's `buffers`; `by_stage` has those of the stages that run here."""
+    """Write new values into this rank's `buffers`. `by_stage`: values of the stages that run on this rank."""
     for stage in program.stages:
         if not stage.updates:
             continue
@@ -50,7 +55,7 @@ def write_buffers(
 def _from_owner(
     buffers: Mapping[str, Tensor], values: Made, updates: Sequence[BufferUpdate], owner: int, process: Process
 ) -> Made:
-    """The values that the stage at `pp` coordinate `owner` made, on every rank along `pp`."""
+    """Broadcast the values of the stage at `pp` coordinate `owner` along `pp`."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for update in updates:
         by_dtype.setdefault(buffers[update.name].dtype, []).append(update.name)

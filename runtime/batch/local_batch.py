@@ -1,8 +1,8 @@
-"""A batch of which every rank was given its own rows (`local_batch=True`), brought together where that is needed.
+"""Gather the batch if every rank passes its own samples (`local_batch=True`).
 
-A stage's prologue computes masks, positions and the number of labels from the global batch, so what it reads travels:
-tokens and labels, in one all-gather over the ranks that cut rows. What the prologue only cuts into rows, as images
-mostly are, stays where it is.
+A prologue computes masks, positions and label counts from the global batch. So the inputs that it uses, tokens and
+labels, are all-gathered over the data ranks in one collective. Inputs that a prologue only splits into samples, such as
+images in most models, stay local.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 def read_whole(program: Program) -> frozenset[str]:
-    """The inputs of which a prologue, or a change of weights, reads the global value; of the others a prologue takes a
-    rank's rows as they are."""
+    """Return the inputs whose global value a prologue or a weight update uses.
+
+    Prologues pass the local samples of all other inputs on unchanged.
+    """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
-    needed = {program.input_names[position] for table in tables for position in table.reads}
+    used = {program.input_names[position] for table in tables for position in table.reads}
     for stage in program.stages:
         graph = stage.prologue.graph
         outputs: Any = graph.output_node().args[0]
-        cut = {index for index, one in enumerate(stage.inputs) if one.batch_dim == 0 and not one.sections}
-        uncut = {output for index, output in enumerate(outputs) if index not in cut}
+        split_outputs = {index for index, one in enumerate(stage.inputs) if one.batch_dim == 0 and not one.sections}
+        global_outputs = {output for index, output in enumerate(outputs) if index not in split_outputs}
         for name, node in zip(program.input_names, graph.find_nodes(op="placeholder"), strict=True):
-            if node in uncut or any(user.op != "output" for user in node.users):
-                needed.add(name)
-    return frozenset(needed)
+            if node in global_outputs or any(user.op != "output" for user in node.users):
+                used.add(name)
+    return frozenset(used)
 
 
 class LocalBatch:
-    """Brings the rows of the ranks together, for the calls of one program on this rank."""
+    """Gathers the samples of all ranks for the calls of one program."""
 
     def __init__(self, program: Program, process: Process):
         assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
@@ -52,19 +54,19 @@ class LocalBatch:
 
     @property
     def travels(self) -> bool:
-        """Whether anything is sent."""
+        """True if a call gathers any input."""
         return bool(self.whole)
 
     def brought_together(self, inputs: Sequence[Any]) -> list[Any]:
-        """The global batch from this rank's rows; of what nobody reads whole, the rows themselves, as `OwnRows`."""
+        """Return the global batch from this rank's samples. Inputs that stay local are returned as `OwnRows`."""
         named = dict(zip(self.program.input_names, inputs, strict=True))
         names = [name for name in named if name in self.whole]
-        whole = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
+        gathered = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
         own_rows = {name: OwnRows(named[name]) for name in self.own}
-        return [whole.get(name, own_rows.get(name, value)) for name, value in named.items()]
+        return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of a differentiable call, by their positions (`own_outputs`)."""
+        """Return the outputs of a differentiable call, such that their gradients cover all ranks."""
         if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
@@ -81,16 +83,16 @@ class LocalBatch:
             return _gather([rows.detach()], self.axes, self.process)[0]
 
         return [
-            _WithGradient.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
+            _GlobalValue.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
             for part, value in zip(parts, values, strict=True)
         ]
 
 
 def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> list[Tensor]:
-    """The rows of all ranks of each tensor, in the order of the ranks: one all-gather of bytes for each axis."""
+    """Return the samples of all ranks in rank order, per tensor: one all-gather of bytes per axis."""
     packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     rows, gathered = 1, packed
-    for axis in reversed(axes):  # the innermost first: its ranks are neighbours
+    for axis in reversed(axes):  # innermost first: its ranks are adjacent
         size = process.mesh.size(axis)
         cut = Cut(0, gathered.numel() * size, (), size)
         gathered = PRIMITIVES["all_gather"](gathered, process.groups[axis].group_name, cut)
@@ -102,8 +104,8 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
     ]
 
 
-class _WithGradient(Function):
-    """The global value of an input of which this rank has rows; its gradient is that of these rows."""
+class _GlobalValue(Function):
+    """Global value of a local input. Backward returns the gradient of the local samples."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,11 +114,11 @@ class _WithGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _RowsOf.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
+        return _LocalSlice.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
 
 
-class _RowsOf(Function):
-    """The rows of one rank of a global value; of their gradients all ranks have the whole again."""
+class _LocalSlice(Function):
+    """One rank's samples of a global value. Backward gathers their gradients on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -125,4 +127,4 @@ class _RowsOf(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _WithGradient.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None
+        return _GlobalValue.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None

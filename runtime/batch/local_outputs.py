@@ -1,10 +1,14 @@
-"""Outputs where every rank has its own rows (`local_batch=True`), and what a loss of a rank on them is part of.
+"""Outputs if every rank has its own samples (`local_batch=True`), and gradients of losses on them.
 
-Outputs are of three kinds. *Rows* are this rank's own. A *value* is made of no rows, as a parameter that the model
-returns: it is the same on every rank. A *sum* is made of the rows of all ranks, as a loss or a count: it is the same on
-every rank too. A loss that reads rows or values is this rank's term of the loss, so gradients of what is the same on
-every rank are those of all terms together. A loss that reads sums alone is the loss of the global batch, which every
-rank has computed: it counts once.
+There are three kinds of outputs:
+
+- `ROWS`: the samples of this rank.
+- `VALUE`: depends on no sample, such as a parameter that the model returns. It is replicated.
+- `SUM`: depends on the samples of all ranks, such as a loss or a count. It is replicated too.
+
+A user's loss that reads samples or values is this rank's term of the loss. Then gradients of replicated outputs are
+summed over all ranks. A loss that reads only sums is the loss of the global batch, computed on every rank. It counts
+once.
 """
 
 from __future__ import annotations
@@ -24,20 +28,20 @@ Kind = Enum("Kind", ["ROWS", "VALUE", "SUM"])
 
 
 def kind_of(output: Output, program: Program, axes: Sequence[str]) -> Kind:
-    """What an output is where these axes cut rows."""
+    """Return the kind of an output if samples are split over these axes."""
     if any(axis in output.layout and output.layout[axis].is_shard for axis in axes):
         return Kind.ROWS
     return Kind.SUM if output.made_of & (program.row_inputs or frozenset()) else Kind.VALUE
 
 
 def as_terms(outputs: Sequence[Tensor], kinds: Sequence[Kind], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
-    """The outputs, whose gradients are those of the terms of all ranks in these groups."""
-    trained = [i for i, output in enumerate(outputs) if output.requires_grad]
-    if all(kinds[i] is Kind.ROWS for i in trained):
+    """Return the outputs such that their gradients include the terms of all ranks in these groups."""
+    differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
+    if all(kinds[i] is Kind.ROWS for i in differentiable):
         return list(outputs)
-    terms = _Terms.apply([kinds[i] for i in trained], groups, *(outputs[i] for i in trained))
-    named = dict(zip(trained, terms, strict=True))
-    return [named.get(i, output) for i, output in enumerate(outputs)]
+    terms = _Terms.apply([kinds[i] for i in differentiable], groups, *(outputs[i] for i in differentiable))
+    by_index = dict(zip(differentiable, terms, strict=True))
+    return [by_index.get(i, output) for i, output in enumerate(outputs)]
 
 
 class _Terms(torch.autograd.Function):
@@ -49,13 +53,13 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = list(zip(ctx.kinds, grads, strict=True))
-        is_term = any(kind is not Kind.SUM and grad is not None for kind, grad in given)
-        return None, None, *(_of_all(grad, ctx.groups) if kind is not Kind.ROWS and is_term else grad
-                             for kind, grad in given)  # fmt: skip
+        pairs = list(zip(ctx.kinds, grads, strict=True))
+        is_term = any(kind is not Kind.SUM and grad is not None for kind, grad in pairs)
+        return None, None, *(_all_reduce(grad, ctx.groups) if kind is not Kind.ROWS and is_term else grad
+                             for kind, grad in pairs)  # fmt: skip
 
 
-def _of_all(grad: Tensor | None, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
+def _all_reduce(grad: Tensor | None, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
     for group in groups:
         grad = None if grad is None else all_reduce_once_more(grad, group)
     return grad

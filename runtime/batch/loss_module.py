@@ -1,4 +1,4 @@
-"""Tensors of a `loss_fn` that is a module: buffers of a step's program, with the values that they have at each call."""
+"""Tensors of a `loss_fn` that is a module: buffers of a step's program, updated before each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopart.tracing.with_loss import criterion_tensors, loss_name
 
 SMALL = 2**16
-"""Elements of a tensor on the host whose values are compared; a larger one is copied if autograd counts a write."""
+"""Elements up to which the values of a host tensor are compared. Larger ones are copied if their version changed."""
 
 
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 class Criterion:
-    """Copies of a criterion's tensors on this rank's device, which graphs read, and what they were copied from."""
+    """Copies of a loss module's tensors on this rank's device, which graphs use."""
 
     def __init__(self, given: Mapping[str, Tensor], device: torch.device):
         with torch.inference_mode(False):
@@ -29,7 +29,10 @@ class Criterion:
         self._marks = {name: _mark(tensor) for name, tensor in given.items()}
 
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
-        """Take the values of the criterion. `before_change` is called first if any differ: a step may be in flight."""
+        """Copy changed values from the loss module.
+
+        `before_change` is called first if any value differs, because a step may be in flight.
+        """
         changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
         if changed:
             before_change()

@@ -1,6 +1,6 @@
-"""How torch's distributed checkpoint and torch's optimizers are told of tensors that are held in parts.
+"""Hooks into `torch.distributed.checkpoint` and torch's optimizers for sharded tensors.
 
-Both are told once in a process, by functions of theirs that are put in place of their own and call those.
+Each hook is installed once per process. It wraps a function of torch and calls the original.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ def plan_checkpoints_with(
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
     before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Lets torch's distributed checkpoint load tensors of a class that hold a part of a saved one.
+    """Make torch's default planner load tensors that are shards of saved tensors.
 
-    It compares a tensor's own size with that of the saved one; `check_loaded(key, saved size, tensor)` is called
-    instead. `check_saved(key, value)` is called for all that is saved. `absent(state dict, saved keys)` gives the keys
-    that a checkpoint may lack. `before_saving(state dict)` is called first, on every rank that saves.
+    Args:
+        kind: class of the shards.
+        check_loaded: called with (key, saved size, tensor), in place of the planner's comparison of sizes.
+        check_saved: called with (key, value) for every saved entry.
+        absent: maps (state dict, saved keys) to the keys that a checkpoint may lack.
+        before_saving: called with the state dict first, on every rank that saves.
     """
     from torch.distributed.checkpoint import default_planner
 
@@ -38,16 +41,16 @@ def plan_checkpoints_with(
 
     @functools.wraps(plan_load)
     def load(state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = {}
+        to_plan = {}
         left_out = absent(state_dict, metadata.state_dict_metadata.keys())
         for key, value in state_dict.items():
             if key in left_out:
                 continue
-            parts[key] = _PartOfSaved(value) if isinstance(value, kind) else value
+            to_plan[key] = _PartOfSaved(value) if isinstance(value, kind) else value
             size = getattr(metadata.state_dict_metadata.get(key), "size", None)
             if isinstance(value, kind) and size is not None:
                 check_loaded(key, size, value)
-        return plan_load(parts, metadata, *args, **kwargs)
+        return plan_load(to_plan, metadata, *args, **kwargs)
 
     @functools.wraps(plan_save)
     def save(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +63,7 @@ def plan_checkpoints_with(
 
 
 class _PartOfSaved:
-    """Stands for a tensor where a load is planned: it has no size to be compared."""
+    """Stand-in for a shard while a load is planned. It has no size for the planner to compare."""
 
     def __init__(self, tensor: Any):
         self.__create_chunk_list__ = tensor.__create_chunk_list__
@@ -68,8 +71,9 @@ class _PartOfSaved:
 
 @functools.cache
 def refuse_pieces_in_safetensors() -> None:
-    """Raises CheckpointError where a rank would write several pieces of one tensor into files of safetensors: these
-    have one tensor of a name, and torch's writer keeps the last.
+    """Make the safetensors writer raise CheckpointError if a rank has several chunks of one tensor.
+
+    A safetensors file has one tensor per name, and torch's writer keeps only the last chunk.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -78,12 +82,12 @@ def refuse_pieces_in_safetensors() -> None:
     @functools.wraps(prepare)
     def prepared(self: Any, plan: Any) -> Any:
         if self.serialization_format == filesystem.SerializationFormat.SAFETENSORS:
-            pieces = Counter(item.index.fqn for item in plan.items)
-            for key, count in pieces.items():
+            num_chunks = Counter(item.index.fqn for item in plan.items)
+            for key, count in num_chunks.items():
                 if count > 1:
                     raise CheckpointError(
-                        f"safetensors cannot hold '{key}' as it is laid out here",
-                        why=f"this rank has {count} pieces of it; torch's writer keeps one tensor of a name in a file",
+                        f"safetensors cannot hold '{key}' as it is sharded on this mesh",
+                        why=f"this rank has {count} chunks of it; torch's writer keeps one tensor per name in a file",
                         hint="safetensors.torch.save_file(pm.full_state_dict(), path) on one rank, or a checkpoint in "
                         "torch's own format",
                     )
@@ -94,7 +98,7 @@ def refuse_pieces_in_safetensors() -> None:
 
 @functools.cache
 def call_with_optimizers(call: Callable[[Optimizer], None]) -> None:
-    """Has every optimizer pass `call` when it is made or copied, and whenever parameters are added to it."""
+    """Call `call` with every optimizer that is created or copied, or to which parameters are added."""
     add, set_state = Optimizer.add_param_group, Optimizer.__setstate__
 
     @functools.wraps(add)

@@ -1,4 +1,4 @@
-"""The whole state of an optimizer by the model's names: gathered on every rank, and loaded on any mesh.
+"""Full optimizer state keyed by the model's names: gathered on every rank, and loaded on any mesh.
 
 The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with `full_state_dict=True`.
 """
@@ -30,11 +30,11 @@ FullState = dict[str, Any]
 
 @dataclass(frozen=True)
 class InParts:
-    """Stands for a tensor that is gathered, in what stages tell each other."""
+    """Marks a sharded tensor in the metadata that stages exchange."""
 
 
 def first_names(program: Program, model: nn.Module) -> dict[str, str]:
-    """{any name of a parameter: the one in the model's `named_parameters()`}, in its order."""
+    """Return {any name of a parameter: its name in the model's `named_parameters()`}, in model order."""
     first: dict[str, str] = {}
     stored_names = program.stored_names
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]
@@ -46,35 +46,35 @@ def first_names(program: Program, model: nn.Module) -> dict[str, str]:
 def full_state(
     optimizer: Optimizer, program: Program, model: nn.Module, process: Process, stage_style: str
 ) -> FullState:
-    """What `ParallelModule.full_optimizer_state_dict` returns. A collective call."""
+    """Implement `ParallelModule.full_optimizer_state_dict`. A collective call."""
     first = first_names(program, model)
     order = {name: index for index, name in enumerate(dict.fromkeys(first.values()))}
-    own_groups = [group_of(group, first.__getitem__) for group in optimizer.param_groups]
-    groups = merge_by_options(of_all_stages(own_groups, process))
+    local_groups = [group_of(group, first.__getitem__) for group in optimizer.param_groups]
+    groups = merge_by_options(of_all_stages(local_groups, process))
     local: dict[str, Mapping[str, Any]] = {}
     for parameter in parameters_of(optimizer):
         home = home_of(parameter)
         if home is not None and parameter in optimizer.state:
             local[home.name] = optimizer.state[parameter]
-    entries = _told(optimizer, process)
-    whole: dict[str, dict[str, Tensor]] = {}
+    entries = _exchange_state(optimizer, process)
+    full_tensors: dict[str, dict[str, Tensor]] = {}
     for key in sorted({key for values in entries.values() for key, value in values.items() if value == InParts()}):
         names = {name for name, values in entries.items() if values.get(key) == InParts()}
-        parts = {name: values[key] for name, values in local.items() if name in names}
-        whole[key] = gather(parts, program, process, stage_style, names)
+        shards = {name: values[key] for name, values in local.items() if name in names}
+        full_tensors[key] = gather(shards, program, process, stage_style, names)
     state = {}
     for name in sorted(entries, key=lambda name: order[first[name]]):
         values = entries[name].items()
-        state[first[name]] = {key: whole[key][name] if value == InParts() else value for key, value in values}
+        state[first[name]] = {key: full_tensors[key][name] if value == InParts() else value for key, value in values}
     return {
         "state": state,
-        "param_groups": [_written(group, order if "pp" in process.groups else None) for group in groups],
+        "param_groups": [_group_dict(group, order if "pp" in process.groups else None) for group in groups],
     }
 
 
-def _told(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
-    """{stored name: {key: value, or InParts}} of every parameter that has a state, on all stages."""
-    mine: dict[str, dict[str, Any]] = {}
+def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
+    """Return {stored name: {key: value, or InParts}} of every parameter with state, of all stages."""
+    local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
         home = home_of(parameter)
         if home is None or parameter not in optimizer.state:
@@ -88,17 +88,17 @@ def _told(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
                 )
                 if value.numel() > 1 and home.cuts and values[key] != InParts():
                     raise CheckpointError(
-                        f"'{key}' of '{home.name}' cannot be put together",
-                        why=f"it has shape {tuple(value.shape)}, this rank's part of the parameter "
-                        f"{tuple(parameter.shape)}: how it is cut is not known",
+                        f"'{key}' of '{home.name}' cannot be gathered",
+                        why=f"it has shape {tuple(value.shape)}, this rank's shard of the parameter "
+                        f"{tuple(parameter.shape)}: how it is sharded is unknown",
                         hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
                     )
-        mine[home.name] = values
-    return {name: values for theirs in reversed(of_all_stages(mine, process)) for name, values in theirs.items()}
+        local[home.name] = values
+    return {name: values for remote in reversed(of_all_stages(local, process)) for name, values in remote.items()}
 
 
-def _written(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
-    """A group as a state dict has it, its parameters in the model's order where stages were put together."""
+def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
+    """Return a group in state-dict form. `order`: sort its parameters in model order, for merged stages."""
     rows = list(zip(group.names, group.given_names or group.names, strict=True))
     if order is not None:
         rows.sort(key=lambda row: order[row[0]])
@@ -107,7 +107,7 @@ def _written(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str
 
 
 def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Program, model: nn.Module) -> None:
-    """What `ParallelModule.load_full_optimizer_state_dict` does."""
+    """Implement `ParallelModule.load_full_optimizer_state_dict`."""
     first = first_names(program, model)
     _check_format(full, first)
     group_by_name = {first[name]: index for index, group in enumerate(full["param_groups"]) for name in group[PARAMS]}
@@ -124,18 +124,18 @@ def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Prog
             if home is not None and first[home.name] in state_by_name:
                 values = state_by_name[first[home.name]]
                 state[position] = {
-                    key: _own_copy(local_state(key, value, parameter, home)) for key, value in values.items()
+                    key: _copied(local_state(key, value, parameter, home)) for key, value in values.items()
                 }
         count += len(group[PARAMS])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _own_copy(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _check_format(full: Mapping[str, Any], first: Mapping[str, str]) -> None:
-    """Raises CheckpointError for what is not a full state of an optimizer of this model."""
+    """Raise CheckpointError if `full` is not a full optimizer state of this model."""
     if not {"state", "param_groups"} <= full.keys():
         raise CheckpointError(
             "this is not a full optimizer state",
@@ -145,14 +145,14 @@ def _check_format(full: Mapping[str, Any], first: Mapping[str, str]) -> None:
     names = [*full["state"], *(name for group in full["param_groups"] for name in group[PARAMS])]
     if any(isinstance(name, int) for name in names):
         raise CheckpointError(
-            "this optimizer state counts parameters",
-            why="a number means another parameter on every mesh",
+            "this optimizer state is keyed by parameter index",
+            why="indices differ between meshes",
             hint="pm.full_optimizer_state_dict(optimizer), or of an unpartitioned model torch.distributed.checkpoint."
             "state_dict.get_optimizer_state_dict(model, optimizer)",
         )
     unknown = [name for name in names if name not in first]
     if unknown:
-        raise CheckpointError(f"the model has no parameter '{unknown[0]}'", why="the optimizer state to load has")
+        raise CheckpointError(f"the model has no parameter '{unknown[0]}'", why="the optimizer state to load has it")
 
 
 def _options(
@@ -162,7 +162,7 @@ def _options(
     group_by_name: Mapping[str, int],
     saved: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The options of an optimizer's group, of the saved group that its parameters are in."""
+    """Return the options of an optimizer's group from the saved group that has its parameters."""
     missing = [name for name in names if name not in group_by_name]
     if missing:
         raise CheckpointError(
@@ -174,16 +174,16 @@ def _options(
             f"the parameters of the optimizer's group {index} are in groups {', '.join(map(str, numbers))} of the "
             "state to load",
             why="a group has one learning rate and one weight decay",
-            hint="make the optimizer with the groups that it had when it was saved",
+            hint="create the optimizer with the groups that it had when it was saved",
         )
     number = numbers[0] if numbers else index if index < len(saved) else None
     source = group if number is None else saved[number]
     labels = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
-    return {**{key: _own_copy(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **labels}
+    return {**{key: _copied(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **labels}
 
 
 class SavesOptimizers:
-    """What a module can do with the whole state of its optimizers."""
+    """Methods of a module that save and load full optimizer state."""
 
     _process: Process
     _source: Source
@@ -194,11 +194,11 @@ class SavesOptimizers:
 
     @meeting
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer of this module, on every rank. A collective call.
+        """Return the full state of an optimizer of this module, on every rank. A collective call.
 
-        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` of the unpartitioned
-        model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name, ...], ...}]}`.
-        Raises CheckpointError for a state that is not cut as its parameter is.
+        The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` for
+        the unpartitioned model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name,
+        ...], ...}]}`. Raises CheckpointError for state that is not sharded as its parameter is.
 
         Example:
             full = pm.full_optimizer_state_dict(optimizer)  # on every rank
@@ -211,9 +211,9 @@ class SavesOptimizers:
 
     @meeting
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
-        """Load what `full_optimizer_state_dict` gave, on this mesh or another, or of the unpartitioned model.
+        """Load a full optimizer state, saved on any mesh or from the unpartitioned model.
 
-        Every rank is given all of it and keeps its part. Raises CheckpointError where it does not fit.
+        Every rank passes the full state and keeps its shards. Raises CheckpointError if it does not fit.
 
         Example:
             pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))

@@ -1,8 +1,8 @@
-"""Optimizer state that a checkpoint lacks, because its parameter had never had a gradient when it was saved.
+"""Optimizer state that a checkpoint lacks, because its parameter never had a gradient before the save.
 
-torch's `get_state_dict` makes state for every parameter before a load, and its distributed checkpoint then asks for
-all of it. Here a parameter whose state is not in the checkpoint at all is left out of the load, and has no state after
-`optimizer.load_state_dict`, as when it was saved.
+torch's `get_state_dict` creates state for every parameter before a load, and `torch.distributed.checkpoint` then
+requires all of it. This module leaves out parameters without any state in the checkpoint. They have no state after
+`optimizer.load_state_dict`, as when the checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _OWNERS: Any = WeakIdKeyDictionary()
-"""{tensor: the name of the parameter whose state it is}."""
+"""{tensor: name of the parameter whose state it is}."""
 _ABSENT: Any = WeakIdKeyDictionary()
-"""{tensor: whether the last checkpoint that was read for it did not have it}."""
+"""{tensor: True} for tensors that the last checkpoint read for them lacked."""
 _STATE = "state"
 
 
 def belongs_to(value: Tensor, name: str) -> None:
-    """Note whose state a tensor is, if no `ShardTensor` says so."""
+    """Record the parameter whose state a plain tensor is."""
     _OWNERS[value] = name
 
 
 def never_saved(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[str]:
-    """Return the keys of optimizer state of the parameters of which a checkpoint has none, and mark their tensors.
+    """Return the optimizer state keys of parameters without state in a checkpoint; mark their tensors.
 
     Args:
-        state_dict: what is to be loaded, flat.
-        saved: the keys of the checkpoint. One without any state of an optimizer is another mistake, and torch's.
+        state_dict: the state dict to load, flat.
+        saved: the keys of the checkpoint. If it has no optimizer state at all, torch reports the error.
     """
     by_head: dict[tuple[str, str], dict[str, Any]] = {}
     for key, value in state_dict.items():
         if isinstance(value, Tensor):
             _ABSENT.pop(value, None)
-            if (head := _head(key, value)) is not None:
+            if (head := _split_key(key, value)) is not None:
                 by_head.setdefault(head, {})[key] = value
     left_out = set[str]()
     for (optimizer, prefix), values in by_head.items():
@@ -48,8 +48,11 @@ def never_saved(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[st
     return left_out
 
 
-def _head(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Return (`optimizer.state.`, `optimizer.state.layer.weight.`) of `optimizer.state.layer.weight.exp_avg`."""
+def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
+    """Split an optimizer state key into the prefixes of the optimizer and of the parameter.
+
+    `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
+    """
     name = _OWNERS.get(value) or getattr(getattr(value, "place", None), "name", None)
     marker = f"{_STATE}.{name}."
     if name is None or f".{marker}" not in f".{key}":

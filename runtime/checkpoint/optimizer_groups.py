@@ -1,4 +1,4 @@
-"""The groups of an optimizer by their parameters' names, and those of all pipeline stages put together."""
+"""Optimizer groups by parameter names, and groups of all pipeline stages merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ PARAMS, GIVEN_NAMES = "params", "param_names"
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A group of parameters: their names (the model's, and those that the user gave the optimizer), and its options."""
+    """A group of parameters.
+
+    Attributes:
+        names: the model's names of the parameters.
+        given_names: the names that the user passed to the optimizer.
+        options: such as the learning rate.
+    """
 
     names: list[str]
     given_names: list[str] | None
@@ -25,7 +31,7 @@ class ParameterGroup:
 
 
 def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
-    """A group of an optimizer on this rank. Raises CheckpointError for a parameter of another module."""
+    """Return a group of an optimizer on this rank. Raises CheckpointError for another module's parameter."""
     names, labels = [], []
     for index, parameter in enumerate(group[PARAMS]):
         home = home_of(parameter)
@@ -46,25 +52,22 @@ def _on_host(value: Any) -> Any:
 
 
 def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """The groups of all stages in one, each by its number.
-
-    Raises CheckpointError where they are not the same ones.
-    """
+    """Merge the groups of all stages by index. Raises CheckpointError if they do not match."""
     counts = [len(groups) for groups in stages]
-    alike = len(set(counts)) == 1 and all(
+    are_equal = len(set(counts)) == 1 and all(
         _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)
     )
-    if not alike:
+    if not are_equal:
         raise CheckpointError(
-            "the optimizer's groups are not the same ones on every pipeline stage",
-            why="groups by stage: " + "; ".join(", ".join(map(_spoken, groups)) or "none" for groups in stages),
-            hint="make every group on every rank, also where it is empty; or use pm.full_optimizer_state_dict",
+            "the optimizer's groups differ between pipeline stages",
+            why="groups by stage: " + "; ".join(", ".join(map(_group_text, groups)) or "none" for groups in stages),
+            hint="create every group on every rank, even if empty; or use pm.full_optimizer_state_dict",
         )
-    return [_joined(groups) for groups in zip(*stages, strict=True)]
+    return [_merged(groups) for groups in zip(*stages, strict=True)]
 
 
 def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
-    """The groups of all stages in one, by number or else by their options, where a stage has not all of them."""
+    """Merge the groups of all stages by index, or by their options if a stage lacks some groups."""
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]
     ):
@@ -77,7 +80,7 @@ def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[Paramet
                 merged.append([group])
             else:
                 row.append(group)
-    return [_joined(row) for row in merged]
+    return [_merged(row) for row in merged]
 
 
 def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
@@ -87,8 +90,8 @@ def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
 
-def _joined(groups: Sequence[ParameterGroup]) -> ParameterGroup:
-    """One group of several stages; what several hold (tied parameters) once."""
+def _merged(groups: Sequence[ParameterGroup]) -> ParameterGroup:
+    """Merge a group of several stages. Tied parameters count once."""
     labels: dict[str, str] = {}
     for group in groups:
         for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
@@ -98,6 +101,6 @@ def _joined(groups: Sequence[ParameterGroup]) -> ParameterGroup:
     )
 
 
-def _spoken(group: ParameterGroup) -> str:
+def _group_text(group: ParameterGroup) -> str:
     options = {key: value for key, value in group.options.items() if key in ("lr", "weight_decay", "momentum")}
     return f"{len(group.names)} parameters with {options}"

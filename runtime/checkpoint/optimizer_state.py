@@ -1,7 +1,7 @@
-"""The state of an optimizer of a partitioned model: shards with their places in its state dict, and whole by names.
+"""Optimizer state of a partitioned model: shards in state dicts, and full tensors by name.
 
-What an optimizer keeps for a parameter in the parameter's own shape (moments, momentum) is cut as the parameter is;
-single numbers (steps) are the same on every rank.
+Optimizer state in the shape of its parameter (moments, momentum) is sharded as the parameter is. Scalars (steps) are
+replicated.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, at_home, part
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.shards.shard_owners import Home, home_of, parameters_of, process_among
 
-_WATCHED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose state dicts have places."""
+_HOOKED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose state dicts have shard offsets."""
 
 
 def connect_state_dicts() -> None:
-    """Have every optimizer that is made from here on give and take state dicts with places, for what it keeps of the
-    parameters of partitioned models, and torch's distributed checkpoint know of them.
+    """Make every optimizer save and load state dicts with shard offsets, and register shards with DCP.
+
+    This concerns the state of partitioned models' parameters, in optimizers created after this call.
     """
     connect_checkpoints()
     full_state_dicts_through(put_together, refuse_what_was_not_loaded)
-    call_with_optimizers(_watch)
+    call_with_optimizers(_add_hooks)
 
 
-def _watch(optimizer: Optimizer) -> None:
-    if optimizer not in _WATCHED:
-        _WATCHED.add(optimizer)
+def _add_hooks(optimizer: Optimizer) -> None:
+    if optimizer not in _HOOKED:
+        _HOOKED.add(optimizer)
         optimizer.register_state_dict_post_hook(_with_places)
-        optimizer.register_load_state_dict_pre_hook(_with_local_parts)
+        optimizer.register_load_state_dict_pre_hook(_with_local_shards)
 
 
 @on_local_values
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict in which what is cut, or is one stage's, knows where it belongs."""
+    """Return an optimizer's state dict in which sharded tensors, and tensors of one stage, have offsets."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -73,8 +74,9 @@ def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _converted(
     state: Mapping[Any, Any], parameters: Mapping[Any, nn.Parameter], convert: Callable[[str, Any, Tensor, Home], Any]
 ) -> dict[Any, Any]:
-    """A state dict's state in which what belongs to a partitioned model's parameter is converted, entry by entry.
-    `parameters`: {as the state counts it: parameter}.
+    """Convert the state of partitioned models' parameters, entry by entry.
+
+    `parameters`: {key in `state`: parameter}.
     """
     converted = {}
     for index, values in state.items():
@@ -87,47 +89,45 @@ def _converted(
 
 
 def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
-    """One value of a parameter's state, with its place where other ranks hold other parts, or other parameters."""
+    """Add offsets to a value of a parameter's state if other ranks have other shards or parameters."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
     if value.dim() == 0 or place_of(home).is_whole:
         belongs_to(value, home.name)
     if value.dim() == 0:
         return value
-    staged = home.process.mesh.size("pp") > 1
-    place = place_of(home, only_by_name=staged)
+    is_pipeline = home.process.mesh.size("pp") > 1
+    place = place_of(home, only_by_name=is_pipeline)
     if value.shape == parameter.shape:
-        return value if place.is_whole and not staged else at_home(value, place, home)
+        return value if place.is_whole and not is_pipeline else at_home(value, place, home)
     if not place.is_whole and value.numel() > 1:
         return ShardTensor(value, ShardPlace(place.name, place.shape, None, place.keys))
     shape = tuple(value.shape)
     spans = tuple(((0, size),) for size in shape)
-    return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if staged else value
+    return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if is_pipeline else value
 
 
 @on_local_values
-def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """A state dict with this rank's part of every full tensor in it.
-
-    Raises CheckpointError where one does not fit.
-    """
+def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Replace full tensors in a state dict by this rank's shards. Raises CheckpointError on a mismatch."""
     saved = state_dict["param_groups"]
     parameters = parameters_of(optimizer)
-    if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch tells of the latter
+    if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch reports the latter
         return None
     state_dict = {**state_dict, "state": without_absent(state_dict["state"])}
-    groups = [_own_group(*pair) for pair in zip(saved, optimizer.param_groups, strict=True)]
-    counted = [index for group in groups for index in group[PARAMS]]
-    if len(counted) != len(parameters):
+    groups = [_local_group(*pair) for pair in zip(saved, optimizer.param_groups, strict=True)]
+    indices = [index for group in groups for index in group[PARAMS]]
+    if len(indices) != len(parameters):
         return None
-    state = _converted(state_dict["state"], dict(zip(counted, parameters, strict=True)), local_state)
+    state = _converted(state_dict["state"], dict(zip(indices, parameters, strict=True)), local_state)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _own_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group with the names of this rank's parameters alone, in this optimizer's order, where it has names.
+def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce a saved group to the names of this rank's parameters, in this optimizer's order.
 
-    Raises CheckpointError where it has no options: torch found none for these names in a checkpoint.
+    A group without names stays as it is. Raises CheckpointError if it has no options, because then torch found none for
+    these names in a checkpoint.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
@@ -135,7 +135,7 @@ def _own_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
         raise CheckpointError(
             f"the checkpoint has no group with '{keys[0][0]}'",
             why="its groups of the optimizer name other parameters",
-            hint="save get_state_dict(pm, optimizer), called on every rank, as it is",
+            hint="save the unchanged result of get_state_dict(pm, optimizer), called on every rank",
         )
     names_here = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]
     params = list(saved[PARAMS]) if None in names_here else names_here
@@ -143,28 +143,27 @@ def _own_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 
 
 def _names(parameter: Tensor) -> list[str]:
-    """Those of a parameter in its model."""
     home = home_of(parameter)
     return [NO_PARAMETERS] if home is None else [home.name, *home.stored.aliases]
 
 
 def local_state(key: str, value: Any, parameter: Tensor, home: Home) -> Any:
-    """This rank's part of one value of a parameter's state."""
+    """Return this rank's shard of one value of a parameter's state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     place = place_in_file(value)
     if place is not None and value.shape != parameter.shape:
-        return local_of(value)  # of no known place, or whole
+        return local_of(value)  # with unknown offsets, or replicated
     if value.numel() == 1 and math.prod(home.stored.shape) != 1:
         return value
     if place_of(home).is_whole and value.shape != parameter.shape:
-        return value  # an optimizer's own shape, on every rank
-    part = part_here(f"{home.name} ({key})", value, parameter, home)
-    return part if part is value or isinstance(value, ShardTensor) else part.clone()
+        return value  # a state shape of the optimizer, replicated
+    shard = part_here(f"{home.name} ({key})", value, parameter, home)
+    return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
 
 
 class _Exchange:
-    """The groups of an optimizer on every stage, by names: asked for once per state dict, where names are filled in."""
+    """Names in an optimizer's groups on every stage, exchanged once per state dict, when names are needed."""
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
@@ -172,7 +171,7 @@ class _Exchange:
         self._merged: list[ParameterGroup] | None = None
 
     def names(self, index: int) -> list[str]:
-        """Those of a group on all stages. A collective call along `pp`, the first time."""
+        """Return the names in a group on all stages. The first call is collective along `pp`."""
         if self._merged is None:
             self._merged = merge_by_index(of_all_stages(self._own, self._process))
         return self._merged[index].names
@@ -181,8 +180,8 @@ class _Exchange:
 class StageGroup(dict[str, Any]):
     """A group of a pipeline stage's optimizer, in a state dict.
 
-    `torch.distributed.checkpoint.state_dict` writes parameters' names into it; then those of the other stages are
-    added, since a checkpoint has each group once.
+    `torch.distributed.checkpoint.state_dict` writes parameter names into it. Then this class adds the names of the
+    other stages, because a checkpoint has each group once.
     """
 
     def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):

@@ -1,7 +1,7 @@
-"""A rank's shard of a tensor in a state dict: torch's distributed checkpoint saves and loads it where it belongs.
+"""A rank's shard in a state dict, saved and loaded by `torch.distributed.checkpoint`.
 
-Values and shape are those of the shard, so whatever is computed with it is computed with the shard. What copies it
-keeps its place: a state dict that was moved to the host, staged, or pickled is saved as rightly as the first.
+Values and shape are those of the shard, so arithmetic works on the shard. Copies keep the shard offsets. So a state
+dict that was moved to the host, staged or pickled is saved as correctly as the original.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ KEEPING_PLACE = frozenset(
      "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_empty_strided",
      "add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul", "addcdiv", "where"]
 )  # fmt: skip
-"""Operators whose result, where it has the shard's shape, lies where the shard does: copies, and entry by entry."""
+"""Operators whose result has the shard's offsets if it has the shard's shape: copies and elementwise operators."""
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a shard lies in its full tensor.
+    """Offsets of a shard in its full tensor.
 
-    `name`: of the model's parameter. `shape`: of the full tensor. `spans`: for each dim, the runs of elements that the
-    shard is made of, in its order; None where that is not known. `keys`: save it only under a key that has one of these
-    in it (names of the parameter), for a number would mean another parameter on another rank.
+    Attributes:
+        name: of the model's parameter.
+        shape: of the full tensor.
+        spans: per dim, the (start, length) ranges that the shard consists of, in its order. None: unknown.
+        keys: names of the parameter. If set, the tensor may be saved only under a key that contains one of them,
+            because a parameter index differs between ranks.
     """
 
     name: str
@@ -62,18 +65,18 @@ class ShardPlace:
 
 
 PLACE = "autopart_place"
-"""The attribute that has the place of a tensor in a file."""
+"""Attribute of a saved tensor that holds its shard offsets."""
 
 
 def place_of(home: Home, *, only_by_name: bool = False) -> ShardPlace:
-    """Where the shards of a home lie on this rank; `only_by_name`: saved under a name of the parameter alone."""
+    """Return the shard offsets of a local parameter. `only_by_name`: set `keys` to the parameter's names."""
     spans = spans_of(home.stored.shape, home.cuts_here)
     keys = (home.name, *home.stored.aliases) if only_by_name else ()
     return ShardPlace(home.name, tuple(home.stored.shape), spans, keys)
 
 
 def chunks_of(place: ShardPlace) -> list[Box]:
-    """The boxes that a shard is made of; none where it is empty and its full tensor is not."""
+    """Return the boxes of a shard. An empty shard of a non-empty tensor has none."""
     assert place.spans is not None
     if math.prod(place.shape) == 0:
         zeros = (0,) * len(place.shape)
@@ -82,11 +85,11 @@ def chunks_of(place: ShardPlace) -> list[Box]:
 
 
 class ShardTensor(Tensor):
-    """This rank's shard of a tensor, with its place in the full one.
+    """This rank's shard of a tensor, with its offsets in the full tensor.
 
-    It behaves as the plain tensor that `to_local()` gives: same shape, same values, and results of operators are plain
-    tensors. `torch.distributed.checkpoint` saves it as its part of the full tensor, under the full tensor's shape, and
-    fills it from a checkpoint of any mesh.
+    It behaves as the plain tensor that `to_local()` returns: same shape and values, and operators return plain tensors.
+    `torch.distributed.checkpoint` saves it as a shard of the full tensor, under the full tensor's shape, and loads it
+    from a checkpoint of any mesh.
 
     Example:
         >>> shard = ShardTensor(torch.zeros(2), ShardPlace("bias", (4,), (((0, 1), (2, 1)),)))
@@ -106,7 +109,7 @@ class ShardTensor(Tensor):
         return shard
 
     def to_local(self) -> Tensor:
-        """The shard as a plain tensor; it shares its memory."""
+        """Return the shard as a plain tensor that shares its memory."""
         return self._local
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -116,7 +119,7 @@ class ShardTensor(Tensor):
         return self._local.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A file has the plain tensor, which is read without autopart, with the place as an attribute."""
+        """Pickle as the plain tensor, readable without autopart, with the shard offsets as an attribute."""
         plain = self._local.detach()
         setattr(plain, PLACE, dataclasses.astuple(self.place))
         return plain.__reduce_ex__(protocol)
@@ -146,7 +149,7 @@ class ShardTensor(Tensor):
         keeps = operator_name(func) in KEEPING_PLACE and result.shape == shards[0].shape and len(places) == 1
         return ShardTensor(result, shards[0].place) if keeps else result
 
-    # What torch.distributed.checkpoint asks of a tensor in parts.
+    # Protocol of torch.distributed.checkpoint for sharded tensors.
 
     def __create_write_items__(self, key: str, value: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -175,32 +178,32 @@ class ShardTensor(Tensor):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         self._check(index.fqn)
         (chunk,) = (chunk for chunk in chunks_of(self.place) if chunk.offsets == tuple(index.offset))
-        part = self._local
+        shard = self._local
         for dim, (start, length) in enumerate(zip(chunk.local_offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
+            shard = shard.narrow(dim, start, length)
+        return shard
 
     def _check(self, key: str | None = None) -> None:
-        """Raises CheckpointError where this cannot be saved, or loaded, under `key`."""
+        """Raise CheckpointError if this tensor cannot be saved, or loaded, under `key`."""
         name, shape = self.place.name, tuple(self.shape)
         if self.place.spans is None or self.place.local_shape != shape:
             raise CheckpointError(
-                f"a tensor of shape {shape} of '{name}' has no place in a checkpoint",
-                why=f"this rank holds a part of '{name}', and which part of the whole this tensor is cannot be known",
-                hint="save what is cut as the parameter is",
+                f"a tensor of shape {shape} of '{name}' has no known offsets in a checkpoint",
+                why=f"this rank holds a shard of '{name}', and the tensor does not have the shape of this shard",
+                hint="save only tensors that are sharded as the parameter is",
             )
         if self.place.keys and key is not None and not any(name in key for name in self.place.keys):
             raise CheckpointError(
-                f"'{key}' would be other parameters on other ranks",
-                why=f"optimizer.state_dict() counts parameters; here this one is '{name}', and each pipeline stage "
-                "counts its own",
+                f"'{key}' would name different parameters on different ranks",
+                why=f"optimizer.state_dict() is keyed by parameter index; here the index means '{name}', and each "
+                "pipeline stage has its own indices",
                 hint="save and load torch.distributed.checkpoint.state_dict.get_state_dict(pm, optimizer), which has "
                 "names, or pm.full_optimizer_state_dict(optimizer)",
             )
 
 
 def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
-    """Raises CheckpointError where a checkpoint's tensor has not the size of the shard's full tensor."""
+    """Raise CheckpointError if a checkpoint's tensor does not have the size of the shard's full tensor."""
     if tuple(size) != shard.place.shape:
         raise CheckpointError(
             f"the checkpoint's '{key}' has shape {tuple(size)}, the model's {shard.place.shape}",
@@ -209,13 +212,13 @@ def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
 
 
 def connect_checkpoints() -> None:
-    """Let torch's distributed checkpoint know of shards; done once."""
+    """Register `ShardTensor` with `torch.distributed.checkpoint`, once per process."""
     plan_checkpoints_with(ShardTensor, check_saved_size, refuse_parts_without_place, never_saved, check_before_saving)
     refuse_pieces_in_safetensors()
 
 
 def place_in_file(tensor: Tensor) -> ShardPlace | None:
-    """Where a tensor lies that was a shard, or was one when it was written into the file that it was read from."""
+    """Return the shard offsets of a `ShardTensor`, or of a plain tensor that was saved as one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
@@ -223,38 +226,38 @@ def place_in_file(tensor: Tensor) -> ShardPlace | None:
 
 
 def refuse_parts_without_place(key: str, value: Any) -> None:
-    """Raises CheckpointError for a tensor that is a part of another and that a checkpoint would save as if whole."""
+    """Raise CheckpointError for a shard that a checkpoint would save as if it were the full tensor."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return
     home = home_of(value)
     place = place_in_file(value) if home is None else place_of(home)
     if place is not None and not place.is_whole:
         raise CheckpointError(
-            f"'{key}' is one rank's part of '{place.name}', and would be saved as if it were all of it",
-            hint="save pm.state_dict(), or get_state_dict(pm, optimizer); what was read from a file of one rank goes "
-            "through pm.load_state_dict first",
+            f"'{key}' is one rank's shard of '{place.name}', and would be saved as if it were the full tensor",
+            hint="save pm.state_dict(), or get_state_dict(pm, optimizer); load a file of one rank with "
+            "pm.load_state_dict first",
         )
 
 
 def refuse_what_was_not_loaded(state_dict: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a shard is left in a state dict into which the first rank's tensors were loaded."""
+    """Raise CheckpointError if a shard remains in a state dict after the first rank's tensors were loaded."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
             raise CheckpointError(
-                f"StateDictOptions(broadcast_from_rank0=True) does not bring '{key}' to this rank",
+                f"StateDictOptions(broadcast_from_rank0=True) does not broadcast '{key}' to this rank",
                 why="the first rank's optimizer does not hold that parameter",
                 hint="pm.load_full_optimizer_state_dict(optimizer, full) on every rank",
             )
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The plain tensor of this rank's values."""
+    """Return the plain tensor of this rank's values."""
     return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 
-def _between_processes(shard: ShardTensor) -> Any:
+def _reduce_for_process(shard: ShardTensor) -> Any:
     return ShardTensor, (shard.to_local(), shard.place)
 
 
-ForkingPickler.register(ShardTensor, _between_processes)
-"""A process that saves in the background is given shards as they are."""
+ForkingPickler.register(ShardTensor, _reduce_for_process)
+"""A background process that saves receives shards with their offsets."""

@@ -1,4 +1,4 @@
-"""State dicts of a partitioned model: a rank's shards with their places, and full tensors that are cut on loading."""
+"""State dicts of a partitioned model: save shards with offsets, shard full tensors on load."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.shards.shard_owners import Home, home_of
 
 NO_PARAMETERS = "no_parameters_here"
-"""The empty parameter of a rank whose stages read none: its optimizer can be made, and no state dict has it."""
+"""Name of the empty parameter on ranks whose stages use none, so that optimizers work. No state dict has it."""
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """What a model's state dict has beside tensors (`get_extra_state` of its modules), by its names."""
+    """Return the non-tensor entries of a model's state dict (`get_extra_state` of its modules), by name."""
     return {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def with_places(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, extra: Mapping[str, Any]) -> None:
-    """Turn a module's state dict into what distributed checkpoints save rightly, under the model's own names.
+    """Prepare a module's state dict for distributed checkpoints, under the model's names.
 
-    Every tensor that a rank holds in part becomes a `ShardTensor`; what all ranks hold whole stays plain. `extra` is
-    added.
+    Every sharded tensor becomes a `ShardTensor`; replicated tensors stay plain. `extra` is added.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -41,26 +40,26 @@ def with_places(module: nn.Module, state_dict: MutableMapping[str, Any], prefix:
 
 
 def placed(value: Tensor, home: Home) -> Tensor:
-    """A tensor laid out as a parameter is, with its place; plain where every rank has the same, whole."""
+    """Return a tensor in a parameter's layout with its offsets, or plain if the parameter is replicated."""
     place = place_of(home)
     return value if place.is_whole and home.process.mesh.size("pp") == 1 else at_home(value, place, home)
 
 
 _HOMES: Any = WeakIdKeyDictionary()
-"""{shard of a state dict: its home}; a copy has none."""
+"""{shard of a state dict: its shard info}. Copies have none."""
 
 
 def at_home(value: Tensor, place: ShardPlace, home: Home) -> ShardTensor:
-    """A shard that can be put together with those of the other ranks."""
+    """Return a shard that can be gathered with those of other ranks."""
     shard = ShardTensor(value, place)
     _HOMES[shard] = home
     return shard
 
 
 def put_together(state_dict: Any) -> Any:
-    """A state dict with the full tensor in place of every shard, on every rank. A collective call.
+    """Gather every shard of a state dict into the full tensor, on every rank. A collective call.
 
-    Raises CheckpointError for a pipeline: a rank's state dict has the names of its own stages alone.
+    Raises CheckpointError for a pipeline, because a rank's state dict has only the names of its stages.
     """
 
     def full(value: Any) -> Any:
@@ -69,20 +68,20 @@ def put_together(state_dict: Any) -> Any:
         home = _HOMES.get(value)
         if home is None or "pp" in home.process.groups:
             raise CheckpointError(
-                "StateDictOptions(full_state_dict=True) does not put pipeline stages together",
+                "StateDictOptions(full_state_dict=True) does not gather pipeline stages",
                 why=f"this rank's state dict has '{value.place.name}', but not the names of other stages",
-                hint="pm.full_state_dict() and pm.full_optimizer_state_dict(optimizer) give the same",
+                hint="use pm.full_state_dict() and pm.full_optimizer_state_dict(optimizer)",
             )
-        whole = value.to_local()
+        gathered = value.to_local()
         for axis, cut in reversed(home.cuts):
-            whole = PRIMITIVES["all_gather"](whole, home.process.along(axis).group_name, cut)
-        return whole
+            gathered = PRIMITIVES["all_gather"](gathered, home.process.along(axis).group_name, cut)
+        return gathered
 
     return tree_map(full, state_dict)
 
 
 def shapes_of(program: Program, model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """{name: full shape} of what the model's state dict has; None for what is not a tensor."""
+    """Return {name: full shape} of the model's state dict; None for entries that are not tensors."""
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name, value in model.state_dict().items():
         shapes[name] = tuple(value.shape) if isinstance(value, Tensor) else None
@@ -92,9 +91,12 @@ def shapes_of(program: Program, model: nn.Module) -> dict[str, tuple[int, ...] |
 
 
 class Loading:
-    """One `load_state_dict`: takes this rank's part of what is given, and notes what does not fit.
+    """One `load_state_dict` call: takes this rank's shards of the given values, and records mismatches.
 
-    `shapes`: of the whole model (`shapes_of`); `missing` and `errors` are torch's own lists, which it reports.
+    Args:
+        shapes: of the full model (`shapes_of`).
+        missing: torch's list of missing names, which torch reports.
+        errors: torch's list of errors, which torch reports.
     """
 
     def __init__(
@@ -105,9 +107,9 @@ class Loading:
         self.shapes, self.missing, self.errors = shapes, missing, errors
 
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
-        """Leave in `state_dict` what `nn.Module` loads on this rank: local tensors under names that are here.
+        """Reduce `state_dict` to what `nn.Module` loads on this rank: local tensors by local names.
 
-        Full tensors are cut, names of other stages are taken out, and where there are any, all of theirs must be.
+        Full tensors are sharded. Names of other stages are removed; if any is present, all of them must be.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()
@@ -132,7 +134,7 @@ class Loading:
             )
 
     def _local(self, name: str, value: Any) -> Any:
-        """This rank's part of a value, or the parameter's own where it does not fit."""
+        """Return this rank's shard of a value, or the parameter itself if the value does not fit."""
         parameter = self.parameters[name]
         home = home_of(parameter)
         if home is None or not isinstance(value, Tensor):
@@ -145,9 +147,9 @@ class Loading:
 
 
 def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor:
-    """This rank's part of a value for a parameter: of a full tensor, or what it is already.
+    """Return this rank's shard for a parameter, from a full tensor or a saved shard.
 
-    Raises CheckpointError where it is neither, or another rank's.
+    Raises CheckpointError if the value is neither, or is another rank's shard.
     """
     place = place_of(home)
     saved_place = place_in_file(value)
@@ -161,25 +163,25 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     if place.is_whole:
         raise CheckpointError(what, why=f"the model's is {place.shape}", hint="load it into the model that was saved")
     raise CheckpointError(
-        what, why=f"the model's is {place.shape}, and this rank's part of it {tuple(parameter.shape)}",
+        what, why=f"the model's is {place.shape}, and this rank's shard of it {tuple(parameter.shape)}",
         hint="a full tensor fits on every mesh; a state_dict() of one rank fits on the same rank of the same mesh",
     )  # fmt: skip
 
 
-def check_same_part(name: str, saved: ShardPlace, here: ShardPlace) -> None:
-    """Raises CheckpointError where a shard is another part of the full tensor than this rank's."""
-    if saved.spans is None or (saved.shape, saved.spans) == (here.shape, here.spans):
+def check_same_part(name: str, saved: ShardPlace, local: ShardPlace) -> None:
+    """Raise CheckpointError if a saved shard has other offsets than this rank's shard."""
+    if saved.spans is None or (saved.shape, saved.spans) == (local.shape, local.spans):
         return
     raise CheckpointError(
-        f"'{name}' in the state dict is not the part that this rank holds",
-        why=f"it is {_spoken(saved)} of {saved.shape}; here it is {_spoken(here)} of {here.shape}",
+        f"'{name}' in the state dict is not the shard that this rank holds",
+        why=f"it is {_ranges_text(saved)} of {saved.shape}; here it is {_ranges_text(local)} of {local.shape}",
         hint="load the file that this rank saved on this mesh; torch.distributed.checkpoint or full_state_dict() "
-        "bring weights to another mesh",
+        "move weights to another mesh",
     )
 
 
-def _spoken(place: ShardPlace) -> str:
-    """The entries of a shard: `[0:4, 8:12]` of one dim, `[0:4] x [0:16]` of two."""
+def _ranges_text(place: ShardPlace) -> str:
+    """Format the ranges of a shard: `[0:4, 8:12]` for one dim, `[0:4] x [0:16]` for two."""
     assert place.spans is not None
     dims = [", ".join(f"{start}:{start + length}" for start, length in spans) for spans in place.spans]
     return " x ".join(f"[{dim}]" for dim in dims) or "all"

@@ -1,7 +1,7 @@
-"""Gradients of parameters that are stored in parts, in a form that can be differentiated again.
+"""Gradients of sharded parameters that can be differentiated again (`create_graph=True`).
 
-A gradient has the placements of its parameter in the other order: what the gradient is summed and cut by, its own
-gradient is gathered by, and so on. So the two functions here are each other's backward.
+The backward of a reduce-scatter is an all-gather, and the other way around. So the two functions in this file are each
+other's backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopart.runtime.gradients.shard_buckets import PartBucket
 
 
 class Scattered(torch.autograd.Function):
-    """This rank's parts of the gradients of those parameters of a bucket that are at these positions."""
+    """Differentiable reduce-scatter of the gradients of the bucket's parameters at positions `present`."""
 
     @staticmethod
     def forward(ctx: Any, bucket: PartBucket, present: Sequence[int], *grads: Tensor) -> tuple[Tensor, ...]:
@@ -28,19 +28,19 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Gathered.apply(ctx.bucket, ctx.present, *grads)
+        return None, None, *_DifferentiableAllGather.apply(ctx.bucket, ctx.present, *grads)
 
 
-class _Gathered(torch.autograd.Function):
-    """The wholes of those parameters of a bucket that are at these positions."""
+class _DifferentiableAllGather(torch.autograd.Function):
+    """Differentiable all-gather of the bucket's parameters at positions `present`."""
 
     @staticmethod
     def forward(ctx: Any, bucket: PartBucket, present: Sequence[int], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.present = bucket, present
-        here, rank = dict(zip(present, parts, strict=True)), bucket.group.rank()
-        sent = [here.get(i, one.zeros(rank, parts[0].device)) for i, one in enumerate(bucket.stored)]
-        wholes = bucket.gather(sent)()
-        return tuple(wholes[i].clone() for i in present)
+        local, rank = dict(zip(present, parts, strict=True)), bucket.group.rank()
+        sent = [local.get(i, one.zeros(rank, parts[0].device)) for i, one in enumerate(bucket.stored)]
+        unsharded = bucket.gather(sent)()
+        return tuple(unsharded[i].clone() for i in present)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

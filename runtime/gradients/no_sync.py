@@ -1,7 +1,7 @@
-"""Gradients that ranks have not summed yet: `no_sync()` adds up those of several batches, to be summed once.
+"""`no_sync()`: accumulate unreduced gradients of several batches, to be reduced once.
 
-Until that is done, `.grad` of a parameter whose gradient ranks sum holds this rank's part of it. What was complete in
-`.grad` before counts on one of these ranks alone, and is zero on the others, so that it is not summed twice.
+Until the reduction, `.grad` of a parameter holds this rank's partial gradient. A gradient that was complete before
+stays on one of the ranks that reduce it, and is zeroed on the others, so that the sum counts it once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from autopart.runtime.gradients.step_reduction import summed_names, sync_gradien
 
 
 class Unsummed:
-    """Which calls of one module leave their gradients unsummed, and whether some are.
+    """State of `no_sync()` for one module.
 
-    `is_open`: inside `no_sync()`, so calls leave theirs. `are_some`: `.grad` holds parts. `are_expected`: a forward
-    inside has a backward to come. All three are the same on every rank. `bring_together`: what comes after the sums.
+    All flags are equal on every rank.
+
+    Attributes:
+        is_open: inside `no_sync()`, so calls leave their gradients unreduced.
+        are_some: `.grad` holds partial gradients.
+        are_expected: a forward inside `no_sync()` still has a backward to come.
+        bring_together: called after the reduction, for gradients that a `dp_sync` method reduces.
     """
 
     def __init__(self, process: Process, stage_style: str, bring_together: Callable[[], None]):
@@ -37,7 +42,10 @@ class Unsummed:
         """Whether ranks sum the gradient of any parameter, on this rank or another."""
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Take the module's newest program, which has the parameters of all before it: {name: local parameter}."""
+        """Use the module's newest program, which has the parameters of all earlier programs.
+
+        `parameters`: {name: local parameter}.
+        """
         self.program, self.parameters = program, parameters
         self.are_summed = any(
             any(program.mesh.size(axis) > 1 for axis in stored.grad_axes)
@@ -47,7 +55,7 @@ class Unsummed:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, calls leave their gradients unsummed."""
+        """Leave the gradients of calls in this context unreduced."""
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -56,39 +64,39 @@ class Unsummed:
 
     @property
     def matters(self) -> bool:
-        """Whether the next call leaves gradients unsummed, or finds some."""
+        """True if the next call leaves gradients unreduced, or finds unreduced gradients."""
         return self.are_summed and (self.is_open or self.are_some or self.are_expected)
 
     def problem(self, program: Program) -> UsageError | None:
-        """Why the next call cannot leave gradients unsummed, or find some; the same on every rank."""
+        """Return the error if the next call does not support unreduced gradients; equal on every rank."""
         if self.is_open and (problem := in_parts(program)) is not None:
             return problem
         for name, parameter in self.parameters.items() if self.matters else ():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return UsageError(
                     f"'{name}' has a hook on its gradient, and is used with no_sync()",
-                    why="the hook would see this rank's part for the gradient of the whole batch",
+                    why="the hook would see this rank's partial gradient, not that of the whole batch",
                     hint="remove it, and change p.grad before optimizer.step()",
                 )
         return None
 
     def begin(self) -> None:
-        """From now on `.grad` holds parts."""
+        """Start to hold partial gradients in `.grad`."""
         if self.are_some:
             return
         assert self.program is not None
-        apart = {name for name in self.parameters if self.program.parameters[name].method is not None}
-        for name in summed_names(self.parameters, self.program, self.stage_style) | apart:
+        by_method = {name for name in self.parameters if self.program.parameters[name].method is not None}
+        for name in summed_names(self.parameters, self.program, self.stage_style) | by_method:
             gradient = self.parameters[name].grad
-            if gradient is not None and not self._counts_here(name):
+            if gradient is not None and not self._is_first_owner(name):
                 gradient.zero_()
         self.are_some = True
         self.process.unsummed.add(self)
 
     def leave(self, was_open: bool) -> bool:
-        """Whether a backward leaves its gradients unsummed; `was_open`: of a forward inside `no_sync()`.
+        """Return True if the current backward leaves its gradients unreduced.
 
-        One that was outside then has all of them summed at its end.
+        If its forward ran outside `no_sync()` (not `was_open`), all gradients are reduced at the end of this backward.
         """
         if not (was_open or self.are_some or self.are_expected):
             return False
@@ -99,7 +107,7 @@ class Unsummed:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum what all calls since `begin` have left. A collective call."""
+        """Reduce the gradients accumulated since `begin`. A collective call."""
         if not self.are_some:
             return
         assert self.program is not None
@@ -108,8 +116,7 @@ class Unsummed:
         self.are_some = self.are_expected = False
         self.process.unsummed.discard(self)
 
-    def _counts_here(self, name: str) -> bool:
-        """Whether this rank is the first of those that sum this parameter's gradient."""
+    def _is_first_owner(self, name: str) -> bool:
         assert self.program is not None
         stored, coordinates = self.program.parameters[name], self.process.coordinates
         first_owner = min(owners(self.program, stored, self.stage_style))
@@ -117,23 +124,23 @@ class Unsummed:
 
 
 def in_parts(program: Program) -> UsageError | None:
-    """Why a program has no whole gradients that could wait for their sum."""
+    """Return the error if a program stores parameters sharded, which `no_sync()` does not support."""
     for name, stored in program.parameters.items():
-        cut = program.mesh.stored_over(stored.layout)
-        if cut is not None:
+        axis = program.mesh.stored_over(stored.layout)
+        if axis is not None:
             return UsageError(
-                "no_sync() on a model whose parameters are stored in parts (zero=)",
-                why=f"'{name}' is cut over {cut}: its gradient is summed as it is cut, in every backward",
-                hint="microbatches=4: one step of a batch that is four times as large, in parts; or zero=0",
+                "no_sync() on a model whose parameters are sharded (zero=)",
+                why=f"'{name}' is sharded over {axis}: every backward reduce-scatters its gradient",
+                hint="microbatches=4: one step of a batch that is four times as large, split; or zero=0",
             )
     return None
 
 
 def check_summed(process: Process, asked: str) -> None:
-    """Raises UsageError, on every rank, where gradients are read that ranks have not summed yet."""
+    """Raise UsageError, on every rank, if `asked` needs reduced gradients and some are unreduced."""
     if process.unsummed:
         raise UsageError(
-            f"{asked} needs gradients that are summed over the ranks",
-            why="those there are were made inside no_sync(), and each rank has its part of them",
-            hint="make the last call before the optimizer's step outside no_sync(): it sums all of them",
+            f"{asked} needs gradients that are reduced over the ranks",
+            why="the current gradients were computed inside no_sync(), and each rank has a partial gradient",
+            hint="run the last call before the optimizer's step outside no_sync(): it reduces all of them",
         )

@@ -1,10 +1,10 @@
-"""Gradients are summed over ranks while the backward still runs: a bucket at a time, as soon as it is complete.
+"""Reduce gradients in buckets while the backward runs, each bucket as soon as it is complete.
 
-A stage's buckets are in the order in which its backward completes them, the last block first. What tells that a
-gradient has come is a hook on the node of autograd that adds it to `.grad`. Buckets begin in their order, whatever
-order their gradients come in, so that all ranks send the same ones to each other (Li et al. 2020, arXiv:2006.15704,
-section 3.2.3). Where a schedule runs the weights' part of a backward by itself, no such node runs: a bucket begins when
-that part ends.
+The buckets of a stage are sorted by the order in which its backward completes them: the last block comes first. A hook
+on the autograd node that accumulates into `.grad` reports that a gradient is ready. Buckets start in their sorted
+order, whatever order their gradients come in, so that all ranks launch the same collectives in the same order (Li et
+al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs the weight part of a backward separately, the
+accumulation nodes do not run. Then a bucket starts when the weight part ends.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ if TYPE_CHECKING:
     from autopart.runtime.gradients.no_sync import Unsummed
 
 Finish = Callable[[], "Finish | None"]
-"""Waits for sums and puts them in their place; or begins to sum them over more ranks, and gives what waits for that."""
+"""Waits for a reduction and stores its result; or starts a reduction over the next group, and returns its `Finish`."""
 
 Waits = Callable[[], "list[Tensor] | Waits | None"]
-"""Waits for sums and gives them, or None where it puts them in their place; or begins to sum them over more ranks, and
-gives what waits for that."""
+"""Waits for a reduction and returns its result, or None after storing it; or starts a reduction over the next group,
+and returns its `Waits`."""
 
 
 class Crossing:
-    """Parameters on their way into the graphs of one differentiable call, and their gradients on the way out.
+    """Autograd boundary of a parameter bucket: identity in forward, gradient reduction in backward.
 
-    Two nodes of autograd sum gradients beside the backward. `_Leave`, made where the block begins that reads them, has
-    a backward that begins the collective as soon as all their gradients are there; `_Arrive`, made before all else, one
-    that waits for it: autograd runs what was made last first, so that it waits when all else has run.
+    Two autograd nodes overlap the reduction with the backward of a differentiable call. `_StartReduce` is inserted
+    where the block that uses the parameters begins. Its backward starts the collective when all their gradients are
+    ready. `_WaitReduce` is created before anything else, and its backward waits for the collective. Autograd runs the
+    nodes created last first, so it waits only after everything else has run.
     """
 
     names: tuple[str, ...]
     under_way: deque[Pending]
     most_under_way: int = UNDER_WAY
-    """How many are sent at a time, with this one."""
+    """Maximum number of buckets in flight, including this one."""
 
     small_bytes: int = 0
-    """In a differentiable call, which copies all: more may be sent at a time if they are no more than this together."""
+    """Total bytes up to which a differentiable call may have more buckets in flight. Such a call copies all
+    gradients."""
 
     unsummed: Unsummed | None = None
-    """Which calls leave their gradients as they are."""
+    """State of `no_sync()`; None if this bucket does not support it."""
 
     pending: Pending | None = None
     arrived: Sequence[Tensor] = ()
     crossed: dict[str, Tensor] | None = None
 
     def begin_call(self, tensors: Mapping[str, Tensor]) -> None:
-        """Until `end_call` graphs read what is differentiated by these."""
+        """Begin a differentiable call with these {name: parameter}. Graphs use them until `end_call`."""
         self.pending, self.arrived = arrive([tensors[name] for name in self.names])
         self.crossed = None
 
@@ -68,7 +70,10 @@ class Crossing:
         self.pending, self.arrived, self.crossed = None, (), None
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What a graph reads of the parameters of these names, which it has as `tensors`, where it first reads one."""
+        """Return the tensors that a graph uses for the parameters `names`, at their first use.
+
+        Outside a differentiable call that is `tensors`, after waiting for the unshard.
+        """
         if self.pending is None:
             self.be_there()
             return tuple(tensors)
@@ -77,64 +82,75 @@ class Crossing:
         return tuple(self.crossed[name] for name in names)
 
     def be_there(self) -> None:
-        """Waits for what graphs read."""
+        """Wait until the parameters of the bucket are unsharded."""
 
     def values(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What graphs read of these tensors."""
+        """Return the values that graphs use for these tensors."""
         raise NotImplementedError
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
-        """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
+        """Start to reduce the gradients of the tensors at positions `present`. Return a function that waits."""
         raise NotImplementedError
 
     def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        """Return what `send` makes of these gradients, in a form that can be differentiated (`create_graph=True`)."""
+        """Return the gradients that `send` computes, in differentiable form (`create_graph=True`)."""
         raise NotImplementedError
 
     def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What graphs read of tensors from `arrive`."""
+        """Return the tensors that graphs use in place of the outputs of `arrive`."""
         return _Leave.apply(self, pending, *arrived)
 
 
 class Bucket(Crossing):
-    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step. `takes_memory`:
-    it is sent from a copy, or received beside what is there, so few are under way at a time."""
+    """Gradients that are reduced in one collective.
+
+    Attributes:
+        each: the bucket is reduced after every microbatch, not once per step.
+        takes_memory: the collective needs a copy or a receive buffer, so few such buckets are in flight at a time.
+    """
 
     each: bool = False
     takes_memory: bool = True
 
     def begin(self, is_last: bool = True) -> Finish | None:
-        """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
-        None where there are none. `is_last`: no microbatch has more."""
+        """Start to reduce the gradients that exist; None if there are none.
+
+        The returned function waits and stores the result. `is_last`: no later microbatch adds to these gradients.
+        """
         raise NotImplementedError
 
     def keep(self) -> None:
-        """After a microbatch that is not the last. Autograd adds gradients up in the dtype of their parameters."""
+        """Accumulate after a microbatch that is not the last. Autograd does so in the parameters' dtype."""
 
 
 def arrive(tensors: Sequence[Tensor]) -> tuple[Pending, tuple[Tensor, ...]]:
-    """Tensors whose gradients are waited for when all else has run, if they `cross` later."""
+    """Return identities of tensors whose backward waits for the reduction after all else has run.
+
+    The reduction is started by the backward of `Crossing.cross`.
+    """
     pending = Pending()
     return pending, _Arrive.apply(pending, *tensors)
 
 
 @dataclass(eq=False)
 class Pending:
-    """Gradients that are under way, then there."""
+    """Gradients of a bucket whose reduction is in flight or finished."""
 
     wait: Waits | None = None
     sums: list[Tensor] | None = None
     size_bytes: int = 0
 
     def advance(self) -> None:
-        """Waits for the ranks that sum them now; others may be next."""
+        """Wait for the collective in flight. The result may be another collective, over the next group."""
         if self.wait is not None:
             result = self.wait()
             self.sums, self.wait = (None, result) if callable(result) else (result, None)
 
     def taken(self) -> list[Tensor] | None:
-        """Those of all ranks, which nothing else holds afterwards: autograd copies a gradient that is held. None: they
-        are in their place."""
+        """Wait for the reduced gradients and release them. None: they have been stored already.
+
+        This object drops its references, because autograd copies a gradient that something else references.
+        """
         while self.wait is not None:
             self.advance()
         sums, self.sums = self.sums, None
@@ -142,14 +158,17 @@ class Pending:
 
 
 class _Leave(torch.autograd.Function):
-    """What graphs read of tensors; backward begins to sum the gradients, and gives empty ones of their form."""
+    """Start of a reduction. Forward returns the tensors that graphs use.
+
+    Backward starts to reduce their gradients and returns stride-0 placeholders of their shapes.
+    """
 
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.pending = crossing, pending
         ctx.was_open = crossing.unsummed is not None and crossing.unsummed.is_open
-        ctx.forms = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
+        ctx.placeholders = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
         values = tuple(crossing.values(tensors))
         return _as_trained(ctx, values, 2)
 
@@ -161,7 +180,7 @@ class _Leave(torch.autograd.Function):
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             check_differentiated_once(
                 "gradients of parameters inside no_sync()",
-                "each rank has its part of a gradient there, until the last call sums them",
+                "each rank has a partial gradient until the last call reduces them",
                 "this call outside of no_sync()",
             )
             ctx.pending.sums = present_grads
@@ -176,11 +195,11 @@ class _Leave(torch.autograd.Function):
                 under_way.popleft().advance()
             ctx.pending.wait = crossing.send(present_grads, present)
             under_way.append(ctx.pending)
-        return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
+        return None, None, *(ctx.placeholders[i] if i in present else None for i in range(len(grads)))
 
 
 class _Arrive(torch.autograd.Function):
-    """Identity; backward waits for the gradients that are under way."""
+    """End of a reduction. Forward is the identity; backward waits for the gradients in flight."""
 
     @staticmethod
     def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -191,37 +210,42 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @on_local_values
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = ctx.pending.taken()
-        if sums is None:
+        reduced = ctx.pending.taken()
+        if reduced is None:
             return None, *(None for _ in grads)
-        each = iter(sums)
-        return None, *(None if grad is None else next(each) for grad in grads)
+        remaining = iter(reduced)
+        return None, *(None if grad is None else next(remaining) for grad in grads)
 
 
-def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tensor, ...]:
-    """Values of tensors, of which the frozen ones stay frozen; `others`: arguments before these."""
-    frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
+def _as_trained(ctx: Any, values: tuple[Tensor, ...], num_leading: int) -> tuple[Tensor, ...]:
+    """Mark values of frozen tensors as non-differentiable.
+
+    `num_leading`: number of arguments before the tensors.
+    """
+    frozen = [
+        value for value, needs_grad in zip(values, ctx.needs_input_grad[num_leading:], strict=True) if not needs_grad
+    ]
     ctx.mark_non_differentiable(*frozen)
     return values
 
 
-def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:
-    """What waits for gradients, and adds them to those of these parts."""
+def added(wait: Waits, shards: Sequence[Tensor]) -> Finish:
+    """Return a function that waits for gradient shards and accumulates them into `.grad` of these shards."""
 
     @torch.no_grad()
     def finish() -> Finish | None:
         result = wait()
         if callable(result):
-            return added(result, parts)
-        for part, piece in zip(parts, result or (), strict=True):
-            part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
+            return added(result, shards)
+        for shard, grad in zip(shards, result or (), strict=True):
+            shard.grad = grad.contiguous() if shard.grad is None else shard.grad.add_(grad)
         return None
 
     return finish
 
 
 class SumBucket(Bucket):
-    """Gradients of whole parameters, summed over one group after the other."""
+    """Gradients of unsharded parameters, all-reduced over one group after the other."""
 
     most_under_way = SUMS_UNDER_WAY
     small_bytes = SUMS_UNDER_WAY * BUCKET_BYTES
@@ -237,27 +261,30 @@ class SumBucket(Bucket):
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
-        """A gradient that is alone is summed in place. Others become views of their sum, as with DDP's
-        `gradient_as_bucket_view`; where that is in another dtype it is copied back."""
-        owners = [p for p in self.parameters.values() if p.grad is not None]
-        grads = [p.grad for p in owners if p.grad is not None]
+        """Start the all-reduce. A single gradient is reduced in place, without a copy.
+
+        Several gradients become views of the reduced bucket, as with DDP's `gradient_as_bucket_view`. If the bucket has
+        another dtype, the results are copied back.
+        """
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
         if not grads:
             return None
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
         flat = grads[0] if alone else flatten(grads, dtype)
-        wait = self._sum(flat)
+        wait = self._all_reduce(flat)
 
         @torch.no_grad()
         def finish() -> None:
             wait()
             if alone:
                 return
-            for owner, grad, piece in zip(owners, grads, unflatten(flat, grads), strict=True):
-                if piece.dtype == grad.dtype and grad.is_contiguous():  # a fused optimizer reads it as it lies
-                    owner.grad = piece
+            for parameter, grad, reduced in zip(parameters, grads, unflatten(flat, grads), strict=True):
+                if reduced.dtype == grad.dtype and grad.is_contiguous():  # a fused optimizer needs contiguous gradients
+                    parameter.grad = reduced
                 else:
-                    grad.copy_(piece)
+                    grad.copy_(reduced)
 
         return finish
 
@@ -266,55 +293,55 @@ class SumBucket(Bucket):
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
         flat, dtype = flatten(grads, sent_dtype(self.reduce_dtype, grads[0])), grads[0].dtype
-        wait, forms = self._sum(flat), [grad.new_empty(()).expand(grad.shape) for grad in grads]
+        wait, placeholders = self._all_reduce(flat), [grad.new_empty(()).expand(grad.shape) for grad in grads]
 
-        def sums() -> list[Tensor]:
+        def wait_for_all_reduce() -> list[Tensor]:
             wait()
-            return [piece.to(dtype) for piece in unflatten(flat, forms)]
+            return [reduced.to(dtype) for reduced in unflatten(flat, placeholders)]
 
-        return sums
+        return wait_for_all_reduce
 
     def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        sums = list(grads)
+        reduced = list(grads)
         for group in self.groups:
-            sums = [all_reduce_once_more(grad, group) for grad in sums]
-        return sums
+            reduced = [all_reduce_once_more(grad, group) for grad in reduced]
+        return reduced
 
-    def _sum(self, flat: Tensor) -> Callable[[], None]:
+    def _all_reduce(self, flat: Tensor) -> Callable[[], None]:
         return begin_sum(flat, self.groups)
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """One vector of all elements, a copy; `dtype`: in another than theirs."""
+    """Copy all elements into one vector. `dtype`: of the vector, if it is not that of the tensors."""
     if dtype in (None, tensors[0].dtype):
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
-        piece.copy_(tensor)  # without a second copy of all
+    for tensor, chunk in zip(tensors, unflatten(flat, tensors), strict=True):
+        chunk.copy_(tensor)  # casts in place of a second full copy
     return flat
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `flatten`: views of `flat` in the shapes of `like`."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+    """Return views of `flat` in the shapes of `like`: the inverse of `flatten`."""
+    chunks = flat.split([tensor.numel() for tensor in like])
+    return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)]
 
 
 def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
-    """What a gradient is summed in: its own dtype, or that of mixed precision."""
+    """Return the dtype in which a gradient is reduced: that of mixed precision if set, or its own."""
     return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype
 
 
 class Reducer:
-    """Sums the gradients of a stage's parameters while its backwards run.
+    """Reduces the gradients of a stage's parameters while its backwards run.
 
     Args:
         buckets: in the order in which a backward completes them.
-        leaves: {name: the tensor that autograd adds the gradient to}.
-        microbatches: how many backwards a step has.
-        shared: buckets that stages beside this one add to as well.
-        parts_summed_over: {parameter that is gathered block by block: the axes over which the gradient of its part is
-            summed once a step}.
+        leaves: {name: the tensor that autograd accumulates the gradient into}.
+        microbatches: backwards per step.
+        shared: buckets whose gradients other stages of this rank also accumulate into.
+        parts_summed_over: {parameter that is unsharded block by block: axes over which the gradient of its shard is
+            all-reduced once a step}.
     """
 
     def __init__(
@@ -329,18 +356,18 @@ class Reducer:
         self.missing: list[int] = []
         self.next = self.backwards = 0
         self.begun: deque[tuple[Bucket, Finish]] = deque()
-        self.going_on: list[Finish] = []
-        """What is summed over more ranks: in no memory but that of the sums."""
+        self.next_reductions: list[Finish] = []
+        """Reductions over further groups. They work in the memory of the reduced gradients."""
         self.completed: set[str] = set()
-        """The parts whose gradients of earlier microbatches are in a sum that is complete or under way."""
+        """Shards whose gradients of earlier microbatches are part of a reduction that is complete or in flight."""
 
     @property
     def is_last(self) -> bool:
-        """Whether no backward of the step follows the one that runs, or none is of a step."""
+        """True if no further backward of the step follows the current one, or outside a step."""
         return not self.is_armed or self.backwards >= self.microbatches - 1
 
     def take_earlier(self, name: str, part: Tensor) -> Tensor | None:
-        """In the last backward of a step: the gradient of a part from those before, once; it has none then."""
+        """Take the gradient that a shard has from earlier microbatches, once, in a step's last backward."""
         if not self.is_armed or name in self.completed:
             return None
         self.completed.add(name)
@@ -348,19 +375,22 @@ class Reducer:
         return earlier
 
     def arm(self, before_first: Callable[[], None]) -> None:
-        """A step begins; `before_first` is called before the first bucket is sent, maybe more than once."""
+        """Begin a step. `before_first` is called before the first bucket is launched, possibly more than once."""
         self.abandon()
         self.before_first = before_first
         for index, bucket in enumerate(self.buckets):
             for name in bucket.names:
                 if name not in self.nodes and self.leaves[name].requires_grad:
-                    self._watch(index, name)
+                    self._add_hook(index, name)
         self.is_armed, self.backwards = True, 0
         self._begin_microbatch()
 
-    def _watch(self, index: int, name: str) -> None:
-        """The node lives as long as this does; its hook must not keep this alive."""
-        leaf, added = self.leaves[name], weakref.WeakMethod(self._added)
+    def _add_hook(self, index: int, name: str) -> None:
+        """Hook the accumulation node of a parameter.
+
+        The node lives as long as this object, so its hook must not keep this object alive.
+        """
+        leaf, added = self.leaves[name], weakref.WeakMethod(self._on_gradient)
         view: Any = leaf.view_as(leaf).grad_fn
         node = self.nodes[name] = view.next_functions[0][0]
 
@@ -375,8 +405,7 @@ class Reducer:
         self.next = 0
         self.missing = [sum(self.leaves[name].requires_grad for name in bucket.names) for bucket in self.buckets]
 
-    def _added(self, index: int) -> None:
-        """A gradient of a bucket has come."""
+    def _on_gradient(self, index: int) -> None:
         if self.is_armed:
             self.missing[index] -= 1
             while self.next < len(self.buckets) and self.missing[self.next] <= 0:
@@ -396,36 +425,36 @@ class Reducer:
 
     def _finish_first(self) -> None:
         _, finish = self.begun.popleft()
-        goes_on = finish()
-        if goes_on is not None:
-            self.going_on.append(goes_on)
+        next_reduction = finish()
+        if next_reduction is not None:
+            self.next_reductions.append(next_reduction)
 
     def after_backward(self) -> None:
-        """A microbatch's backward has ended."""
+        """Launch the remaining buckets after the backward of a microbatch."""
         if self.is_armed:
             while self.next < len(self.buckets):
                 self._begin_next()
             self.backwards += 1
-            have_run = self.backwards == self.microbatches
-            for bucket in (*self.shared, *(() if have_run else self.buckets)):
+            is_finished = self.backwards == self.microbatches
+            for bucket in (*self.shared, *(() if is_finished else self.buckets)):
                 bucket.keep()
-            if not have_run:
+            if not is_finished:
                 self._begin_microbatch()
 
     def finish(self) -> None:
-        """Waits for all sums. The step has no more backwards."""
+        """Wait for all reductions. The step has no more backwards."""
         while self.begun:
             self._finish_first()
-        for finish in self.going_on:
+        for finish in self.next_reductions:
             finish()
-        self.going_on.clear()
+        self.next_reductions.clear()
         self.is_armed = False
 
     def abandon(self) -> None:
-        """A step has failed."""
+        """Drop all pending reductions of a step that failed."""
         self.is_armed, self.before_first = False, _nothing
         self.begun.clear()
-        self.going_on.clear()
+        self.next_reductions.clear()
         self.completed.clear()
 
 

@@ -1,8 +1,8 @@
-"""Parameters that a rank stores in parts over an axis, brought together and taken apart again in buckets.
+"""Buckets of sharded parameters: an all-gather unshards a bucket, a reduce-scatter its gradients.
 
-A bucket is one collective: the parts of all its parameters lie one behind the other in a flat vector, padded where the
-shards of a dim are of unequal sizes. Its gradient goes the other way, summed on the way (`sums`) where every rank has
-its own rows; where all ranks compute all rows it is whole already, and each takes its part.
+The shards of all parameters of a bucket are concatenated in a flat vector, and padded if a dim splits unevenly. If
+ranks compute different samples, each has a partial gradient and the bucket is reduce-scattered (`sums`). If all ranks
+compute all samples, the gradient is complete and each rank slices out its shard.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from autopart.runtime.gradients.reducer import Waits, flatten
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter stored in parts. `shape`: of its whole on this rank, other axes' cuts done. `sums`: whether its
-    gradient is a partial sum on every rank, and not the same. `dtype`: of the part; `read_dtype`: of the whole, to
-    which a part is cast before it is sent; `grad_dtype`: in which gradients are summed."""
+    """A parameter that is stored sharded over one axis.
+
+    Attributes:
+        shape: of the unsharded parameter on this rank, after splits over other axes.
+        sums: the gradient is a partial sum on every rank, not replicated.
+        dtype: of the shard.
+        read_dtype: of the unsharded parameter. A shard is cast to it before the all-gather.
+        grad_dtype: in which gradients are reduced.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -39,31 +45,33 @@ class Stored:
 
     @staticmethod
     def of(name: str, part: Tensor, way: Way, ranks: int) -> Stored:
-        """A parameter of which this rank has this part, gathered in this way."""
+        """Describe a parameter by this rank's shard of it and the way in which graphs gather it."""
         shape = (*part.shape[: way.dim], way.size, *part.shape[way.dim + 1 :])
         cut, read = Cut(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
         return Stored(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of a part as it is sent."""
+        """Shape of a shard in a collective, padded to the longest shard."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
     def zeros(self, rank: int, device: torch.device) -> Tensor:
-        """Zeros in the form of a rank's part."""
+        """Return zeros with the shape and dtype of a rank's shard."""
         shape = (*self.shape[: self.cut.dim], self.cut.length(rank), *self.shape[self.cut.dim + 1 :])
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the unsharded parameter."""
         return math.prod(self.shape) * self.read_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PartBucket:
-    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`.
-    `others`: over which their parts' gradients are summed then."""
+    """Parameters of one dtype that share an all-gather and a reduce-scatter over `group`.
+
+    `others`: groups over which the gradient shards are all-reduced after the reduce-scatter (as in HSDP).
+    """
 
     stored: tuple[Stored, ...]
     group: dist.ProcessGroup
@@ -74,66 +82,72 @@ class PartBucket:
         return tuple(one.name for one in self.stored)
 
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
-        """Begins to gather the whole of each parameter, and gives what waits for it; `into`: where they are to be."""
-        ranks, flat = self.group.size(), self._sent(parts)
-        only = self.stored[0].cut.is_in_order and len(parts) == 1
-        target = into[0].view(-1) if only and into is not None else flat.new_empty(ranks * flat.numel())
+        """Start the all-gather. The returned function waits for it and returns the unsharded parameters.
+
+        Args:
+            parts: this rank's shards.
+            into: tensors that receive the unsharded parameters.
+        """
+        ranks, flat = self.group.size(), self._flat_shards(parts)
+        is_view = self.stored[0].cut.is_in_order and len(parts) == 1
+        target = into[0].view(-1) if is_view and into is not None else flat.new_empty(ranks * flat.numel())
         wait = begin_gather(target, flat, self.group)
 
-        def whole() -> list[Tensor]:
+        def wait_for_unshard() -> list[Tensor]:
             received = wait()
-            if only:
+            if is_view:
                 return [received.view(self.stored[0].shape)]
             rows = received.view(ranks, -1)
-            wholes = []
-            for index, (one, (start, end)) in enumerate(zip(self.stored, self._places(), strict=True)):
+            unsharded = []
+            for index, (one, (start, end)) in enumerate(zip(self.stored, self._spans(), strict=True)):
                 shards = [one.cut.trimmed(row[start:end].view(one.padded_shape), i) for i, row in enumerate(rows)]
                 if into is None:
-                    wholes.append(one.cut.join(shards))
+                    unsharded.append(one.cut.join(shards))
                 else:
-                    wholes.append(torch.cat(shards, one.cut.dim, out=into[index]))
-            return wholes
+                    unsharded.append(torch.cat(shards, one.cut.dim, out=into[index]))
+            return unsharded
 
-        return whole
+        return wait_for_unshard
 
     def scatter(
         self, grads: Sequence[Tensor], stored: Sequence[Stored], earlier: Sequence[Tensor | None] | None
     ) -> Waits:
-        """Begins to make each rank's part of these gradients, those of some `stored` of the bucket, and gives what
-        waits for them, one group after the other.
+        """Start to reduce-scatter gradients. The returned function waits, one group after the other.
 
         Args:
-            earlier: what is added to the parts before they are summed over the other groups; None: they are not.
+            grads: unsharded gradients of the parameters `stored`, a subset of the bucket.
+            earlier: gradient shards of earlier microbatches, added before the all-reduce over the other groups.
+                None: the other groups do not reduce now.
         """
         wait, rank = self._begin_scatter(grads, stored), self.group.rank()
 
-        def parts(flat: Tensor) -> list[Tensor]:
-            pieces = flat.split([math.prod(one.padded_shape) for one in stored])
-            pairs = zip(stored, pieces, strict=True)
-            return [one.cut.trimmed(piece.view(one.padded_shape), rank) for one, piece in pairs]
+        def shards_of(flat: Tensor) -> list[Tensor]:
+            chunks = flat.split([math.prod(one.padded_shape) for one in stored])
+            shards = zip(stored, chunks, strict=True)
+            return [one.cut.trimmed(chunk.view(one.padded_shape), rank) for one, chunk in shards]
 
-        def in_dtype(flat: Tensor) -> list[Tensor]:
-            return [piece.to(one.dtype) for one, piece in zip(stored, parts(flat), strict=True)]
+        def cast_shards(flat: Tensor) -> list[Tensor]:
+            return [chunk.to(one.dtype) for one, chunk in zip(stored, shards_of(flat), strict=True)]
 
-        def scattered() -> list[Tensor] | Waits:
+        def wait_for_reduce_scatter() -> list[Tensor] | Waits:
             flat = wait()
             if not self.others or earlier is None:
-                return in_dtype(flat)
-            for piece, added in zip(parts(flat), earlier, strict=True):
-                if added is not None:
-                    piece.add_(added)
-            wait_for_others = begin_sum(flat, self.others)
+                return cast_shards(flat)
+            for chunk, prior in zip(shards_of(flat), earlier, strict=True):
+                if prior is not None:
+                    chunk.add_(prior)
+            wait_for_sum = begin_sum(flat, self.others)
 
-            def summed() -> list[Tensor]:
-                wait_for_others()
-                return in_dtype(flat)
+            def wait_for_all_reduce() -> list[Tensor]:
+                wait_for_sum()
+                return cast_shards(flat)
 
-            return summed
+            return wait_for_all_reduce
 
-        return scattered
+        return wait_for_reduce_scatter
 
     def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], Tensor]:
-        """Begins to make this rank's parts of gradients, in a flat vector of its own."""
+        """Start to compute this rank's gradient shards, in a new flat vector."""
         dtype = stored[0].grad_dtype
         if not stored[0].sums:
             rank = self.group.rank()
@@ -142,29 +156,27 @@ class PartBucket:
             return lambda: part
         if len(stored) == 1 and stored[0].cut.is_in_order:
             return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
-        return begin_scatter(_flat(stored, grads, self.group.size()), self.group)
+        return begin_scatter(_rank_major(stored, grads, self.group.size()), self.group)
 
-    def _sent(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts one behind the other, in the dtype of the wholes."""
+    def _flat_shards(self, parts: Sequence[Tensor]) -> Tensor:
         padded = [one.cut.padded(part) for one, part in zip(self.stored, parts, strict=True)]
         dtype = self.stored[0].read_dtype
         return padded[0].to(dtype).reshape(-1) if len(padded) == 1 else flatten(padded, dtype)
 
-    def _places(self) -> Iterable[tuple[int, int]]:
-        """Where each part lies in the flat vector."""
+    def _spans(self) -> Iterable[tuple[int, int]]:
         return pairwise(accumulate((math.prod(one.padded_shape) for one in self.stored), initial=0))
 
 
-def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tensor:
-    """All shards of the first rank, then those of the second, and so on."""
+def _rank_major(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tensor:
+    """Concatenate gradients rank-major: all shards of the first rank, then those of the second, and so on."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0
     for one, grad in zip(stored, grads, strict=True):
         size = math.prod(one.padded_shape)
         for row, (begin, count) in zip(flat, (one.cut.spans(i)[0] for i in range(ranks)), strict=True):
-            place = row[start : start + size].view(one.padded_shape)
-            place.narrow(one.cut.dim, 0, count).copy_(grad.narrow(one.cut.dim, begin, count))
+            target = row[start : start + size].view(one.padded_shape)
+            target.narrow(one.cut.dim, 0, count).copy_(grad.narrow(one.cut.dim, begin, count))
         start += size
     return flat.view(-1)
 
@@ -172,8 +184,8 @@ def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tens
 def part_buckets(
     stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None, others: Sequence[dist.ProcessGroup]
 ) -> list[PartBucket]:
-    """The buckets of parameters, in the order of their use (`autopart.ir.run.buckets`)."""
-    named = {one.name: one for one in stored}
-    same_kind = kinds(list(named), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
-    rows = [row for names in same_kind for row in bucketed({name: named[name].nbytes for name in names}, most_bytes)]
-    return [PartBucket(tuple(named[name] for name in row), group, tuple(others)) for row in rows]
+    """Group parameters into buckets, in the order of their use (`autopart.ir.run.buckets`)."""
+    by_name = {one.name: one for one in stored}
+    same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
+    rows = [row for names in same_kind for row in bucketed({name: by_name[name].nbytes for name in names}, most_bytes)]
+    return [PartBucket(tuple(by_name[name] for name in row), group, tuple(others)) for row in rows]

@@ -1,7 +1,7 @@
-"""Gradient synchronisation, once a step: partial sums over mesh axes, and tied parameters between their stages.
+"""Gradient reduction once per step: partial sums over mesh axes, tied parameters between stages.
 
-Gradients are summed in flat buckets, so that many small tensors cost one collective; Li et al. 2020
-(arXiv:2006.15704, section 3.2.2) has the reasons and the default size. A bucket holds one dtype and one set of axes.
+Gradients are all-reduced in flat buckets, so that many small tensors cost one collective. Li et al. 2020
+(arXiv:2006.15704, section 3.2.2) has the reasons and the default size. A bucket has one dtype and one set of axes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SummedTogether:
-    """Tensors that are summed in one collective per axis. `owners`: the `pp` coordinates that share them, if tied."""
+    """Tensors that are all-reduced in one collective per axis.
+
+    `owners`: `pp` coordinates that share the tensors, if tied.
+    """
 
     names: tuple[str, ...]
     axes: tuple[str, ...] = ()
@@ -49,30 +52,30 @@ class SummedTogether:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
-    """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
+    """Assign tensors whose gradients end as partial sums over mesh axes to buckets, in their order."""
     axes = {name: program.parameters[name].summed_over(program.mesh) for name in tensors}
-    summed = {name: tensor for name, tensor in tensors.items() if axes[name]}
-    return [SummedTogether(names, axes=axes[names[0]]) for names in alike(summed, axes, bucket_bytes)]
+    partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
+    return [SummedTogether(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
 
 
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
-    """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
-    several = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
-    held = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in several.items()}
-    shared = {name: tensors[name] for name, by in held.items() if len(by) > 1 and name in tensors}
-    return [SummedTogether(names, owners=held[names[0]]) for names in alike(shared, held, bucket_bytes)]
+    """Assign tensors that several `pp` coordinates store to buckets, in the program's order."""
+    tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
+    owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
+    shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
+    return [SummedTogether(names, owners=owners_of[names[0]]) for names in alike(shared, owners_of, bucket_bytes)]
 
 
 def add_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
-    """Adds to `.grad` what was there before: {parameter: its earlier gradient}."""
+    """Accumulate {parameter: its earlier gradient} into `.grad`."""
     for parameter, earlier in before.items():
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-# --- On process groups.
+# --- With process groups.
 
 
 def stage_reducers(
@@ -83,17 +86,21 @@ def stage_reducers(
     wholes: Wholes,
     unsummed: Unsummed,
 ) -> tuple[list[Reducer], list[Bucket]]:
-    """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
-    several of them read, whose gradients are complete when all have run."""
+    """Build the reducer of each stage, and the buckets of parameters that several of these stages use.
+
+    The gradients of a shared bucket are complete when all these stages have run their backwards.
+    """
     uses = Counter(name for stage in stages for name in stage.parameters)
     leaves = {**parameters, **wholes.parameters}
-    over = {name: program.parameters[name].summed_over(program.mesh) for name in uses if name not in wholes.parameters}
-    by_blocks = {name: axes for name, axes in over.items()
+    reduce_axes = {
+        name: program.parameters[name].summed_over(program.mesh) for name in uses if name not in wholes.parameters
+    }
+    shard_axes = {name: axes for name, axes in reduce_axes.items()
                  if uses[name] == 1 and program.mesh.stored_over(program.parameters[name].layout)}  # fmt: skip
     under_way: deque[Pending] = deque()
 
-    def sums(names: Iterable[str]) -> list[SumBucket]:
-        axes = {name: over[name] for name in names if name in over and name not in by_blocks}
+    def all_reduce_buckets(names: Iterable[str]) -> list[SumBucket]:
+        axes = {name: reduce_axes[name] for name in names if name in reduce_axes and name not in shard_axes}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
         rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
@@ -101,18 +108,18 @@ def stage_reducers(
         tensors = {row: {name: parameters[name] for name in row} for row in rows}
         return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]
 
-    shared: list[Bucket] = [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
+    shared: list[Bucket] = [*all_reduce_buckets(name for name, count in uses.items() if count > 1), *wholes.shared]
     reducers = []
-    for stage, gathered in zip(stages, wholes.buckets, strict=True):
+    for stage, unsharded_buckets in zip(stages, wholes.buckets, strict=True):
         order = in_order_of_use(stage.graph.graph, stage.parameters)
-        buckets: list[Bucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
+        buckets: list[Bucket] = [*all_reduce_buckets(name for name in order if uses[name] == 1), *unsharded_buckets]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
-        reducers.append(Reducer(buckets, leaves, program.microbatches, shared, by_blocks))
+        reducers.append(Reducer(buckets, leaves, program.microbatches, shared, shard_axes))
     return reducers, shared
 
 
 def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
+    """Complete every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
     with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
     for bucket in axis_buckets(with_grad, program):
         _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
@@ -120,8 +127,10 @@ def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: 
 
 
 def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """Completes every `.grad` of these `parameters`, which is summed over the axes of the mesh: those of tied ones are
-    summed between their owners."""
+    """All-reduce the gradients of tied parameters between their owners, in place.
+
+    The gradients must have been reduced over the mesh axes already.
+    """
     if "pp" not in process.groups:
         return
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -130,21 +139,26 @@ def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Proce
 
 
 def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
-    """Those of the `tensors` ({name: local parameter}) whose gradients ranks sum once a step."""
+    """Return the names of those `tensors` whose gradients are all-reduced once per step.
+
+    `tensors`: {name: local parameter}.
+    """
     buckets = (*axis_buckets(tensors, program), *tied_buckets(tensors, program, stage_style))
     return frozenset(name for bucket in buckets for name in bucket.names)
 
 
 def connect_sums(program: Program, process: Process) -> None:
-    """Makes the process groups in which gradients are summed beside the work of stages, and those along several axes
-    as one. Every rank calls this with the same program."""
+    """Create the process groups for gradient reductions that overlap with compute, and for flattened axes.
+
+    Every rank calls this with the same program.
+    """
     mesh = program.mesh
-    summed = [stored.whole_to_send(mesh) or stored for stored in program.parameters.values()]
-    axes = {axis for stored in summed for axis in stored.summed_over(mesh)}
-    parts = storing_axes(program)
-    for axis in (axis for axis in mesh.sizes if axis in axes and axis not in parts):
+    stored_tensors = [stored.whole_to_send(mesh) or stored for stored in program.parameters.values()]
+    axes = {axis for stored in stored_tensors for axis in stored.summed_over(mesh)}
+    sharded_axes = storing_axes(program)
+    for axis in (axis for axis in mesh.sizes if axis in axes and axis not in sharded_axes):
         process.beside(axis)
-    for axis in parts:
+    for axis in sharded_axes:
         process.along(axis)
         process.beside(axis)
     for axis in joined_axes(program):
@@ -152,7 +166,7 @@ def connect_sums(program: Program, process: Process) -> None:
 
 
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:
-    """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
+    """Create the process groups of tied parameters. Every rank calls this with the same program."""
     keys = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
     for key in sorted(key for key in keys if len(key) > 1):
         process.connect_owners(key)
@@ -161,26 +175,29 @@ def connect_tied(program: Program, process: Process, stage_style: str) -> None:
 def _sum_bucket(
     parameters: Mapping[str, Tensor], program: Program, bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Sums in place; a gradient that is alone in its bucket is not copied."""
+    """All-reduce a bucket in place. A gradient that is alone in its bucket is not copied."""
     grads = [gradient_of(parameters[name]) for name in bucket.names]
     dtype = sent_dtype(program.reduce_dtype, grads[0])
-    alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
-    flat = grads[0] if alone else flatten(grads, dtype)
+    is_single = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+    flat = grads[0] if is_single else flatten(grads, dtype)
     for group in groups:
         sum_over(group, flat)
-    if not alone:
-        for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
-            grad.copy_(piece)
+    if not is_single:
+        for grad, reduced in zip(grads, unflatten(flat, grads), strict=True):
+            grad.copy_(reduced)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Its gradient; zeros where it got none, as this stage's part of a tied parameter may."""
+    """Return the gradient of a parameter, created as zeros if it is None.
+
+    A stage that did not use its copy of a tied parameter has no gradient for it.
+    """
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-# --- On lists of tensors, for the run of all ranks in one process.
+# --- With lists of tensors, for a run of all ranks in one process.
 
 
 def sync_gradients_lockstep(
@@ -190,9 +207,12 @@ def sync_gradients_lockstep(
     stage_style: str = "loop",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """What `sync_gradients` does, for all ranks in one process: {rank: {name: local parameter}}, in place.
+    """Apply `sync_gradients` for all ranks in one process, in place.
 
-    Gradients that data-parallel ranks bring together by a method (`dp_sync`) are summed too.
+    Gradients that a `dp_sync` method would reduce are all-reduced too.
+
+    Args:
+        parameters: {rank: {name: local parameter}}.
     """
     mesh, program = program.mesh, program.without_methods()
     by_stage: dict[int, list[int]] = {}
@@ -216,5 +236,5 @@ def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bu
     dtype = sent_dtype(program.reduce_dtype, grads[0][0])
     flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)
     for row in grads:
-        for grad, piece in zip(row, unflatten(flat, row), strict=True):
-            grad.copy_(piece)
+        for grad, reduced in zip(row, unflatten(flat, row), strict=True):
+            grad.copy_(reduced)

@@ -1,12 +1,12 @@
-"""ZeRO 3: the weights of a block are gathered when a stage graph reaches it, one block ahead, and not kept.
+"""ZeRO 3: unshard a block's weights at their use, prefetch the next block, reshard after use.
 
-The graph of a stage gathers every weight by itself. Where it is bound to a rank, the gathers of a block become one
-collective, which begins while the block before runs: in the forward the next block's, in the backward that of the block
-before. Autograd would save the whole weight for the gradient of the other operand, so that at the end of a forward a
-rank held all weights whole; here it saves where to find it, and the backward gathers the block again (Rajbhandari et
-al. 2020, arXiv:1910.02054, section 7.2.2; one block ahead: Zhao et al. 2023, arXiv:2304.11277, section 3.3.2).
+A stage graph gathers every weight separately. Binding it to a rank merges the gathers of a block into one collective,
+which overlaps with the compute of another block. Forward prefetches the next block, backward the previous one. Autograd
+would save each unsharded weight for the gradient of the other operand, so after a forward a rank would store all
+weights unsharded. Saved-tensor hooks save a reference instead, and the backward gathers the block again (Rajbhandari et
+al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023, arXiv:2304.11277, section 3.3.2).
 
-The gradients of a block are scattered in one collective too, beside the backward of the blocks before it.
+The gradients of a block are reduce-scattered in one collective too, overlapped with the backward of the blocks before.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ from autopart.runtime.gradients.double_backward import Scattered
 from autopart.runtime.gradients.reducer import Crossing, Pending, Reducer, Waits, added, arrive
 from autopart.runtime.gradients.shard_buckets import PartBucket, Stored
 
-KEPT_IN_BACKWARD = 2
-"""Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two
-blocks read makes it go to and fro between them."""
+MAX_UNSHARDED_IN_BACKWARD = 2
+"""Blocks that stay unsharded at a time in the backward, in addition to prefetched blocks. A value that two blocks use
+makes the backward alternate between them."""
 
 
 def gather_blocks(
     module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, alone: bool = False,
     compiled: bool = False,
 ) -> GatheredBlocks | None:  # fmt: skip
-    """Lets a stage's bound graph gather the weights that it reads over the axes that store parameters, a block at a
-    time, and cast others to what is computed in; None where it does neither.
+    """Replace the weight gathers of a bound stage graph by one all-gather per block.
+
+    Casts of stored weights become `CastWeight` calls. Returns None if the graph has neither gathers over the axes that
+    store parameters nor such casts.
 
     Args:
-        reducer: of the stage: it tells which backward is the last one of a step.
-        alone: a weight at a time, for a backward that runs for each one by itself.
-        compiled: outside of what is compiled, also what a region that is run again reads. A compiler casts again by
-            itself.
+        reducer: reducer of the stage; it reports which backward is the last of a step.
+        alone: gather each weight separately, for a backward that runs per weight.
+        compiled: the graph will be compiled. Gathers leave their recompute regions, so that they stay out of compiled
+            code. Casts are left to the compiler, which recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
-    # What a region that is run again casts is not kept anyway.
+    # A recompute region does not save its casts anyway.
     casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
     if not nodes and not casts:
         return None
@@ -66,19 +68,19 @@ def gather_blocks(
     for node in casts:
         _insert_cast(module, node, blocks)
 
-    def others(node: fx.Node) -> tuple[str, ...]:
+    def other_axes(node: fx.Node) -> tuple[str, ...]:
         return reducer.parts_summed_over.get(source_name(node), ())
 
     def kind(node: fx.Node) -> Any:
-        return module.get_parameter(source_name(node)).dtype, others(node)
+        return module.get_parameter(source_name(node)).dtype, other_axes(node)
 
     for row in gathered_together(nodes, kind, alone):
         axis = groups[str(axis_of(row[0]))]
-        group, reducing = process.along(axis), [process.beside(one) for one in (axis, *others(row[0]))]
-        part = [module.get_parameter(source_name(node)) for node in row]
+        group, reducing = process.along(axis), [process.beside(one) for one in (axis, *other_axes(row[0]))]
+        shards = [module.get_parameter(source_name(node)) for node in row]
         stored = tuple(Stored.of(source_name(node), one, way_of(node), group.size())
-                       for node, one in zip(row, part, strict=True))  # fmt: skip
-        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks, reducing)
+                       for node, one in zip(row, shards, strict=True))  # fmt: skip
+        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), shards, blocks, reducing)
         _insert(module, row, block)
         if "region" in facts(row[0]):
             blocks.read_again.add(block.index)
@@ -88,7 +90,7 @@ def gather_blocks(
 
 
 def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) -> None:
-    """Lets autograd save where a weight is stored in the place of what it is cast to."""
+    """Replace a cast node by a `CastWeight` call, so that autograd saves a reference to the stored weight."""
     source, name = stored_source(node), f"cast_{node.name}"
     assert source is not None
     module.add_submodule(name, CastWeight(str(source.target), node.args[1], blocks))
@@ -100,14 +102,14 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) 
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock) -> None:
-    """Puts a block in the place of what gathers its weights, where the first of them is."""
+    """Replace the gathers of a block by one call of the block, at the first of them."""
     graph, name = module.graph, f"block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
-        wholes = graph.call_module(name)
-        copies = [graph.call_function(getitem, (wholes, index)) for index in range(len(row))]
+        unsharded = graph.call_module(name)
+        copies = [graph.call_function(getitem, (unsharded, index)) for index in range(len(row))]
     if "region" in facts(row[0]):
-        for node in (wholes, *copies):
+        for node in (unsharded, *copies):
             facts(node)["region"] = facts(row[0])["region"]
     for node, copy in zip(row, copies, strict=True):
         copy.meta.update(node.meta)
@@ -117,28 +119,28 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock
 
 @dataclass(eq=False)
 class GatheredBlocks:
-    """The blocks of a stage graph, in their order, and what is under way of them."""
+    """Blocks of a stage graph in graph order, with their pending all-gathers."""
 
     prefetch: int
     reducer: Reducer
     splits: bool
-    """Whether the backward of the weights runs by itself, for each one."""
+    """The backward of each weight runs separately."""
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
-    """{block: what waits for its weights}, of those that are gathered ahead."""
+    """{block: function that waits for its weights}, for prefetched blocks."""
     left: list[Callable[[], list[Tensor]]] = field(default_factory=list)
-    """The same of calls that have failed."""
+    """All-gathers that failed calls left pending."""
     again: OrderedDict[int, list[Tensor]] = field(default_factory=OrderedDict)
-    """{block: its weights}, which the backward has gathered again; the last one that was read is last."""
+    """{block: its weights} that the backward has gathered again, least recently used first."""
     read_again: set[int] = field(default_factory=set)
-    """The blocks whose weights the backward reads."""
+    """Blocks whose weights the backward uses."""
     weights: dict[StorageWeakRef, _Weight | _Cast] = field(default_factory=dict)
-    """The weights that the forward which runs has gathered or cast so far, by the memory they are in."""
+    """{storage: weight} that the current forward has gathered or cast so far."""
     under_way: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
-        """Inside, autograd saves where to find gathered weights in the place of these."""
+        """Save references to unsharded weights in place of the weights in this context."""
         self.rest()
         for block in self.order:
             if torch.is_grad_enabled():
@@ -152,10 +154,13 @@ class GatheredBlocks:
                 block.end_call()
 
     def rest(self, failed: bool = False) -> None:
-        """Lets go of what was gathered: weights may change before they are read again. What was gathered ahead and not
-        read is waited for, as what is sent after a receive that was given up never arrives.
+        """Release all unsharded weights, because weights may change before their next use.
 
-        `failed`: others may never send it: it stays as it is.
+        Prefetched blocks that were not used are waited for. A message sent after an abandoned receive would never
+        arrive.
+
+        Args:
+            failed: a call has failed, so other ranks may never send. Pending all-gathers are left as they are.
         """
         if failed:
             self.left += self.begun.values()
@@ -166,25 +171,25 @@ class GatheredBlocks:
         self.again.clear()
 
     def take(self, index: int) -> list[Tensor]:
-        """The weights of a block, and begins to gather those of the next."""
+        """Return the unsharded weights of a block, and prefetch the following blocks."""
         wait = self.begun.pop(index, None) or self.order[index].begin()
         weights = wait()
-        del wait  # and with it what was received, before there is more
+        del wait  # frees the receive buffer before the next all-gather allocates one
         for following in self._following(index):
             if following not in self.begun and following not in self.again:
                 self.begun[following] = self.order[following].begin()
         return weights
 
     def _following(self, index: int) -> list[int]:
-        """The blocks to gather ahead where one is read."""
+        """Return the blocks to prefetch when a block is used: the next ones, in backward the previous ones."""
         if in_backward():
             return [i for i in range(index - 1, -1, -1) if i in self.read_again][: self.prefetch]
         return list(range(index + 1, len(self.order))[: self.prefetch])
 
     def take_again(self, index: int) -> list[Tensor]:
-        """The weights of a block in the backward."""
+        """Return the weights of a block in the backward, gathering them again if needed."""
         if index not in self.again:
-            while len(self.again) >= KEPT_IN_BACKWARD:
+            while len(self.again) >= MAX_UNSHARDED_IN_BACKWARD:
                 self.again.popitem(last=False)
             with torch.no_grad():
                 self.again[index] = self.take(index)
@@ -202,7 +207,10 @@ class GatheredBlocks:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Where to find a gathered weight: number `position` of a block. `version`: of the part, when it was gathered."""
+    """Reference to an unsharded weight by its position in a block.
+
+    `version`: of the shard when it was gathered.
+    """
 
     block: GatheredBlock
     position: int
@@ -216,7 +224,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Where to find a weight that was cast. `version`: of the weight, when it was."""
+    """Reference to a weight that was cast. `version`: of the stored weight when it was cast."""
 
     name: str
     stored: Tensor
@@ -229,18 +237,18 @@ class _Cast:
 
 
 def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
-    """Raises StageError where a parameter is not what a forward has read."""
+    """Raise StageError if a parameter has changed since the forward used it."""
     if stored._version != version:
         raise StageError(
             f"'{name}' was changed between a forward and its backward",
-            why="the backward reads it again, and would find other values",
+            why="the backward uses it again, and would compute with other values",
             hint="optimizer.step() after backward()",
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd saves: a view of a gathered weight, without the weight."""
+    """View of an unsharded weight that autograd saves without the weight's memory."""
 
     weight: _Weight | _Cast
     shape: torch.Size
@@ -256,7 +264,7 @@ def _unpack(saved: Any) -> Tensor:
 
 
 class CastWeight(nn.Module):
-    """Casts a weight, each time that a graph reads it."""
+    """Casts a weight at each use in a graph."""
 
     def __init__(self, name: str, dtype: torch.dtype, blocks: GatheredBlocks):
         super().__init__()
@@ -271,8 +279,10 @@ class CastWeight(nn.Module):
 
 
 class GatheredBlock(Crossing, nn.Module):
-    """Gathers the weights of a block, each time that a graph reads them; scatters their gradients in the first group of
-    `reducing`, and sums the parts over the others."""
+    """Unshards the weights of a block at each use in a graph, and reduces their gradients.
+
+    Gradients are reduce-scattered over the first group of `reducing`. Their shards are all-reduced over the others.
+    """
 
     def __init__(
         self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks,
@@ -281,23 +291,23 @@ class GatheredBlock(Crossing, nn.Module):
         super().__init__()
         self.index, self.bucket, self.blocks, self.reducing = index, bucket, blocks, reducing
         self.names, self.under_way = bucket.names, blocks.under_way
-        self.parts = parts  # in a list: they are not parameters of this module
+        self.parts = parts  # in a list, so that they are not parameters of this module
 
     def begin(self) -> Callable[[], list[Tensor]]:
         return self.bucket.gather([part.detach() for part in self.parts])
 
     def forward(self) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():
-            wholes = tuple(self.blocks.take(self.index))
-        elif self.pending is None:  # a region that is run again, whose own gradients are never asked for
-            wholes = self.cross(*arrive(self.parts))
+            unsharded = tuple(self.blocks.take(self.index))
+        elif self.pending is None:  # inside a recompute region, which takes no gradients of its own
+            unsharded = self.cross(*arrive(self.parts))
         else:
-            wholes = self.cross(self.pending, self.arrived)
+            unsharded = self.cross(self.pending, self.arrived)
         if torch.is_grad_enabled() and not in_backward():
-            for position, (whole, part) in enumerate(zip(wholes, self.parts, strict=True)):
-                weight = _Weight(self, position, part._version, whole.dtype)
-                self.blocks.weights[StorageWeakRef(whole.untyped_storage())] = weight
-        return wholes
+            for position, (weight_tensor, shard) in enumerate(zip(unsharded, self.parts, strict=True)):
+                weight = _Weight(self, position, shard._version, weight_tensor.dtype)
+                self.blocks.weights[StorageWeakRef(weight_tensor.untyped_storage())] = weight
+        return unsharded
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.blocks.take(self.index)
@@ -311,9 +321,9 @@ class GatheredBlock(Crossing, nn.Module):
         self.blocks.again.pop(self.index, None)
         group, *others = self.reducing
         stored, reducer = tuple(self.bucket.stored[i] for i in present), self.blocks.reducer
-        goes_on = bool(others) and reducer.is_last
-        earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if goes_on else None
+        reduces_further = bool(others) and reducer.is_last
+        earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if reduces_further else None
         wait = PartBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
         if not reducer.is_armed or self.blocks.splits:
             return wait
-        return added(wait, [self.parts[i] for i in present])  # and does not wait for the end of the backward with that
+        return added(wait, [self.parts[i] for i in present])  # without waiting for the end of the backward

@@ -1,5 +1,8 @@
-"""Where a stage graph begins to read the parameters of a bucket: there is waited for what they need, and there begins
-what their gradients cross last."""
+"""Insert an unshard point before the first use of each parameter bucket in a stage graph.
+
+In forward an unshard point waits for the bucket's all-gather. In backward it starts the reduction of the bucket's
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from autopart.runtime.gradients.reducer import Crossing
 
 
 class Entry(nn.Module):
-    """What a graph reads of parameters of a bucket."""
+    """The parameters of one bucket at their first use in a stage graph."""
 
     def __init__(self, bucket: Crossing, names: Sequence[str]):
         super().__init__()
@@ -23,29 +26,29 @@ class Entry(nn.Module):
 
 
 def with_entries(module: fx.GraphModule, buckets: Sequence[Crossing]) -> fx.GraphModule:
-    """Lets a stage's bound graph read the parameters of these buckets through entries, where it first reads one."""
+    """Route the parameters of buckets through unshard points, inserted before each bucket's first use."""
     graph = module.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
-    read: dict[str, list[fx.Node]] = {}
+    reads: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "get_attr" and node.users:
-            read.setdefault(str(node.target), []).append(node)
+            reads.setdefault(str(node.target), []).append(node)
     for index, bucket in enumerate(buckets):
-        names = [name for name in bucket.names if name in read]
-        users = [user for name in names for node in read[name] for user in node.users]
+        names = [name for name in bucket.names if name in reads]
+        users = [user for name in names for node in reads[name] for user in node.users]
         if not users:
             continue
-        entry = f"entry_{index}"
-        module.add_submodule(entry, Entry(bucket, names))
+        submodule = f"entry_{index}"
+        module.add_submodule(submodule, Entry(bucket, names))
         with graph.inserting_before(min(users, key=order.__getitem__)):
             tensors = [graph.get_attr(name) for name in names]
-            entered = graph.call_module(entry, tuple(tensors))
+            outputs = graph.call_module(submodule, tuple(tensors))
             for position, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-                item = graph.call_function(getitem, (entered, position))
-                item.meta.update(read[name][0].meta)
-                tensor.meta.update(read[name][0].meta)
+                item = graph.call_function(getitem, (outputs, position))
+                item.meta.update(reads[name][0].meta)
+                tensor.meta.update(reads[name][0].meta)
                 item.meta["val"] = module.get_parameter(name).detach()
-                for node in read[name]:
+                for node in reads[name]:
                     node.replace_all_uses_with(item)
                     graph.erase_node(node)
     module.recompile()

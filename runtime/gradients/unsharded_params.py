@@ -1,11 +1,11 @@
-"""ZeRO 1 and 2: the whole of a parameter that a rank stores in parts lives from a step's beginning to its end.
+"""ZeRO 1 and 2: parameters that are stored sharded stay unsharded from the begin of a step to its end.
 
-The graphs of stages gather a parameter where they read it. With `zero=3` they do so, and hold the whole for as long as
-it is used. Here it is gathered once, in buckets, when a call begins; the graphs read it, and autograd adds to its
-gradient, as if it were stored whole. With `zero=1` that gradient is scattered once, when all microbatches have added to
-it; with `zero=2` after each one. What optimizers see are the parts. (Rajbhandari et al. 2020, arXiv:1910.02054,
-sections 5.1 and 5.2.) Where data-parallel ranks bring gradients together by a method (`dp_sync`), it is not scattered
-but handed to the method, whole (`runtime.sync.data_sync`).
+Stage graphs gather a parameter at each use. With `zero=3` they do so, and keep the unsharded parameter for as long as a
+block uses it. With ZeRO 1 and 2 all parameters are unsharded once, in buckets, when a call begins. The graphs use the
+unsharded parameters, and autograd accumulates into their gradients. With `zero=1` a gradient is reduce-scattered once,
+after all microbatches; with `zero=2` after each microbatch. Optimizers see the shards. (Rajbhandari et al. 2020,
+arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method receives the unsharded
+gradient instead (`autopart.runtime.dp_sync.data_sync`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from autopart.runtime.gradients.double_backward import Scattered
 from autopart.runtime.gradients.reducer import Bucket, Finish, Pending, SumBucket, Waits, added
 from autopart.runtime.gradients.shard_buckets import PartBucket, Stored, part_buckets
 
-GATHERED_AHEAD = 2
-"""How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
+NUM_PREFETCHED = 2
+"""All-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has arrived."""
 
 
 class Wholes:
-    """The whole parameters of a program's stages on this rank; between calls they have no memory.
+    """Unsharded parameters of a program's stages on this rank. Between calls their storages are freed.
 
-    `parameters`: {name: the whole}, for graphs to read. `parts`: {name: this rank's part}. `buckets`: of each stage, in
-    the order of their use; `shared`: of parameters that several of the stages read. `sent`: {name: the tensor whose
-    gradient becomes the whole one}, of parameters whose gradients a method brings together.
+    Attributes:
+        parameters: {name: unsharded parameter}, used by the graphs.
+        parts: {name: this rank's shard}.
+        buckets: per stage, in the order of their use.
+        shared: buckets of parameters that several stages of this rank use.
+        sent: {name: tensor that receives the unsharded gradient}, for parameters whose gradients a method reduces.
     """
 
     def __init__(
@@ -43,30 +46,30 @@ class Wholes:
         sent: Mapping[str, Tensor],
     ):  # fmt: skip
         check_sent_whole(program)
-        read, mesh = held_whole(program, stages), program.mesh
+        gather_ways, mesh = held_whole(program, stages), program.mesh
         self.sent = sent
-        self.parts = {name: parts[name] for name in read}
+        self.parts = {name: parts[name] for name in gather_ways}
         self.each_microbatch = program.zero == 2
         self.under_way: deque[Pending] = deque()
         self.to_gather: deque[WholeBucket] = deque()
         self.parameters: dict[str, nn.Parameter] = {}
         self.buckets: list[list[WholeBucket]] = [[] for _ in stages]
         self.shared: list[WholeBucket] = []
-        if not read:
+        if not gather_ways:
             return
-        orders = [in_order_of_use(stage.graph.graph, read) for stage in stages]
+        orders = [in_order_of_use(stage.graph.graph, gather_ways) for stage in stages]
         uses = Counter(name for order in orders for name in order)
-        several = [name for name, count in uses.items() if count > 1]
-        rows = [*([name for name in order if uses[name] == 1] for order in orders), several]
+        shared_names = [name for name, count in uses.items() if count > 1]
+        rows = [*([name for name in order if uses[name] == 1] for order in orders), shared_names]
         for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
-            whole = {name: program.parameters[name].whole_to_send(mesh) for name in names}
-            axes = {name: (read[name].axis, *(whole[name] or program.parameters[name]).summed_over(mesh))
+            full_stored = {name: program.parameters[name].whole_to_send(mesh) for name in names}
+            axes = {name: (gather_ways[name].axis, *(full_stored[name] or program.parameters[name]).summed_over(mesh))
                     for name in names}  # fmt: skip
-            for same in kinds(names, {name: (axes[name], whole[name] is None) for name in names}):
-                group, *others = [process.beside(axis) for axis in axes[same[0]]]
-                stored = [self._stored(name, read[name], group.size()) for name in same]
+            for names_of_kind in kinds(names, {name: (axes[name], full_stored[name] is None) for name in names}):
+                group, *others = [process.beside(axis) for axis in axes[names_of_kind[0]]]
+                stored = [self._stored(name, gather_ways[name], group.size()) for name in names_of_kind]
                 for one in part_buckets(stored, group, BUCKET_BYTES, others):
-                    buckets.append(WholeBucket(self, one) if whole[same[0]] is None else
+                    buckets.append(WholeBucket(self, one) if full_stored[names_of_kind[0]] is None else
                                    SentBucket(self, one, program.reduce_dtype))  # fmt: skip
 
     @property
@@ -74,38 +77,38 @@ class Wholes:
         return [bucket for buckets in (*self.buckets, self.shared) for bucket in buckets]
 
     def _stored(self, name: str, way: Way, ranks: int) -> Stored:
-        """A parameter, whose whole is made, without memory."""
+        """Describe a parameter and create its unsharded parameter, with an empty storage."""
         part = self.parts[name]
         stored = Stored.of(name, part, way, ranks)
-        if name in self.sent:  # as without ZeRO, where autograd adds gradients up in the dtype of their parameters
+        if name in self.sent:  # as without ZeRO: autograd accumulates in the parameter dtype
             stored = replace(stored, grad_dtype=part.dtype)
         empty = part.new_empty(stored.shape, dtype=stored.read_dtype)
-        whole = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
-        whole.untyped_storage().resize_(0)
+        unsharded = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
+        unsharded.untyped_storage().resize_(0)
         return stored
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, the whole parameters have their values where graphs read them."""
+        """Unshard all parameters in this context, and reshard them (free their storages) at its end."""
         try:
-            for name, whole in self.parameters.items():
-                whole.requires_grad_(self.parts[name].requires_grad)
-                whole.untyped_storage().resize_(whole.nbytes)
+            for name, unsharded in self.parameters.items():
+                unsharded.requires_grad_(self.parts[name].requires_grad)
+                unsharded.untyped_storage().resize_(unsharded.nbytes)
             with self.gathering():
                 yield
         finally:
             for bucket in self.all_buckets:
                 bucket.kept.clear()
-            for whole in self.parameters.values():
-                whole.grad = None
-                whole.untyped_storage().resize_(0)
+            for unsharded in self.parameters.values():
+                unsharded.grad = None
+                unsharded.untyped_storage().resize_(0)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Inside, buckets are gathered, some ahead of the one that graphs read."""
+        """Gather all buckets in this context, prefetching some ahead of the bucket that graphs use."""
         try:
             self.to_gather = deque(self.all_buckets)
-            for _ in range(GATHERED_AHEAD):
+            for _ in range(NUM_PREFETCHED):
                 self.gather_next()
             yield
         finally:
@@ -114,45 +117,44 @@ class Wholes:
                 bucket.be_there()
 
     def gather_next(self) -> None:
-        """Begins to gather the first bucket that is not."""
+        """Start the all-gather of the next bucket that has not been started."""
         if self.to_gather:
             self.to_gather.popleft().gather()
 
 
 class WholeBucket(Bucket):
-    """Parameters that are gathered, and whose gradients are scattered, in one collective."""
+    """Parameters that share one all-gather and one reduce-scatter, unsharded for a step."""
 
     def __init__(self, wholes: Wholes, parts: PartBucket):
         self.wholes, self.parts, self.names, self.each = wholes, parts, parts.names, wholes.each_microbatch
         self.under_way = wholes.under_way
         self.wait: Callable[[], list[Tensor]] | None = None
         self.kept: dict[str, Tensor] = {}
-        """{parameter: the sum of its gradients of earlier microbatches}, where it is computed in a lower precision than
-        its gradients are summed in."""
+        """{parameter: accumulated gradient of earlier microbatches}, if its reduce dtype is of higher precision than
+        its compute dtype."""
 
     @torch.no_grad()
     def keep(self) -> None:
-        """After a microbatch that is not the last: gradients that are summed in a higher precision are added up in
-        it."""
+        """Accumulate in the reduce dtype, if it has higher precision, after a microbatch that is not the last."""
         for one in self.parts.stored if not self.each else ():
-            whole = self.wholes.parameters[one.name]
-            if one.grad_dtype != one.read_dtype and (taken := _taken_gradient(whole)) is not None:
-                grad = taken.to(one.grad_dtype)
+            unsharded = self.wholes.parameters[one.name]
+            if one.grad_dtype != one.read_dtype and (gradient := _take_gradient(unsharded)) is not None:
+                grad = gradient.to(one.grad_dtype)
                 self.kept[one.name] = self.kept[one.name].add_(grad) if one.name in self.kept else grad
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Begins to give the wholes their values; in a differentiable call they are in memory of their own."""
-        wholes = [self.wholes.parameters[name].detach() for name in self.names]
-        parts = [self.wholes.parts[name] for name in self.names]
-        self.wait = self.parts.gather(parts, wholes if self.pending is None else None)
+        """Start the all-gather into the unsharded parameters, or into new memory in a differentiable call."""
+        targets = [self.wholes.parameters[name].detach() for name in self.names]
+        shards = [self.wholes.parts[name] for name in self.names]
+        self.wait = self.parts.gather(shards, targets if self.pending is None else None)
 
     @torch.no_grad()
     def be_there(self) -> None:
         self.values(())
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The wholes, where they are read first."""
+        """Wait for the all-gather of this bucket at its first use, and start that of a following bucket."""
         while self in self.wholes.to_gather:
             self.wholes.gather_next()
         if self.wait is None:
@@ -169,29 +171,31 @@ class WholeBucket(Bucket):
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
-        """Begins to add the gradients of the wholes, summed, to those of the parts."""
-        goes_on = is_last and bool(self.parts.others)
+        """Start to reduce-scatter the unsharded gradients, to be accumulated into the gradients of the shards."""
+        reduces_further = is_last and bool(self.parts.others)
         present = [one for one in self.parts.stored
                    if self.wholes.parameters[one.name].grad is not None or one.name in self.kept
-                   or (goes_on and self.wholes.parts[one.name].grad is not None)]  # fmt: skip
+                   or (reduces_further and self.wholes.parts[one.name].grad is not None)]  # fmt: skip
         if not present:
             return None
-        earlier = [_taken_gradient(self.wholes.parts[one.name]) for one in present] if goes_on else None
-        wait = self.parts.scatter([self._taken(one.name) for one in present], present, earlier)
+        earlier = [_take_gradient(self.wholes.parts[one.name]) for one in present] if reduces_further else None
+        wait = self.parts.scatter([self._take_accumulated(one.name) for one in present], present, earlier)
         return added(wait, [self.wholes.parts[one.name] for one in present])
 
-    def _taken(self, name: str) -> Tensor:
-        """The gradient of a whole of all microbatches, which it has no longer."""
-        whole, kept = self.wholes.parameters[name], self.kept.pop(name, None)
-        grad = _taken_gradient(whole)
+    def _take_accumulated(self, name: str) -> Tensor:
+        """Take the accumulated unsharded gradient of all microbatches out of `.grad`."""
+        unsharded, earlier = self.wholes.parameters[name], self.kept.pop(name, None)
+        grad = _take_gradient(unsharded)
         if grad is None:
-            return torch.zeros_like(whole) if kept is None else kept
-        return grad if kept is None else kept.add_(grad)
+            return torch.zeros_like(unsharded) if earlier is None else earlier
+        return grad if earlier is None else earlier.add_(grad)
 
 
 class SentBucket(WholeBucket):
-    """Parameters that are gathered in one collective, and whose whole gradients go to a method, summed over all other
-    axes."""
+    """Parameters that share one all-gather, and whose unsharded gradients a method receives.
+
+    The gradients are all-reduced over all other axes first.
+    """
 
     def __init__(self, wholes: Wholes, parts: PartBucket, reduce_dtype: torch.dtype | None):
         super().__init__(wholes, parts)
@@ -204,25 +208,25 @@ class SentBucket(WholeBucket):
     def begin(self, is_last: bool = True) -> Finish | None:
         for one in self.parts.stored:
             if self.wholes.parameters[one.name].grad is not None or one.name in self.kept:
-                self.sent[one.name].grad = self._share(one, self._taken(one.name))
+                self.sent[one.name].grad = self._local_term(one, self._take_accumulated(one.name))
         return None if self.sums is None else self.sums.begin(is_last)
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         stored = [self.parts.stored[i] for i in present]
-        shares = [self._share(one, grad) for one, grad in zip(stored, grads, strict=True)]
-        copies = [share.clone() for share in shares] if self.sums is None else []  # autograd may use them elsewhere
-        wait = self.sums.send(shares, present) if self.sums is not None else lambda: copies
+        terms = [self._local_term(one, grad) for one, grad in zip(stored, grads, strict=True)]
+        copies = [term.clone() for term in terms] if self.sums is None else []  # autograd may use them elsewhere
+        wait = self.sums.send(terms, present) if self.sums is not None else lambda: copies
         return added(wait, [self.sent[one.name] for one in stored])
 
     def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        raise AssertionError("refused where the backward begins: DataSync.watched")
+        raise AssertionError("rejected at the begin of the backward: DataSync.watched")
 
-    def _share(self, one: Stored, grad: Tensor) -> Tensor:
-        """This rank's term of the sum that a gradient is: where all ranks have the sum, the first one's is it."""
+    def _local_term(self, one: Stored, grad: Tensor) -> Tensor:
+        """Return this rank's term of the gradient sum. Of a replicated sum only the first rank contributes."""
         grad = grad.to(one.dtype)
         return grad if one.sums or self.parts.group.rank() == 0 else torch.zeros_like(grad)
 
 
-def _taken_gradient(parameter: Tensor) -> Tensor | None:
+def _take_gradient(parameter: Tensor) -> Tensor | None:
     grad, parameter.grad = parameter.grad, None
     return grad

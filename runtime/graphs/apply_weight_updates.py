@@ -1,5 +1,7 @@
-"""Trained parameters that a model changes before it reads them (`autopart/ir/run/weight_updates.py`), changed where
-ranks store them."""
+"""Apply updates that a model makes to trained parameters before it uses them, on their shards.
+
+The updates are defined in `autopart/ir/run/weight_updates.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,20 @@ def update_weights(
     inputs: Sequence[Any],
     summed: Callable[[str, ByRank], ByRank],
 ) -> None:
-    """Change what these ranks store of the parameters that change before a forward on the global `inputs`.
+    """Update the shards of parameters that change before a forward on the global `inputs`.
 
-    `parameters`: {rank: {name: its part}}; `summed`: from an axis and what each of the ranks has to its sum along that
-    axis, which every rank of it calls that holds the parameter.
+    Args:
+        parameters: {rank: {name: its shard}}.
+        summed: sums {rank: value} along an axis. Every rank of the axis that stores the parameter calls it.
     """
     for name, update in program.weight_updates.items():
         parts = {rank: local[name] for rank, local in parameters.items() if name in local}
         if isinstance(update, RowNorms):
             new = _with_row_norms(program, name, update, parts, inputs, summed)
         else:
-            new = {rank: update.graph(part.detach()) for rank, part in parts.items()}
-        for rank, part in parts.items():
-            part.copy_(new[rank])
+            new = {rank: update.graph(shard.detach()) for rank, shard in parts.items()}
+        for rank, shard in parts.items():
+            shard.copy_(new[rank])
 
 
 def _with_row_norms(
@@ -44,13 +47,13 @@ def _with_row_norms(
     summed: Callable[[str, ByRank], ByRank],
 ) -> ByRank:  # fmt: skip
     stored, mesh = program.parameters[name], program.mesh
-    powers = {rank: update.powers(part) for rank, part in parts.items()}
+    powers = {rank: update.powers(shard) for rank, shard in parts.items()}
     for axis, cut in stored_cuts(stored, mesh):
         if cut.dim == 1:
             powers = summed(axis, powers)
     new, chosen = {}, update.chosen(inputs)
-    for rank, part in parts.items():
-        of_rows = [(cut, index) for cut, index in cuts_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
-        rows = part_of(torch.arange(stored.shape[0], device=part.device), of_rows)
-        new[rank] = update.scaled(part, powers[rank], torch.isin(rows, chosen))
+    for rank, shard in parts.items():
+        row_splits = [(cut, index) for cut, index in cuts_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
+        rows = part_of(torch.arange(stored.shape[0], device=shard.device), row_splits)
+        new[rank] = update.scaled(shard, powers[rank], torch.isin(rows, chosen))
     return new

@@ -1,4 +1,4 @@
-"""What a stage's prologue makes of no input, such as distances between positions, is the same in every call."""
+"""Cache prologue outputs that depend on no input (e.g. relative positions) across calls."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from autopart.ir.facts import facts
 from autopart.ir.subgraphs import erase_unread, is_given, part_of
 
 MOST_BYTES = 2**25
-"""Of a value that is held between calls; one that is larger, of very long rows, is made in each."""
+"""Largest value that is cached. Larger ones, for very long sequences, are computed in each call."""
 
 
 class Constants:
-    """Of what a bound prologue hands to its stage: what is made once, and held. The prologue is written on."""
+    """Outputs of a bound prologue that are computed once and cached. Rewrites the prologue to read them."""
 
     def __init__(self, prologue: fx.GraphModule):
         graph = prologue.graph
-        made = _of_nothing(graph)
-        read = [node for node in made if _is_small(node) and graph.output_node() in node.users]
+        constants = _input_independent(graph)
+        cached = [node for node in constants if _is_small(node) and graph.output_node() in node.users]
         self.values: tuple[Tensor, ...] = ()
         self.storages: set[int] = set()
-        if not read:
+        if not cached:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.values = part_of(prologue, read)()
+            self.values = part_of(prologue, cached)()
         self.storages = {value.untyped_storage().data_ptr() for value in self.values}
-        for index, (node, value) in enumerate(zip(read, self.values, strict=True)):
+        for index, (node, value) in enumerate(zip(cached, self.values, strict=True)):
             setattr(prologue, f"held_{index}", value)
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.create_node("get_attr", f"held_{index}"))
-        erase_unread(graph, made)
+        erase_unread(graph, constants)
         prologue.recompile()
 
     def apart(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What a graph returns, copied where it is in the memory of what is held: users may write on it."""
-        return tuple(value.clone() if self._holds(value) else value for value in values)
+        """Copy the outputs of a graph that share memory with cached values, because users may write to them."""
+        return tuple(value.clone() if self._shares_memory(value) else value for value in values)
 
-    def _holds(self, value: Any) -> bool:
+    def _shares_memory(self, value: Any) -> bool:
         is_plain = isinstance(value, Tensor) and value.layout == torch.strided
         return is_plain and value.untyped_storage().data_ptr() in self.storages
 
 
-def _of_nothing(graph: fx.Graph) -> set[fx.Node]:
-    """What is made of no input, buffer or draw."""
-    made = set[fx.Node]()
+def _input_independent(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on no input, buffer or random number."""
+    constants = set[fx.Node]()
     for node in graph.nodes:
-        if not is_given(node) and made.issuperset(node.all_input_nodes):
-            made.add(node)
-    return made
+        if not is_given(node) and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+    return constants
 
 
 def _is_small(node: fx.Node) -> bool:

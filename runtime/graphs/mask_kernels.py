@@ -1,4 +1,4 @@
-"""Which attention masks of a stage's call are bands: causal, a window, or nothing hidden."""
+"""Detect the structure of a stage's attention masks: causal, sliding window, or full."""
 
 from __future__ import annotations
 
@@ -17,34 +17,43 @@ from autopart.runtime.batch.batch_split import stage_arguments
 from autopart.runtime.comm.process_mesh import Process
 
 Bands = tuple[tuple[str, Told], ...]
-"""What the masks of a stage are, by their names."""
+"""[(mask name, structure)] of a stage."""
 
 _LARGE = 2**24
-"""Scores from which on masks are not made to be looked at, where positions alone decide them."""
+"""Scores above which a mask that depends only on positions is not materialised to detect its structure."""
 
 
 def told_of_positions(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """The stage whose attention is told of the masks that are the same in every call, which it then makes no more; and
-    the names of these masks, which need not be looked at again."""
+    """Specialise a stage to the masks that are equal in every call, so that it no longer computes them.
+
+    Returns the stage and the names of these masks, which need no inspection per call.
+    """
     masks, inputs, graph = of_positions(stage)
     names = frozenset(mask.name for mask in masks)
     if not masks:
         return stage, names
     if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls) > _LARGE:
-        return with_bands(stage, _without_masks(stage, program, process, masks, inputs, graph), process.device), names
+        return with_bands(
+            stage, _analyze_large_masks(stage, program, process, masks, inputs, graph), process.device
+        ), names
     microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
-    others = {mask.name for mask in masks_of(stage)} - names
-    bands = Masks(stage, bind, others).bands(microbatches)
+    other_masks = {mask.name for mask in masks_of(stage)} - names
+    bands = Masks(stage, bind, other_masks).bands(microbatches)
     return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device), names
 
 
-def _without_masks(
+def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, Told]:  # fmt: skip
-    """What these masks are, which are too large to be made. `inputs`, `graph`: of the stage, and what makes them."""
+    """Return the structure of masks that are too large to materialise.
+
+    Args:
+        inputs: inputs of the graph that computes the masks.
+        graph: the stage's prologue for these masks.
+    """
     whole = Seen({}, process.device)
     (outputs,) = graph.graph.output_node().args
     values = [whole.made(output) for output in outputs]
@@ -56,13 +65,13 @@ def _without_masks(
     bands: dict[str, Told] = {}
     for mask, node in zip(masks, subgraph.graph.output_node().args[0], strict=True):
         intervals, scores = seen.of(node), {*map(scores_of, masks_of(stage)[mask])}
-        if intervals is not None and len(scores) == 1 and (known := told_of(intervals, *scores.pop())) is not None:
-            bands[mask.name] = known
+        if intervals is not None and len(scores) == 1 and (structure := told_of(intervals, *scores.pop())) is not None:
+            bands[mask.name] = structure
     return bands
 
 
-def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
-    """What a mask is for all calls that read it."""
+def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
+    """Return the structure of a mask for all attention calls that use it, or None."""
     scores = {*map(scores_of, calls)}
     if len(scores) > 1:
         return None
@@ -74,7 +83,12 @@ def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
 
 
 class Masks:
-    """The masks of one stage, but those of the names `without`. `bind`: makes a graph of the stage run on this rank."""
+    """Masks of one stage.
+
+    Args:
+        bind: makes a graph of the stage run on this rank.
+        without: names of masks to leave out.
+    """
 
     def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = ()):
         self.calls = {mask: calls for mask, calls in masks_of(stage).items() if mask.name not in without}
@@ -82,26 +96,29 @@ class Masks:
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
-        """Those of every microbatch, from the arguments of the stage's graph; what all share is looked at once."""
+        """Return the mask structures of every microbatch. Masks that microbatches share are inspected once.
+
+        `microbatches`: keyword arguments of the stage's graph.
+        """
         if self.make is None:
             return [()] * len(microbatches)
-        known: dict[tuple[int, ...], Bands] = {}
+        cache: dict[tuple[int, ...], Bands] = {}
         all_bands = []
         for arguments in microbatches:
             key = tuple(id(arguments[name]) for name in self.reads)
-            if key not in known:
-                known[key] = self._bands(self.make, arguments)
-            all_bands.append(known[key])
+            if key not in cache:
+                cache[key] = self._bands(self.make, arguments)
+            all_bands.append(cache[key])
         return all_bands
 
     @torch.no_grad()
     def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> Bands:
         masks = make(**{name: arguments[name] for name in self.reads})
-        known: dict[Any, Told | None] = {}
+        cache: dict[Any, Told | None] = {}
         pairs = []
         for (mask, calls), value in zip(self.calls.items(), masks, strict=True):
             key = id(value), frozenset(map(scores_of, calls))
-            if key not in known:
-                known[key] = _band(value, calls)
-            pairs.append((mask.name, known[key]))
+            if key not in cache:
+                cache[key] = _structure_of(value, calls)
+            pairs.append((mask.name, cache[key]))
         return tuple((name, band) for name, band in pairs if band is not None)

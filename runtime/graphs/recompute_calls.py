@@ -1,8 +1,9 @@
-"""Regions of a stage graph are run again in the backward: of a forward only what they read is kept.
+"""Activation checkpointing: save the inputs of a region, and recompute the region in backward.
 
-Each region (`region`, from `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`, which runs
-it once more when its backward begins, up to the last value that the backward needs. All that is random in a stage comes
-from its inputs or from seeds among them, so it is the same both times, and so are the collectives of all ranks.
+Each region (`region`, from `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Its
+recomputation starts when its backward begins and stops after the last value that the backward needs. All random ops in
+a stage use its inputs or seeds among them, so both runs draw equal numbers. Both runs also launch the same collectives
+on all ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def has_regions(graph: fx.Graph) -> bool:
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, which keeps nothing for the backward but the arguments and what the function holds."""
+    """Call a function under checkpointing: save its arguments and recompute the rest in backward."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """A bound stage graph in which every region is one call; parameters stay in the module and are its arguments."""
+    """Return a bound stage graph with one call per region. Parameters stay in the module, as arguments."""
     regions: defaultdict[int, dict[fx.Node, int | None]] = defaultdict(dict)
     for node in module.graph.nodes:
         if "region" in facts(node):
@@ -48,7 +49,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class Region(nn.Module):
-    """The operators of a region. They hold no parameters."""
+    """Operators of a recompute region. It has no parameters."""
 
     def __init__(self, operators: fx.GraphModule):
         super().__init__()

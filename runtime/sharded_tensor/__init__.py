@@ -1,1 +1,1 @@
-"""Parameters that hold this rank's shard and behave as the full tensor."""
+"""Parameters that store this rank's shard and behave as the full tensor."""

@@ -1,7 +1,7 @@
-"""Layout of a tensor of which each rank holds a shard, and the differentiable exchanges between ranks.
+"""Shard spec of a tensor, and the differentiable collectives between ranks.
 
-A value computed from sharded tensors is either sharded like them or the same on every rank. The pairs below follow
-from that: every rank computes the same loss, so the gradient of a value that all ranks hold is the same on all of them.
+A value computed from sharded tensors is either sharded like them or replicated. Every rank computes the same loss, so
+the gradient of a replicated value is replicated too. The pairs of collectives in this file follow from that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopart.runtime.comm.process_mesh import Process, of_all_stages
 
 @dataclass(frozen=True)
 class DimShard:
-    """One split of a dimension over a mesh axis, and the index of this rank's shard of it."""
+    """A split of a dimension over a mesh axis, and the index of this rank's shard."""
 
     axis: str
     cut: Cut
@@ -37,16 +37,18 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for splits that give a rank the same elements."""
+        """Key that is equal for splits that give a rank the same elements."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Full shape of a tensor and how this rank's shard is taken from it.
+    """Full shape of a tensor, and the splits that give this rank's shard.
 
-    `name`: the parameter that it belongs to. `shards`: outer mesh axis first; empty if a rank holds the full tensor,
-    as under `pp`, where other ranks hold other parameters.
+    Attributes:
+        name: of the parameter that the tensor belongs to.
+        shards: outer mesh axis first. Empty if the rank stores the full tensor, as under `pp`, where other ranks store
+            other parameters.
     """
 
     name: str
@@ -67,7 +69,7 @@ class ShardSpec:
 
     @property
     def has_empty_shards(self) -> bool:
-        """Return True if some rank holds no element. All ranks give the same answer."""
+        """True if some rank stores no element. The value is equal on all ranks."""
         return any(shard.cut.length(index) == 0 for shard in self.shards for index in range(shard.cut.num_shards))
 
     def of_dim(self, dim: int) -> tuple[DimShard, ...]:
@@ -83,13 +85,13 @@ class ShardSpec:
 
     def reduced(self, dims: Sequence[int], keepdim: bool) -> ShardSpec:
         """Return the spec of a reduction over `dims`."""
-        kept = [dim for dim in range(len(self.shape)) if dim not in dims]
-        shards = [shard for shard in self.shards if shard.dim in kept]
+        kept_dims = [dim for dim in range(len(self.shape)) if dim not in dims]
+        shards = [shard for shard in self.shards if shard.dim in kept_dims]
         if keepdim:
             shape = tuple(1 if dim in dims else size for dim, size in enumerate(self.shape))
             return replace(self, shape=shape, shards=tuple(shards))
-        shape = tuple(self.shape[dim] for dim in kept)
-        return replace(self, shape=shape, shards=tuple(shard.on_dim(kept.index(shard.dim)) for shard in shards))
+        shape = tuple(self.shape[dim] for dim in kept_dims)
+        return replace(self, shape=shape, shards=tuple(shard.on_dim(kept_dims.index(shard.dim)) for shard in shards))
 
     def take(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor, or of one that broadcasts to it."""
@@ -101,48 +103,48 @@ class ShardSpec:
         return full
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the full tensor on every rank. Differentiable; a collective call."""
+        """Return the full tensor on every rank. A differentiable collective call."""
         for shard in reversed(self.shards):
             with exchange(self.process, self.name):
                 local = _Gather.apply(local, shard, self.process)
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`; its gradient is summed over these axes, on which ranks use it for different elements."""
+        """Return `value`, and all-reduce its gradient over these axes, on which ranks use different elements."""
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
-                value = _Enter.apply(value, axis, self)
+                value = _ReduceGradient.apply(value, axis, self)
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `reduce` of the ranks' values, stacked in dim 0, over one axis after the other."""
         for axis in axes:
-            local = reduce(_Stack.apply(local, axis, self))
+            local = reduce(_StackRanks.apply(local, axis, self))
         return local
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
     """Return the sum of the stages' totals (None: this stage has none), on every rank. Differentiable.
 
-    Stages are ranks that use different parameters of one loss, so backward hands each its own gradient.
+    Stages use different parameters in one loss, so backward returns to each rank its local gradient.
     """
     if "pp" not in process.groups:
         return torch.zeros((), device=process.device) if total is None else total
     dtypes = of_all_stages(None if total is None else total.dtype, process)
     dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
-    mine = torch.zeros((), dtype=dtype, device=process.device) if total is None else total.to(dtype)
-    return ShardSpec("", (), (), process).combine(mine, ["pp"], lambda stack: stack.sum(0))
+    local_total = torch.zeros((), dtype=dtype, device=process.device) if total is None else total.to(dtype)
+    return ShardSpec("", (), (), process).combine(local_total, ["pp"], lambda stack: stack.sum(0))
 
 
 @contextmanager
 def exchange(process: Process, name: str) -> Iterator[None]:
-    """Name what this rank does, for ranks that wait for it."""
+    """Let the watchdog report this operation to ranks that wait for this rank."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a collective on the rank's device, in a dtype that every backend sends."""
+    """Run a collective on the rank's device, in a dtype that every backend supports."""
     if x.is_complex():
         return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
     sent = x.to(process.device, {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype))
@@ -150,7 +152,7 @@ def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> T
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of one split; backward takes this rank's shard, since every rank has the same gradient."""
+    """All-gather of one split. Backward takes this rank's shard, since the gradient is replicated."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shard: DimShard, process: Process) -> Tensor:
@@ -164,7 +166,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Shard of a value that every rank holds; backward gathers, for each rank uses another shard."""
+    """Shard of a replicated value. Backward all-gathers, because each rank uses another shard."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, shard: DimShard, process: Process) -> Tensor:
@@ -176,8 +178,8 @@ class _Take(torch.autograd.Function):
         return _Gather.apply(grad.contiguous(), ctx.shard, ctx.process), None, None
 
 
-class _Stack(torch.autograd.Function):
-    """Values of all ranks of an axis in a new dim 0; backward takes this rank's."""
+class _StackRanks(torch.autograd.Function):
+    """Values of all ranks of an axis, stacked in a new dim 0. Backward takes this rank's value."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -189,11 +191,11 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Unstack.apply(grad, ctx.axis, ctx.spec), None, None
+        return _UnstackRanks.apply(grad, ctx.axis, ctx.spec), None, None
 
 
-class _Unstack(torch.autograd.Function):
-    """This rank's row of a stack that every rank holds; backward stacks."""
+class _UnstackRanks(torch.autograd.Function):
+    """This rank's value of a replicated stack. Backward stacks."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -203,11 +205,11 @@ class _Unstack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec), None, None
+        return _StackRanks.apply(grad.contiguous(), ctx.axis, ctx.spec), None, None
 
 
-class _Enter(torch.autograd.Function):
-    """Identity; backward sums over an axis."""
+class _ReduceGradient(torch.autograd.Function):
+    """Identity in forward; backward all-reduces over an axis."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -216,4 +218,4 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Stack.apply(grad.contiguous(), ctx.axis, ctx.spec).sum(0), None, None
+        return _StackRanks.apply(grad.contiguous(), ctx.axis, ctx.spec).sum(0), None, None

@@ -1,8 +1,8 @@
-"""Parameters that hold this rank's shard and behave as the unpartitioned tensor, as DTensor does.
+"""Parameters that store this rank's shard and behave as the unpartitioned tensor, as DTensor does.
 
-A `ShardedTensor` is a strided tensor with the local values, so kernels, autograd, and fused and foreach optimizers run
-on it as on any tensor. What Python code calls on it goes through `__torch_function__`: shapes are those of the full
-tensor, elementwise operations stay local, reductions and random fills give what one device gives, and all else
+A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
+on it as on any tensor. Calls from Python code go through `__torch_function__`. Shapes are those of the full tensor,
+elementwise operations stay local, and reductions and random fills give the result of a single device. Everything else
 runs on the gathered tensor. Library code runs inside `local_values()` and sees plain local tensors.
 """
 
@@ -38,7 +38,7 @@ Handler = Callable[..., Any]
 class ShardedTensor(Tensor):
     """This rank's shard of a tensor, with the interface of the full tensor.
 
-    `to_local()` gives the shard as a plain tensor, `full_tensor()` gathers it (a collective call, differentiable).
+    `to_local()` returns the shard as a plain tensor. `full_tensor()` gathers it (a differentiable collective call).
 
     Example (dp2, zero=3):
         >>> weight = pm.get_parameter("0.weight")                               # doctest: +SKIP
@@ -48,7 +48,7 @@ class ShardedTensor(Tensor):
 
     spec: ShardSpec
     is_gathered: bool
-    """Whether this is a view of a gathered copy, which cannot be written to."""
+    """True for a view of a gathered copy, which is read-only."""
 
     def to_local(self) -> Tensor:
         """Return this rank's values as a plain tensor. It shares memory and autograd history."""
@@ -56,7 +56,7 @@ class ShardedTensor(Tensor):
             return self.as_subclass(Tensor)
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor on every rank. Differentiable; a collective call."""
+        """Return the full tensor on every rank. A differentiable collective call."""
         with local_values():
             return _full(self)
 
@@ -91,14 +91,17 @@ class ShardedTensor(Tensor):
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """A parameter of a partitioned model of which this rank holds a shard, or a stage."""
+    """A parameter of a partitioned model that is sharded, or stored on one stage."""
 
 
 def as_sharded(
     values: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None, requires_grad: bool = False,
     is_gathered: bool = False,
 ) -> ShardedTensor:  # fmt: skip
-    """Return local values as a tensor of class `kind` (None: ShardedTensor, with the autograd history of `values`)."""
+    """Return local values as a tensor of class `kind`.
+
+    `kind=None` gives a ShardedTensor with the autograd history of `values`.
+    """
     with local_values():
         if kind is None:
             result: Any = values.as_subclass(ShardedTensor)
@@ -109,7 +112,7 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, home: Home) -> nn.Parameter:
-    """Return a local parameter as what it is of the model: itself if every rank holds all of every parameter."""
+    """Return a local parameter with its shard spec; unchanged if every rank stores all parameters in full."""
     shards = tuple(
         DimShard(axis, cut, index) for (axis, cut), (_, index) in zip(home.cuts, home.cuts_here, strict=True)
     )
@@ -158,12 +161,12 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Flags and hooks, which are the same for a shard."""
+    """Access flags and hooks, which are equal for a shard."""
     return func(*args, **kwargs)
 
 
 def _attribute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Sizes, of the full tensor."""
+    """Return a size of the full tensor."""
     if name == "get:nbytes":
         return args[0].spec.numel() * args[0].element_size()
     return ATTRIBUTES[name](args[0].spec, *args[1:], **kwargs)
@@ -187,7 +190,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Functions that give values of the same layout: copies, casts, tensors like another."""
+    """Run a function whose result has the layout of its argument: copies, casts, `*_like`."""
     result = func(*args, **kwargs)
     if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
@@ -196,7 +199,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Plain tensors whose size is given, with the dtype and device of a shard."""
+    """Create a plain tensor of a given size, with the dtype and device of a shard."""
     return func(*args, **kwargs)
 
 
@@ -204,7 +207,9 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
     tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     inplace, out = _writes(name, kwargs), kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if inplace else None
-    if target is not None and not isinstance(target, ShardedTensor):  # a plain tensor, written from sharded ones
+    if target is not None and not isinstance(
+        target, ShardedTensor
+    ):  # a plain tensor that sharded tensors are written into
         return func(*_map(_full, list(args)), **_map(_full, kwargs))
     if target is not None:
         _check_writable(target, name)
@@ -224,7 +229,10 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
-    """Return the spec of an elementwise result: each dim is sharded as in the first argument that has it sharded."""
+    """Return the spec of an elementwise result.
+
+    Each dim is sharded as in the first argument that shards it.
+    """
     shapes = [spec.shape for spec in specs]
     local = {spec.local_shape for spec in specs}
     shapes += [tuple(t.shape) for t in tensors if not isinstance(t, ShardedTensor) and tuple(t.shape) not in local]
@@ -236,42 +244,45 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
             dim = shard.dim + offset
             if dim not in shards or shards[dim][0].key == shard.key:
                 shards[dim] = tuple(one.on_dim(dim) for one in spec.of_dim(shard.dim))
-    used = [shard.axis for of_dim in shards.values() for shard in of_dim]
-    if len(used) != len(set(used)):  # one axis splits different dims of two arguments
+    used_axes = [shard.axis for of_dim in shards.values() for shard in of_dim]
+    if len(used_axes) != len(set(used_axes)):  # one axis shards different dims of two arguments
         first, offset = specs[0], len(shape) - len(specs[0].shape)
         shards = {s.dim + offset: tuple(o.on_dim(s.dim + offset) for o in first.of_dim(s.dim)) for s in first.shards}
-    kept = tuple(shard for dim in sorted(shards) for shard in shards[dim])
-    return replace(specs[0], shape=tuple(shape), shards=kept)
+    all_shards = tuple(shard for dim in sorted(shards) for shard in shards[dim])
+    return replace(specs[0], shape=tuple(shape), shards=all_shards)
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local values of an argument for a result of this spec; its gradient is that of the full argument."""
+    """Return the local values of an argument for a result of this spec.
+
+    The gradient of the result is that of the full argument.
+    """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
     if isinstance(value, ShardedTensor):
-        own = value.spec
-        offset = len(spec.shape) - len(own.shape)
+        source = value.spec
+        offset = len(spec.shape) - len(source.shape)
         wanted = {d: tuple(s.key for s in spec.of_dim(d)) for d in range(len(spec.shape))}
         fits = all(
-            tuple(s.key for s in own.of_dim(dim)) == wanted[dim + offset] or (size == 1 and not own.of_dim(dim))
-            for dim, size in enumerate(own.shape)
+            tuple(s.key for s in source.of_dim(dim)) == wanted[dim + offset] or (size == 1 and not source.of_dim(dim))
+            for dim, size in enumerate(source.shape)
         )
         if fits:
-            return spec.partial_gradient(value, spec.axes - own.axes)
+            return spec.partial_gradient(value, spec.axes - source.axes)
         value = _full(value)
     elif tuple(value.shape) == spec.local_shape != spec.shape:
-        return value  # what `to_local()` gives, or the state of an optimizer
+        return value  # from `to_local()`, or optimizer state
     if torch.broadcast_shapes(value.shape, spec.shape) != torch.Size(spec.shape):
         raise UsageError(
             f"a tensor of shape {tuple(value.shape)} together with '{spec.name}' of shape {spec.shape}",
             why=f"this rank holds {spec.local_shape} of it, and the two have no common shape",
-            hint="give the full tensor, or p.to_local() and local values",
+            hint="pass the full tensor, or p.to_local() and local values",
         )
     return spec.take(spec.partial_gradient(value, spec.axes))
 
 
 def _full(value: Any) -> Any:
-    """Return what a function gets of an argument that it runs on as a whole."""
+    """Return the full tensor of a sharded argument, and any other argument unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     return value.spec.gather(value.as_subclass(Tensor))
@@ -284,8 +295,8 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 def _check_writable(target: ShardedTensor, name: str) -> None:
     if target.is_gathered:
         raise UsageError(
-            f"{name}() writes to a part or another view of '{target.spec.name}'",
-            why="of that parameter a rank holds a shard; the view is of a gathered copy, so nothing would change",
+            f"{name}() writes to a slice or another view of '{target.spec.name}'",
+            why="the parameter is sharded; the view is of a gathered copy, so the parameter would not change",
             hint="write to the parameter itself: p[...] = value, p.copy_(value), p.mul_(mask)",
         )
 
@@ -303,10 +314,10 @@ def _reduction(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
         return _gathered(func, name, args, kwargs)
     axes = [shard.axis for dim in dims for shard in reversed(spec.of_dim(dim))]
     result = reduce_locally(func, name, args, kwargs, spec, dims, axes)
-    kept = spec.reduced(dims, bool(_keepdim(result, spec, dims)))
-    if is_complete and not kept.shape:
+    reduced_spec = spec.reduced(dims, bool(_keepdim(result, spec, dims)))
+    if is_complete and not reduced_spec.shape:
         return result
-    return as_sharded(result, kept)
+    return as_sharded(result, reduced_spec)
 
 
 def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
@@ -317,14 +328,14 @@ def _check_all_stages(name: str, spec: ShardSpec) -> None:
     if not _combines_stages():
         raise UsageError(
             f"{name}() of '{spec.name}' under pp",
-            why="a rank holds the parameters of its own stages, so what a loop computes of them differs between ranks",
+            why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
             hint="pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), "
             "pm.full_state_dict(); p.to_local() for this rank alone",
         )
 
 
 _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that treat each tensor by itself, so that a stage's reductions are those of one device."""
+"""Optimizers that treat each tensor separately, so reductions of a stage's parameters need no other stage."""
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
@@ -333,7 +344,7 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _combines_stages() -> bool:
-    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor by itself."""
+    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor separately."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -353,7 +364,7 @@ def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Views: of the tensor itself where a rank holds all of it, else of a gathered copy, which cannot be written to."""
+    """Return a view: of the tensor itself if it is unsharded, else of a gathered copy, which is read-only."""
     spec = _first(args, kwargs).spec
     value = args[0] if args else None
     same_shape = name in ("view", "reshape", "view_as", "reshape_as", "expand_as", "expand") and (
@@ -373,15 +384,15 @@ def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    given = [size for size in (*sizes, *kwargs.values())]
-    if len(given) == 1 and isinstance(given[0], Tensor):
-        return given[0].spec.shape if isinstance(given[0], ShardedTensor) else tuple(given[0].shape)
-    flat = _leaves(given)
+    values = [size for size in (*sizes, *kwargs.values())]
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        return values[0].spec.shape if isinstance(values[0], ShardedTensor) else tuple(values[0].shape)
+    flat = _leaves(values)
     return tuple(flat) if all(isinstance(size, int) for size in flat) else None
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on full tensors; what is written in place is taken back into the shard."""
+    """Run on full tensors. In-place results are written back into the shard."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
@@ -404,7 +415,7 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Random tensors like another: this rank's shard of what one device draws."""
+    """Return this rank's shard of the random tensor that a single device draws."""
     spec = args[0].spec
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)
@@ -412,7 +423,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Lists of tensors, position by position."""
+    """Run a function of lists of tensors, position by position."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
@@ -430,7 +441,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     for index, leaf in enumerate(target):
         sharded = [arg for arg in row(index) if isinstance(arg, ShardedTensor)]
         if sharded and not isinstance(leaf, ShardedTensor) and name.endswith("_"):
-            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it is a shard",
+            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it holds a shard",
                              hint="torch.zeros_like(p) gives a tensor that is sharded like p")  # fmt: skip
         specs.append(leaf.spec if isinstance(leaf, ShardedTensor) else sharded[0].spec if sharded else None)
 
@@ -449,7 +460,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.autograd.grad`: gradients are sharded as the inputs are."""
+    """Run `torch.autograd.grad`. Gradients are sharded as the inputs are."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if "inputs" in kwargs:

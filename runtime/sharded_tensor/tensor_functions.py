@@ -1,4 +1,4 @@
-"""Table of what each function of torch does to a sharded tensor, and the arithmetic of reductions."""
+"""Table of how each function of torch runs on a sharded tensor, and the arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class Kind(enum.Enum):
-    """How a function runs on a sharded tensor."""
+    """Method by which a function runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
     GET_GRAD = "right: sharded as the parameter is"
     SET = "right: takes the shard"
-    SAME = "right: sharded alike"
+    SAME = "right: sharded as its argument"
     CREATED = "right: of the size that is given"
     ELEMENTWISE = "right: elementwise"
     REDUCTION = "right: reduced over ranks"
@@ -69,7 +69,7 @@ LOCAL = frozenset(
     "record_stream _amp_foreach_non_finite_check_and_unscale_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ "
     "__dir__".split()
 )
-"""Flags, hooks and fused updates: a shard answers as the full tensor would."""
+"""Flags, hooks and fused updates, for which a shard behaves as the full tensor."""
 
 SAME = frozenset(
     "detach clone alias contiguous get:data to cpu cuda float double half bfloat16 int long short char byte bool type "
@@ -123,7 +123,7 @@ REFUSED = {
     "set:names": "named dims are not followed",
     "set:shape": "the shape of a parameter is the plan's",
 }
-"""{function: why it is refused}."""
+"""{rejected function: reason}."""
 
 DUNDERS = {
     **{f"__{name}__": name for name in ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge")},
@@ -167,7 +167,10 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def kind_of(func: Any, name: str) -> Kind:
-    """Return how a function runs. `name`: its own, with "get:" or "set:" before that of an attribute."""
+    """Return the method by which a function runs.
+
+    `name`: of the function. Attributes have the prefix "get:" or "set:".
+    """
     for kind, names in _NAMED:
         if name in names:
             return kind
@@ -201,7 +204,7 @@ _NAMED: tuple[tuple[Kind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the order of dims that a permuting function gives."""
+    """Return the order of dims that a permuting function produces."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))
@@ -213,7 +216,7 @@ def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: in
 
 
 def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int] | None:
-    """Return the dims that a reduction covers; None for one that gives more than the reduced value."""
+    """Return the dims that a reduction covers, or None if it returns more than the reduced value."""
     rest = list(args[1:])
     if name in ("max", "min") and (rest or set(kwargs) - {"input"}):
         return None
@@ -239,7 +242,7 @@ def reduce_locally(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
     axes: Sequence[str],
 ) -> Tensor:  # fmt: skip
-    """Reduce this rank's shard, then the results over the axes that shard the reduced dims."""
+    """Reduce this rank's shard, then reduce over the axes that shard the reduced dims."""
     value: Tensor = args[0] if args else kwargs["input"]
     value = value.as_subclass(Tensor)
     rest = args[1:]
@@ -255,11 +258,11 @@ def reduce_locally(
 
     if name in ("mean", "sum"):
         dtype = kwargs.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), None)
-        summed = total(value if dtype is None else value.to(dtype), keep)
-        return summed if name == "sum" else summed / count
+        total_value = total(value if dtype is None else value.to(dtype), keep)
+        return total_value if name == "sum" else total_value / count
     if name in ("std", "var"):
         correction = _correction(rest, kwargs)
-        # Each rank subtracts the mean from other elements.
+        # Ranks subtract the mean from different elements.
         centred = value - spec.partial_gradient(total(value, True) / count, set(axes))
         variance = total(centred * centred.conj(), keep).real / max(count - correction, 0)
         return variance.sqrt() if name == "std" else variance
@@ -277,7 +280,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return what combines the ranks' reduced values, stacked in dim 0."""
+    """Return the function that combines the ranks' reduced values, stacked in dim 0."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

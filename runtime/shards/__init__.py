@@ -1,1 +1,1 @@
-"""Shards of parameters that a rank holds, and the owner of each copy."""
+"""Parameter shards that a rank stores, and the owner of each copy."""

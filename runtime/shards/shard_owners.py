@@ -1,7 +1,8 @@
-"""Which part of which parameter of the model a rank's local parameter is, and which of its copies counts.
+"""Ownership of shards: the model parameter and shard that a local parameter is, and its owner.
 
-A norm, a checksum or a checkpoint needs every part of a parameter once: a part that several ranks hold alike (replicas
-over `dp`, parameters that `tp` does not cut, tied parameters of two stages) counts on the first of them.
+A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard may be replicated: over `dp`, over
+`tp` if the parameter is not sharded over it, or between stages that share a tied parameter. Then it counts on the first
+rank that stores it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from autopart.runtime.weights.deferred_init import Cuts
 
 @dataclass(frozen=True)
 class Home:
-    """Where a local parameter belongs.
+    """The shard of a model parameter that a local parameter is.
 
-    `name`: of the model's parameter. `stored`: its full shape and layout. `owners`: the `pp` coordinates that hold it,
-    first stage first. `process`: this rank.
+    Attributes:
+        name: of the parameter in the model.
+        stored: its full shape and layout.
+        owners: `pp` coordinates that store it, first stage first.
+        process: this rank.
     """
 
     name: str
@@ -41,34 +45,35 @@ class Home:
 
     @property
     def cuts(self) -> list[tuple[str, Cut]]:
-        """How the full tensor is cut, axis by axis, outer axis first."""
+        """Splits of the full tensor by axis, outer axis first."""
         return stored_cuts(self.stored, self.process.mesh)
 
     @property
     def cuts_here(self) -> Cuts:
-        """The same, each with the shard of it that this rank has."""
+        """Splits of the full tensor, each with the index of this rank's shard."""
         return cuts_at(self.stored, self.process.mesh, self.process.coordinates)
 
     @cached_property
     def counts_here(self) -> bool:
-        """Whether this rank is the first of those that hold this part."""
+        """True if this rank is the first of the ranks that store this shard."""
         return counts_at(self.stored, self.process.mesh, self.process.coordinates, self.owners)
 
     @cached_property
     def counts_in_stage(self) -> bool:
-        """The same among the ranks at this `pp` coordinate."""
+        """True if this rank is the first at its `pp` coordinate that stores this shard."""
         return counts_at(self.stored, self.process.mesh, self.process.coordinates, (self.process.pp,))
 
     @cached_property
     def checksum(self) -> int:
-        """Of the name."""
+        """CRC-32 of the name."""
         return zlib.crc32(self.name.encode())
 
 
 def counts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
-    """Whether the rank at these coordinates is the first of those that hold its part of a stored tensor.
+    """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
-    Example: a weight that `tp` cuts and `dp` replicates counts on every rank of `tp` whose `dp` coordinate is 0.
+    Example: a weight that is sharded over `tp` and replicated over `dp` counts on each rank of `tp` with `dp`
+        coordinate 0.
     """
     cut_axes = {part for axis, _ in stored_cuts(stored, mesh) for part in parts_of(axis)} | {*stored.differs_over(mesh)}
     if coordinates.get("pp", 0) != owners[0]:
@@ -77,57 +82,60 @@ def counts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], 
 
 
 _HOMES: Any = WeakIdKeyDictionary()
-"""{local parameter: its Home}; it keeps no parameter alive."""
+"""{local parameter: its Home}. Keeps no parameter alive."""
 
 
 def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
-    """Note where a local parameter belongs, unless another module that shares it has done so."""
+    """Register the shard info of a local parameter, unless another module that shares it has done so."""
     if parameter not in _HOMES:
         _HOMES[parameter] = home_for(name, program, process, stage_style)
 
 
 def home_for(name: str, program: Program, process: Process, stage_style: str) -> Home:
-    """Return where this rank's shard of a parameter belongs."""
+    """Return the shard info of this rank's local parameter `name`."""
     stored = program.parameters[name]
     return Home(name, stored, tuple(owners(program, stored, stage_style)), process)
 
 
 _EMPTY: Any = WeakIdKeyDictionary()
-"""{the empty parameter of a rank whose stages read none: the rank}."""
+"""{placeholder parameter of a rank whose stages use no parameter: the process of the rank}."""
 
 
 def settle_empty(parameter: nn.Parameter, process: Process) -> None:
-    """Note the parameter that stands on a rank without any: its owner asks for norms as the other ranks do."""
+    """Register the placeholder parameter of a rank whose stages use no parameter.
+
+    Its optimizer asks for gradient norms as those of other ranks do.
+    """
     _EMPTY[parameter] = process
 
 
 def process_of(parameter: Tensor) -> Process | None:
-    """The rank of a partitioned model that a parameter belongs to; None for one of no such model."""
+    """Return the process of the partitioned model that a parameter belongs to, or None."""
     home = home_of(parameter)
     return home.process if home is not None else _EMPTY.get(parameter)
 
 
 def process_among(parameters: Iterable[Tensor]) -> Process | None:
-    """That of the first of these that are of a partitioned model; None where none is."""
+    """Return the process of the first parameter that belongs to a partitioned model, or None."""
     return next((process for process in map(process_of, parameters) if process is not None), None)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order in which a state dict counts them."""
+    """Return an optimizer's parameters in the order in which its state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def settled_processes() -> list[Process]:
-    """The ranks, one for each partitioned model, whose parameters are alive here."""
+    """Return one process per partitioned model whose parameters are alive on this rank."""
     processes = [home.process for home in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 
 
 def home_of(parameter: Tensor) -> Home | None:
-    """Where a parameter belongs; None for one that is not of a partitioned model."""
+    """Return the shard info of a local parameter, or None if it belongs to no partitioned model."""
     return _HOMES.get(parameter)
 
 
 def settled_parameters() -> list[tuple[nn.Parameter, Home]]:
-    """Every local parameter that is alive, with its home."""
+    """Return every local parameter that is alive, with its shard info."""
     return [(parameter, home) for parameter, home in _HOMES.items()]

@@ -1,4 +1,4 @@
-"""A model's tensors as the ranks store them: cut out of the model, and put together again."""
+"""Shard a model's tensors as the ranks store them, and gather full tensors from the shards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from autopart.runtime.weights.load_weights import Weights
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
-    """How the full tensor is cut, axis by axis, outer axis first; axes that cut a dim in one piece each cut it as
-    one."""
+    """Return the splits of the full tensor by axis, outer axis first. Flattened axes count as one axis."""
     shape = list(stored.shape)
     cuts = []
     outermost_first = sorted((axis for axis in stored.layout if mesh.size(axis) > 1), key=mesh.stride, reverse=True)
@@ -36,12 +35,12 @@ def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
 
 
 def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Cuts:
-    """How the part on the rank at these coordinates is cut out of the full tensor: each cut, and the shard of it."""
+    """Return the splits of the full tensor, each with the shard index of the rank at these coordinates."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in stored_cuts(stored, mesh)]
 
 
 def joined_axes(program: Program) -> list[str]:
-    """Axes joined in one, along which stages move values or weights are cut, in the order of their names."""
+    """Return the flattened axes of a program's collectives and stored layouts, sorted by name."""
     nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
     axes = {axis for node in nodes if autopart_operator(node) != "axis_index" and (axis := axis_of(node)) is not None}
     axes |= {axis for stored in program.parameters.values() for axis, _ in stored_cuts(stored, program.mesh)}
@@ -49,24 +48,25 @@ def joined_axes(program: Program) -> list[str]:
 
 
 def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The parameters of a new program, stored where earlier ones have them.
+    """Merge the parameters of a new program into those of earlier programs, which keep their storage.
 
-    Raises StageError where a stage reads one that it does not hold: it may have been trained elsewhere since.
+    Raises StageError if a stage uses a parameter that it does not store, because another stage may have trained it
+    since.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
         missing = sorted(set(new[name].stages) - set(known[name].stages))
         if missing:
             raise StageError(
-                f"this call reads parameter '{name}' on stage {missing[0]}, which does not hold it",
-                why=f"by the first call, it is read on stage {', '.join(map(str, known[name].stages))} alone",
+                f"this call uses parameter '{name}' on stage {missing[0]}, which does not hold it",
+                why=f"by the first call, it is used on stage {', '.join(map(str, known[name].stages))} only",
                 hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model",
             )
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}
 
 
 def has_values_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
-    """Return whether a local parameter is this rank's shard of a full tensor."""
+    """Return True if a local parameter has the values of this rank's shard of a full tensor."""
     shard = part_of(full.detach(), cuts_at(stored, program.mesh, process.coordinates))
     return bool(shard.shape == local.shape and torch.equal(shard.to(local.device, local.dtype), local))
 
@@ -81,10 +81,16 @@ def shard_parameters(
     known: Collection[str] = (),
     weights: Weights | None = None,
 ) -> dict[str, nn.Parameter]:
-    """{name: local parameter} of the rank at `coordinates`, for the `stages` it runs (None: all), but for `known` ones.
+    """Return {name: local parameter} of the rank at `coordinates`, copied from the model's parameters.
 
-    Each is a copy of its part of the model's parameter, with the same dtype and `requires_grad`; its values are those
-    of `weights` where these are given. Raises RuntimeSetupError for a parameter on the meta device without.
+    Dtypes and `requires_grad` are those of the model. Raises RuntimeSetupError for a parameter on the meta device
+    without `weights`.
+
+    Args:
+        stages: stages that the rank runs. None: all stages.
+        device: of the local parameters. None: that of the model's parameters.
+        known: names to leave out.
+        weights: source of the values, in place of the model.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
     cuts = {}
@@ -92,32 +98,33 @@ def shard_parameters(
         if name not in known and (stages is None or set(stages) & set(stored.stages)):
             cuts[name] = cuts_at(stored, program.mesh, coordinates)
     local = {}
-    for name, value in _parts(source, cuts) if weights is None else weights.read(cuts):
+    for name, value in _shards(source, cuts) if weights is None else weights.read(cuts):
         full = source[name]
-        # What was read is nobody else's.
+        # Values from files are not shared, so they need no copy.
         value = value.to(device or full.device, copy=weights is None, memory_format=torch.contiguous_format)
         local[name] = nn.Parameter(value, requires_grad=full.requires_grad)
     return {name: local[name] for name in cuts}
 
 
-def _parts(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's part) of the parameters of a model."""
-    for name, cut_here in cuts.items():
+def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, this rank's shard) of a model's parameters."""
+    for name, splits in cuts.items():
         if source[name].is_meta:
             raise RuntimeSetupError(
                 f"parameter '{name}' has no values to run with",
                 why="it is on the meta device",
                 hint="weights='folder' of safetensors or weights='init', or load the model's weights first",
             )
-        yield name, part_of(source[name].detach(), cut_here)
+        yield name, part_of(source[name].detach(), splits)
 
 
 def gather(
     local: Mapping[str, Tensor], program: Program, process: Process, stage_style: str, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """{name: full tensor} on every rank, from each rank's `local` parts; `names` is the same on every rank.
+    """Return {name: full tensor} on every rank, from each rank's `local` shards. A collective call.
 
-    A part is gathered on the ranks of the first stage that reads the parameter, and sent from there along `pp`.
+    A parameter is all-gathered on the ranks of the first stage that uses it, and broadcast from there along `pp`.
+    `names` must be equal on every rank.
     """
     dtypes = _dtypes(local, process)
     full = {}
@@ -135,15 +142,16 @@ def gather(
 
 
 def _dtypes(local: Mapping[str, Tensor], process: Process) -> dict[str, torch.dtype]:
-    """{name: dtype} of the tensors of all ranks along `pp`."""
-    mine = {name: tensor.dtype for name, tensor in local.items()}
-    return {name: dtype for theirs in of_all_stages(mine, process) for name, dtype in theirs.items()}
+    local_dtypes = {name: tensor.dtype for name, tensor in local.items()}
+    return {
+        name: dtype for remote_dtypes in of_all_stages(local_dtypes, process) for name, dtype in remote_dtypes.items()
+    }
 
 
 def broadcast_from(
     value: Tensor | None, owner: int, process: Process, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """`value` of the rank at `pp` coordinate `owner`, on every rank along `pp`; the others may give None."""
+    """Broadcast `value` from the rank at `pp` coordinate `owner` along `pp`. Other ranks may pass None."""
     if value is None:
         value = torch.empty(shape, dtype=dtype, device=process.device)
     assert tuple(value.shape) == tuple(shape) and value.dtype == dtype, f"{value.shape} {value.dtype}, {shape} {dtype}"
@@ -156,7 +164,7 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """The parameters that have a gradient on the rank that owns them; the same set on every rank."""
+    """Return the parameters that have a gradient on their owner. The set is equal on every rank."""
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):
@@ -170,24 +178,24 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """{name: full tensor} from {rank: {name: local tensor}} of all ranks: `gather` in one process.
+    """Return {name: full tensor} from {rank: {name: local tensor}} of all ranks: `gather` in one process.
 
-    A name that is on no rank is left out.
+    Names that no rank stores are left out.
     """
     full = {}
     mesh = program.mesh
     for name, stored in program.parameters.items():
         owner = owners(program, stored, stage_style)[0]
-        parts = {
+        shards = {
             rank: tensors[name].detach()
             for rank, tensors in local.items()
             if mesh.coordinates(rank).get("pp", 0) == owner and name in tensors
         }
-        if not parts:
+        if not shards:
             continue
         for axis, cut in reversed(stored_cuts(stored, mesh)):
-            for group in groups_along(mesh, list(parts), axis):
-                joined = LIST_PRIMITIVES["all_gather"]([parts[rank] for rank in group], cut)
-                parts.update(zip(group, joined, strict=True))
-        full[name] = parts[min(parts)]
+            for group in groups_along(mesh, list(shards), axis):
+                gathered = LIST_PRIMITIVES["all_gather"]([shards[rank] for rank in group], cut)
+                shards.update(zip(group, gathered, strict=True))
+        full[name] = shards[min(shards)]
     return full

@@ -1,5 +1,8 @@
-"""Parameters that other parts of the user's program hold too: two modules of one model, each partitioned on its own,
-and what stays as it was around them."""
+"""Parameters shared with other parts of the user's program.
+
+Two modules of one model may each be partitioned and share a parameter. The original model may also be used, or changed,
+after it was partitioned.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _Held:
-    """This rank's part of a parameter, made for `model` (of class `kind`), and its layout."""
+    """This rank's shard of a parameter of `model` (of class `kind`), and its layout."""
 
     model: weakref.ref[nn.Module]
     kind: str
@@ -28,39 +31,39 @@ class _Held:
 
 
 _HELD: Any = WeakIdKeyDictionary()
-"""{a model's own parameter: this rank's parts of it}; it keeps neither alive."""
+"""{parameter of an original model: this rank's shards of it}. Keeps neither alive."""
 
 
 def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """This rank's part of `full` where another module that was partitioned on its own has one: the two stay tied.
+    """Return this rank's shard of `full` if a separately partitioned module has one, to keep both tied.
 
-    A module inside `model`, or around it, is not another. Raises LayoutError where the two cannot be one.
+    Modules inside `model`, or around it, do not count as separate. Raises LayoutError if mesh or layout differ.
     """
-    for held in _HELD.get(full, ()):
-        other, local = held.model(), held.local()
-        if local is None or (other is not None and _related(model, other)):
+    for shard in _HELD.get(full, ()):
+        owner, local = shard.model(), shard.local()
+        if local is None or (owner is not None and _related(model, owner)):
             continue
-        if (held.mesh, dict(held.layout)) != (mesh, dict(layout)) or "pp" in mesh:
+        if (shard.mesh, dict(shard.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
-                f"'{name}' of {type(model).__name__} is shared with a {held.kind} that was parallelized on its own",
-                why=f"there it is {_spoken(held.layout)} on {held.mesh}, here {_spoken(layout)} on {mesh}",
-                hint="parallelize the module that holds both, or use plans that store it alike on one mesh without pp",
+                f"'{name}' of {type(model).__name__} is shared with a {shard.kind} that was parallelized on its own",
+                why=f"there it is {_layout_text(shard.layout)} on {shard.mesh}, here {_layout_text(layout)} on {mesh}",
+                hint="parallelize the module that holds both, or store it identically on one mesh without pp",
             )
         return local
     return None
 
 
 def remember(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
-    """Note who has a part of a model's parameter."""
-    held = [h for h in _HELD.get(full, ()) if h.local() is not None]
-    _HELD[full] = [*held, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
+    """Register this rank's shard `local` of a model's parameter."""
+    alive = [h for h in _HELD.get(full, ()) if h.local() is not None]
+    _HELD[full] = [*alive, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError if these are a model's own parameters, of which shards are trained, and none has a gradient."""
-    originals = [p for p in parameters if any(held.local() is not None for held in _HELD.get(p, ()))]
+    """Raise UsageError if these are parameters of a partitioned model's original, and none has a gradient."""
+    originals = [p for p in parameters if any(shard.local() is not None for shard in _HELD.get(p, ()))]
     if originals and all(parameter.grad is None for parameter in originals):
-        kind = next(held.kind for held in _HELD[originals[0]])
+        kind = next(shard.kind for shard in _HELD[originals[0]])
         raise UsageError(
             f"{caller} on the model's own parameters would change nothing: {kind} is partitioned",
             why="the partitioned model has parameters of its own, and only they have gradients",
@@ -68,9 +71,9 @@ def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
         )
 
 
-def _spoken(layout: Layout) -> str:
+def _layout_text(layout: Layout) -> str:
     text = format_layout(layout)
-    return "whole" if text == "{}" else text
+    return "replicated" if text == "{}" else text
 
 
 def _related(one: nn.Module, other: nn.Module) -> bool:
@@ -78,18 +81,21 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
 
 
 class Originals:
-    """The model's own parameters, of which parts were copied: notices when they change afterwards, and keeps none."""
+    """Parameters of the original model. Detects changes after they were copied, and keeps none alive."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}
 
     def add(self, name: str, full: Tensor, is_equal: Callable[[Tensor], bool]) -> None:
-        """Watch a parameter. `is_equal`: whether the local one has its values, as after loading `full_state_dict()`."""
+        """Watch a parameter.
+
+        `is_equal`: returns True if the local parameter has its values, as after loading `full_state_dict()`.
+        """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal
 
     def warn_of_changes(self) -> None:
-        """Warn, once, of a parameter that was written after it was copied."""
+        """Warn once about a parameter that was written after it was copied."""
         for name, (of, version, is_equal) in list(self._versions.items()):
             full = of()
             if full is not None and full._version != version:
@@ -98,8 +104,8 @@ class Originals:
                     continue
                 warnings.warn(
                     f"the model's own '{name}' was changed after autopart had copied it, and the partitioned one was "
-                    "not: give the optimizer the parameters of what parallelize() returned; load weights before; and "
-                    "parallelize the module that holds all that shares this parameter.", stacklevel=4,
+                    "not. Give the optimizer the parameters of what parallelize() returned. Load weights before. "
+                    "Parallelize the module that contains all users of this parameter.", stacklevel=4,
                 )  # fmt: skip
                 self._versions = {}
                 return

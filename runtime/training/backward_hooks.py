@@ -1,7 +1,7 @@
-"""Hooks on gradients, frozen parameters, and `backward` where a pipeline runs: complete gradients, or a clear error.
+"""Gradient hooks, frozen parameters, and `backward` through a pipeline.
 
-Within a step every microbatch adds to `.grad`, and what ranks hold in parts is summed at its end: hooks on parameters
-are held back until then, and see the gradient that one device would give them.
+Within a step every microbatch accumulates into `.grad`, and sharded or partial gradients are reduced at its end. Hooks
+on parameters are deferred until then, and see the gradient that a single device would pass to them.
 """
 
 from __future__ import annotations
@@ -22,38 +22,42 @@ from autopart.runtime.shards.shard_owners import home_of
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
-    """The hooks of `Tensor.register_hook`, in a dict that may be changed."""
+    """Return the hooks of `Tensor.register_hook` as a mutable dict."""
     hooks: Any = tensor._backward_hooks
     return {} if hooks is None else hooks
 
 
 def accumulation_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
-    """The hooks of `Tensor.register_post_accumulate_grad_hook`, in a dict that may be changed."""
+    """Return the hooks of `Tensor.register_post_accumulate_grad_hook` as a mutable dict."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
 
 
 def module_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that run when it is called."""
+    """Return True if a module has hooks that run when it is called."""
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(map(len, kinds))
 
 
 def check_model_hooks(model: nn.Module) -> None:
-    """Raises UsageError for hooks on the parameters of a model that is to be partitioned: the copies have none."""
+    """Raise UsageError for hooks on a model's parameters, which the partitioned copies would lack."""
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter) or accumulation_hooks(parameter):
             raise UsageError(
-                f"parameter '{name}' has a hook on its gradient", why="what trains are copies of its parts",
+                f"parameter '{name}' has a hook on its gradient",
+                why="the partitioned model trains copied shards, without this hook",
                 hint=f"register it after parallelize(): pm.get_parameter('{name}')",
             )  # fmt: skip
 
 
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
-    """The parameters of a program that were not frozen when it was traced.
+    """Return the parameters of a program that were not frozen when it was traced.
 
-    `trained` has those of the `known` parameters, which earlier programs read. Raises UsageError, the same on every
-    rank, where the user's model was frozen or unfrozen since.
+    Raises UsageError, equal on every rank, if the original model was frozen or unfrozen since.
+
+    Args:
+        known: parameters of earlier programs.
+        trained: those of `known` that were not frozen.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -73,10 +77,13 @@ def _refuse_flag(name: str, how: str) -> NoReturn:
 def problem_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], trained: Collection[str], in_step: bool
 ) -> UsageError | None:
-    """What would make a backward of these local parameters wrong; the ranks tell each other before they raise it.
+    """Return the error that would make a backward of these local parameters wrong.
 
-    `trained`: the parameters that were not frozen when the model was traced. The others have no sums of gradients over
-    ranks. `in_step`: hooks of the module itself would not run.
+    The ranks exchange the result before they raise it.
+
+    Args:
+        trained: parameters that were not frozen when the model was traced. Gradients of others are not reduced.
+        in_step: the call is a `step`, in which hooks of the module would not run.
     """
     if in_step and module_hooks(module):
         return UsageError("pm has a hook, and step() would not run it", why="hooks of a module run around pm(...)",
@@ -84,23 +91,23 @@ def problem_of(
     for name, parameter in parameters.items():
         if parameter.requires_grad and name not in trained:
             return UsageError(
-                f"parameter '{name}' was frozen when the model was traced, and is to be trained now",
+                f"parameter '{name}' was frozen when the model was traced, and requires a gradient now",
                 why="the program computes no gradient for it",
                 hint="unfreeze it before parallelize(), and freeze it on pm: p.requires_grad_(False)",
             )
         if parameter._backward_hooks and (home := home_of(parameter)) is not None and home.cuts:
             axes = ", ".join(axis for axis, _ in home.cuts)
             return UsageError(
-                f"'{name}' has a hook on its gradient (register_hook), and is cut over {axes}",
-                why="the hook would see this rank's part for the gradient of the whole",
+                f"'{name}' has a hook on its gradient (register_hook), and is sharded over {axes}",
+                why="the hook would see this rank's shard of the gradient, not the full gradient",
                 hint="change p.grad between step() and optimizer.step(), or use "
-                "register_post_accumulate_grad_hook, which is given the part knowingly",
+                "register_post_accumulate_grad_hook, which is passed the shard",
             )
     return None
 
 
 def nothing_to_train(model: nn.Module, program: Program) -> UsageError | None:
-    """Return what is wrong with a step if the model was frozen when it was partitioned: no gradient is computed."""
+    """Return the error of a step on a model that was frozen when it was partitioned."""
     if any(model.get_parameter(name).requires_grad for name in program.parameters):
         return None
     return UsageError(
@@ -110,16 +117,19 @@ def nothing_to_train(model: nn.Module, program: Program) -> UsageError | None:
 
 
 def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Return True if a step computes a gradient that this rank holds. Before the first call it has no parameters."""
+    """Return True if a step computes a gradient that this rank stores.
+
+    Before the first call the rank has no parameters, and the result is True.
+    """
     return not parameters or any(t.requires_grad for t in (*parameters.values(), *inputs) if isinstance(t, Tensor))
 
 
 class HeldHooks:
-    """The hooks of parameters, held back while a step runs."""
+    """Hooks of parameters, deferred while a step runs."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
-        """Those that have hooks."""
+        """Parameters that have hooks."""
         self._of_gradients = [dict(gradient_hooks(p)) for p in self.parameters]
         self._of_accumulation = [dict(accumulation_hooks(p)) for p in self.parameters]
         for parameter in self.parameters:
@@ -127,14 +137,14 @@ class HeldHooks:
             accumulation_hooks(parameter).clear()
 
     def release(self) -> None:
-        """From now on they run by themselves."""
-        kept = zip(self.parameters, self._of_gradients, self._of_accumulation, strict=True)
-        for parameter, of_gradient, of_accumulation in kept:
+        """Put the hooks back on their parameters."""
+        deferred = zip(self.parameters, self._of_gradients, self._of_accumulation, strict=True)
+        for parameter, of_gradient, of_accumulation in deferred:
             gradient_hooks(parameter).update(of_gradient)
             accumulation_hooks(parameter).update(of_accumulation)
 
     def see_gradients(self) -> None:
-        """Give every hook on a gradient the step's own, complete one; what it returns takes its place."""
+        """Pass the complete gradient of the step to each gradient hook, and store the gradient it returns."""
         for parameter, hooks in zip(self.parameters, self._of_gradients, strict=True):
             for hook in hooks.values():
                 with torch.no_grad(), full_values():
@@ -143,7 +153,7 @@ class HeldHooks:
                     parameter.grad = changed
 
     def see_accumulated(self) -> None:
-        """Run those that come after a gradient was added to `.grad`."""
+        """Run the post-accumulate-grad hooks."""
         for parameter, hooks in zip(self.parameters, self._of_accumulation, strict=True):
             for hook in hooks.values() if parameter.grad is not None else ():
                 with full_values():
@@ -152,18 +162,19 @@ class HeldHooks:
 
 @contextmanager
 def held_back(parameters: Mapping[str, Tensor]) -> Iterator[HeldHooks]:
-    """Inside, no hook of the parameters runs by itself."""
-    held = HeldHooks(parameters)
+    """Defer all hooks of the parameters in this context."""
+    hooks = HeldHooks(parameters)
     try:
-        yield held
+        yield hooks
     finally:
-        held.release()
+        hooks.release()
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """The outputs of a call through a pipeline: those that have a gradient in the model raise UsageError for it.
+    """Return the outputs of a call through a pipeline, such that their backward raises UsageError.
 
-    They depend on `parameters`, so `torch.autograd.grad` for these raises it too.
+    Outputs without a gradient in the model stay as they are. The guarded outputs depend on `parameters`, so
+    `torch.autograd.grad` with respect to these raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]
     anchors = [torch.zeros((), requires_grad=True), *parameters]
@@ -178,7 +189,7 @@ def without_backward(outputs: Sequence[Any], program: Program, parameters: Itera
 
 
 class _UseStep(Function):
-    """Identity, whose backward says what to do."""
+    """Identity whose backward raises an error that names `step`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *anchors: Tensor) -> Tensor:

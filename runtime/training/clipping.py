@@ -1,4 +1,4 @@
-"""The norm of a partitioned model's gradients, and clipping them by it."""
+"""Gradient norm of a partitioned model, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopart.runtime.training import gradient_norms
 
 
 class Clips:
-    """What a module that all ranks clip together can do."""
+    """Gradient norm and clipping methods of a partitioned model."""
 
     _process: Process
     _local_parameters: Mapping[str, nn.Parameter]
@@ -22,21 +22,24 @@ class Clips:
 
     @watched
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradients, a detached scalar, the same on every rank: what
-        `torch.nn.utils.get_total_norm` gives on one device. A collective call.
+        """Return the norm of the full model's gradients: a detached scalar, equal on every rank. Collective.
 
-        Every part of a parameter counts once, wherever it is held: shards are put together, copies are not added.
-        `norm_type`: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
+        The result is that of `torch.nn.utils.get_total_norm` on one device. Every shard of a parameter counts once,
+        even if it is replicated.
+
+        Args:
+            norm_type: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
         """
         self._traced("grad_norm")
         return gradient_norms.grad_norm(self._local_parameters.values(), self._process, norm_type)
 
     @watched
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that the whole model's norm is at most `max_norm`, and return what it was: a detached
-        scalar, the same on every rank, as `torch.nn.utils.clip_grad_norm_` on one device. A collective call.
+        """Scale the gradients so that the norm of the full model is at most `max_norm`. A collective call.
 
-        With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is scaled.
+        Returns the norm before, a detached scalar, equal on every rank, as `torch.nn.utils.clip_grad_norm_` on one
+        device. With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is
+        scaled.
 
         Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
         """

@@ -1,4 +1,4 @@
-"""Conversions of a partitioned model: nothing for the dtype and device that it has, else an error."""
+"""Conversions of a partitioned model: accept its current dtype and device, reject others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tup
 
     A device without an index is the current one: "cuda" may be "cuda:0", and "cpu:0" is "cpu".
     """
-    named = {name: device if _is_device(given, device) else given for name, given in kwargs.items()}
-    return [device if _is_device(given, device) else given for given in args], named
+    named = {name: device if _is_device(value, device) else value for name, value in kwargs.items()}
+    return [device if _is_device(value, device) else value for value in args], named
 
 
-def _is_device(given: Any, device: torch.device) -> bool:
-    if not isinstance(given, (str, int, torch.device)) or isinstance(given, bool):
+def _is_device(value: Any, device: torch.device) -> bool:
+    if not isinstance(value, (str, int, torch.device)) or isinstance(value, bool):
         return False
-    asked = torch.device(device.type, given) if isinstance(given, int) else torch.device(given)
+    requested = torch.device(device.type, value) if isinstance(value, int) else torch.device(value)
     current = torch.cuda.current_device() if device.type == "cuda" else 0
-    return asked.type == device.type and _index(asked, current) == _index(device, current)
+    return requested.type == device.type and _index(requested, current) == _index(device, current)
 
 
 def _index(device: torch.device, current: int) -> int:
@@ -35,7 +35,7 @@ def _index(device: torch.device, current: int) -> int:
 
 
 def refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UsageError where `fn` gives another tensor for one of this dtype and device."""
+    """Raise UsageError if `fn` changes a tensor of this dtype and device."""
     probe = torch.empty(0, dtype=dtype, device=device)
     converted = fn(probe)
     if converted is not probe:

@@ -1,8 +1,7 @@
-"""Loss scaling over all ranks: an infinity in one rank's part of a gradient is every rank's.
+"""Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
-`torch.amp.GradScaler` looks at the gradients that its own rank holds. The ranks would then disagree about a step, one
-taking it and another not, and about the scale from there on (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2,
-has the method).
+`torch.amp.GradScaler` checks only the gradients of its rank. The ranks would then disagree on whether to take a step,
+and on the scale afterwards (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, has the method).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    Whether a gradient is infinite is decided over all ranks, so that all of them take a step or none does, and the
-    scale stays the same on all. Torch's own class does that too once a model is partitioned; this one also works
-    without `scale(loss)`, and its `device` is the one there is: "cuda", or "cpu" without GPUs.
+    Infinite gradients are detected over all ranks, so all ranks take a step or none does, and the scale stays equal.
+    Torch's class does so too once a model is partitioned. This class also works without `scale(loss)`, and its default
+    `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()
-        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), where there is no pp
+        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), without pp
         scaler.unscale_(optimizer)
         pm.clip_grad_norm_(1.0)
         scaler.step(optimizer)
@@ -53,14 +52,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self.where, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def get_scale(self) -> float:
-        """What the loss is multiplied by: a number, the same on every rank; 1 where the scaler is not enabled."""
+        """Return the factor of the loss: a number, equal on every rank; 1 if the scaler is disabled."""
         if self.is_enabled():
-            self.scale(torch.zeros((), device=self.where))  # which makes the scale, as the first loss would
+            self.scale(torch.zeros((), device=self.where))  # creates the scale, as the first loss would
         return super().get_scale()
 
 
 def share_infinities() -> None:
-    """From now on every `torch.amp.GradScaler` finds the infinities of all ranks in a partitioned model's gradients."""
+    """Make every `torch.amp.GradScaler` detect infinities of all ranks in a partitioned model's gradients."""
     redirect_unscale(_unscale)
 
 
@@ -68,9 +67,9 @@ def share_infinities() -> None:
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:
-    """Divides an optimizer's gradients by the scale, and returns, by device, whether one was not finite: 1.0 or 0.0.
+    """Divide an optimizer's gradients by the scale. Return {device: 1.0 if any was not finite, else 0.0}.
 
-    `original` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
+    `original`: torch's function. A collective call if the optimizer has parameters of a partitioned model.
     """
     process = process_among(parameters_of(optimizer))
     if process is not None:
@@ -81,11 +80,11 @@ def _unscale(
     if process is None or not process.groups:
         return by_device
     _check_scaled(process, scaler)
-    here = max((value.item() for value in by_device.values()), default=0.0)
-    shared = torch.tensor([here, len(by_device)])  # whether an infinity was found, and whether there is any gradient
+    local = max((value.item() for value in by_device.values()), default=0.0)
+    flags = torch.tensor([local, len(by_device)])  # [any infinity, any gradient]
     with inside(process, "unscaling of gradients"):
-        reduce_over_all(shared, dist.ReduceOp.MAX, process)
-    infinite, any_gradient = shared.tolist()
+        reduce_over_all(flags, dist.ReduceOp.MAX, process)
+    infinite, any_gradient = flags.tolist()
     if not by_device and any_gradient:  # other ranks have some
         return {process.device: torch.tensor(infinite, device=process.device)}
     for value in by_device.values():
@@ -94,7 +93,7 @@ def _unscale(
 
 
 def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
-    """Raises InputError where the gradients were never multiplied by the scale that they are divided by."""
+    """Raise InputError if the loss was not multiplied by the scale that divides the gradients."""
     if process.step_scale == 1.0 != scaler.get_scale():
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",

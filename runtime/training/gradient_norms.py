@@ -1,7 +1,8 @@
-"""The norm of a partitioned model's gradients: every element once, the same bits on every rank.
+"""Gradient norm of a partitioned model: every element counts once; bitwise identical on every rank.
 
-Each rank takes the norm of the parts that count on it (`homes.py`), the ranks tell each other, and all put the same
-numbers together in the same order. `torch.nn.utils` comes here for lists that hold tensors of a partitioned model.
+Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and all
+combine the same numbers in the same order. `torch.nn.utils` is redirected to this file for lists that contain tensors
+of a partitioned model.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ from autopart.runtime.shards.shard_owners import (
 from autopart.runtime.shards.shared_parameters import check_not_originals
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What a norm can be; a set of them travels as the sum of their bits."""
+"""Dtypes of norms. Ranks exchange a set of them as the sum of its bits."""
 
 
 # --- The arithmetic, without process groups.
 
 
 def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all elements of these tensors together: a scalar in float64, on their device.
+    """Return the norm of all elements of these tensors: a float64 scalar on their device.
 
-    Each tensor's own norm is taken in its dtype, at least float32. No tensors at all leave `norm_of` as it would be
-    without them: 0, or infinity where `norm_type` is below 0.
+    Each tensor's norm is computed in its dtype, at least float32. Without tensors the result is neutral in `norm_of`:
+    0, or infinity if `norm_type` is negative.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
-        return torch.tensor(_nothing(norm_type), dtype=torch.float64)
+        return torch.tensor(_empty_norm(norm_type), dtype=torch.float64)
     with torch.no_grad():
         norms = [of_kind.to(filled[0].device, torch.float64) for of_kind in norms_of_each(filled, norm_type)]
         return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
-    """The norm of a whole from the norms of its parts (Shoeybi et al. 2019, arXiv:1909.08053, have it for p = 2).
+    """Return the norm of a tensor from the norms of its shards.
 
-    The same on every machine that is given the same numbers, and without overflow on the way.
+    Shoeybi et al. 2019 (arXiv:1909.08053) have it for p = 2. Equal inputs give equal results on every machine, and no
+    intermediate overflows.
 
     >>> norm_of([3.0, 4.0]), norm_of([3.0, 4.0], math.inf), norm_of([3e300, 4e300])
     (5.0, 4.0, 5e+300)
@@ -68,7 +70,7 @@ def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
     values = list(norms)
     if any(math.isnan(value) for value in values):
         return math.nan
-    extreme = (max if norm_type > 0 else min)(values, default=_nothing(norm_type))
+    extreme = (max if norm_type > 0 else min)(values, default=_empty_norm(norm_type))
     if math.isinf(norm_type) or extreme == 0 or math.isinf(extreme):
         return float(extreme)
     total = math.fsum((value / extreme) ** norm_type for value in values)
@@ -76,7 +78,7 @@ def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
 
 
 def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """What torch gives the norm of tensors of these dtypes; float32 for none."""
+    """Return the dtype that torch gives the norm of tensors of these dtypes; float32 without tensors."""
     real_dtypes = [dtype.to_real() for dtype in dtypes]
     result = real_dtypes[0] if real_dtypes else torch.float32
     for dtype in real_dtypes[1:]:
@@ -87,8 +89,11 @@ def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def grad_norm_lockstep(
     parameters: Mapping[int, Mapping[str, Tensor]], program: Program, norm_type: float = 2.0, stage_style: str = "loop"
 ) -> Tensor:
-    """What `grad_norm` gives, for all ranks in one process: {rank: {name: local parameter}}."""
-    power = _checked(norm_type)
+    """Return the result of `grad_norm`, for all ranks in one process.
+
+    `parameters`: {rank: {name: local parameter}}.
+    """
+    power = _check_norm_type(norm_type)
     norms, dtypes = [], []
     for rank, local in parameters.items():
         coordinates = program.mesh.coordinates(rank)
@@ -104,34 +109,37 @@ def grad_norm_lockstep(
     return torch.tensor(norm_of(norms, power), dtype=norm_dtype(dtypes))
 
 
-def _nothing(norm_type: float) -> float:
+def _empty_norm(norm_type: float) -> float:
     return 0.0 if norm_type > 0 else math.inf
 
 
-def _checked(norm_type: float) -> float:
+def _check_norm_type(norm_type: float) -> float:
     power = float(norm_type)
     if power == 0 or math.isnan(power):
         raise OptionError(
             f"norm_type={norm_type!r} is not a norm over the ranks of a mesh",
-            why="torch then counts tensors, and a rank holds parts of tensors",
+            why="torch then counts tensors, and a rank holds shards of tensors",
             hint="norm_type=2.0, or math.inf for the largest element",
         )
     return power
 
 
-# --- On process groups.
+# --- With process groups.
 
 
 def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float = 2.0) -> Tensor:
-    """The norm of the gradients of all parts of these parameters: a scalar, the same on every rank. Collective."""
+    """Return the norm of the gradients of these parameters over all ranks. A collective call.
+
+    The result is a scalar, equal on every rank.
+    """
     grads = [(parameter.grad, home_of(parameter)) for parameter in parameters if parameter.grad is not None]
     parts = [NormPart(grad, home) for grad, home in grads if home is not None]
-    return _norm(parts, [], process, _checked(norm_type))
+    return _norm(parts, [], process, _check_norm_type(norm_type))
 
 
 @dataclass(frozen=True)
 class NormPart:
-    """A tensor of a partitioned model, or its gradient, and where it belongs."""
+    """A tensor of a partitioned model, or its gradient, with its shard info."""
 
     tensor: Tensor
     home: Home
@@ -139,8 +147,13 @@ class NormPart:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a rank tells the others. `names`: a checksum of the names in its list. `stages`: another for ranks of other
-    stages. `one_of_many`: its list holds one parameter, and the rank has a gradient for more."""
+    """Values that a rank sends to the other ranks.
+
+    Attributes:
+        names: checksum of the parameter names in the rank's list.
+        stages: checksum that differs between ranks of different stages.
+        one_of_many: the list has one parameter, but the rank has gradients of more.
+    """
 
     present: float = 0.0
     norm: float = 0.0
@@ -153,9 +166,11 @@ class _Row:
 def _norm(
     parts: Sequence[NormPart], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
-    """The norm of all ranks' `parts`, and of `others`, tensors of no partitioned model, which every rank has alike.
+    """Return the norm of the shards of all ranks and of `others`.
 
-    `of_one`: the ranks of other stages are not asked, for they were given other parameters.
+    Args:
+        others: replicated tensors that belong to no partitioned model.
+        of_one: leave out ranks of other stages, which were passed other parameters.
     """
     check_summed(process, "the norm of the gradients")
     counted = [part.tensor for part in parts if (part.home.counts_in_stage if of_one else part.home.counts_here)]
@@ -178,8 +193,11 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """The rows of all ranks of this model (every data rank may have its own), or of those of this stage. Each is added
-    to zeros, so no bit of it changes on the way."""
+    """Return the rows of all ranks of this model, or of this stage.
+
+    With separate replicas, each data rank may have a list of its own. Each row is added to zeros, so its bits do not
+    change.
+    """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
     values[process.rank] = torch.tensor(numbers, dtype=torch.float64)
@@ -190,41 +208,42 @@ def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_
                 sum_over(group, values)
     else:
         reduce_over_all(values, dist.ReduceOp.SUM, process)
-    mesh, here = process.mesh, process.coordinates
-    alike = [
-        all(mesh.coordinates(rank)[axis] == here[axis] for axis in process.apart) for rank in range(mesh.num_ranks)
+    mesh, coordinates = process.mesh, process.coordinates
+    is_local = [
+        all(mesh.coordinates(rank)[axis] == coordinates[axis] for axis in process.apart)
+        for rank in range(mesh.num_ranks)
     ]
-    rows = [_Row(*numbers) for numbers, is_alike in zip(values.tolist(), alike, strict=True) if is_alike]
+    rows = [_Row(*numbers) for numbers, is_in_model in zip(values.tolist(), is_local, strict=True) if is_in_model]
     return [row for row in rows if row.present]
 
 
 def _check_lists(rows: Sequence[_Row]) -> None:
-    """Raises InputError where the ranks were given lists that do not fit, on every rank."""
+    """Raise InputError on every rank if the ranks passed lists that do not match."""
     lists: dict[float, set[float]] = {}
     for row in rows:
         lists.setdefault(row.stages, set()).add(row.names)
     if any(len(names) > 1 for names in lists.values()):
         raise InputError(
-            "the ranks ask for the norm of different parameters",
-            why="ranks of one stage hold the same parameters; the names given differ",
-            hint="give every rank the same list, with the same gradients present",
+            "the ranks request the norm of different parameters",
+            why="ranks of one stage hold the same parameters, but the names in their lists differ",
+            hint="pass the same list on every rank, with the same gradients present",
         )
     if len(lists) > 1 and all(row.one_of_many for row in rows):
         raise InputError(
-            "every rank asks for the norm of one parameter, each of another one",
-            why="ranks of other stages hold other parameters, so their loops do not meet",
+            "every rank requests the norm of one parameter, each of another one",
+            why="ranks of other stages hold other parameters, so their loops do not match",
             hint="clip_grad_norm_(p, ...) without a list, or pm.clip_grad_norm_(...)",
         )
 
 
 def _stages(processes: Sequence[Process]) -> int:
-    """A checksum that ranks with the same parameters share."""
+    """Return a checksum that is equal on ranks with the same parameters."""
     distinct = {id(process): process for process in processes}.values()
     return zlib.crc32(repr(sorted({(str(process.mesh), process.pp) for process in distinct})).encode())
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Around a call that ranks wait for each other in; `doing`: what they say of themselves."""
+    """Let the watchdog observe a collective call. `doing`: its name in watchdog messages."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -233,11 +252,11 @@ def _holds_more(home: Home) -> bool:
     return sum(other.process is home.process for other in with_grad) > 1
 
 
-# --- What torch.nn.utils does with our parameters.
+# --- Replacements of functions of torch.nn.utils.
 
 
 def recognise_in_torch() -> None:
-    """From now on `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are right for partitioned models."""
+    """Redirect `torch.nn.utils.clip_grad_norm_` and `get_total_norm` for tensors of partitioned models."""
     redirect_norms(_clip_grad_norm, _get_total_norm)
 
 
@@ -250,13 +269,13 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, where `original` is torch's."""
+    """Replace `torch.nn.utils.clip_grad_norm_`. `original`: torch's function."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     process = _process_among(listed)
     if process is None:
         check_not_originals(listed, "clip_grad_norm_")
-        again = (parameter for parameter in listed) if isinstance(parameters, types.GeneratorType) else listed
-        return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        unconsumed = (parameter for parameter in listed) if isinstance(parameters, types.GeneratorType) else listed
+        return original(unconsumed, max_norm, norm_type, error_if_nonfinite, foreach)
     parts, others = [], []
     for parameter in listed:
         home = home_of(parameter)
@@ -266,7 +285,7 @@ def _clip_grad_norm(
             others.append(parameter.grad)
     check_max_norm(max_norm)
     with inside(process, "clip_grad_norm_"):
-        total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(parameters, Tensor))
+        total = _norm(parts, others, process, _check_norm_type(norm_type), of_one=isinstance(parameters, Tensor))
     check_finite(total, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
     return total
@@ -280,7 +299,7 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.get_total_norm`, where `original` is torch's."""
+    """Replace `torch.nn.utils.get_total_norm`. `original`: torch's function."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     homes = _homes_by_memory()
     with_homes = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in listed]
@@ -290,13 +309,13 @@ def _get_total_norm(
         return original(listed, norm_type, error_if_nonfinite, foreach)
     others = [tensor for tensor, home in with_homes if home is None]
     with inside(process, "get_total_norm"):
-        total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(tensors, Tensor))
+        total = _norm(parts, others, process, _check_norm_type(norm_type), of_one=isinstance(tensors, Tensor))
     check_finite(total, error_if_nonfinite)
     return total
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Raises OptionError for what gradients cannot be clipped to: NaN would make all of them NaN, without a word."""
+    """Raise OptionError for an invalid `max_norm`. NaN would silently turn all gradients into NaN."""
     number = float(max_norm) if isinstance(max_norm, (int, float, Tensor)) else math.nan
     if math.isnan(number) or number < 0:
         raise OptionError(f"max_norm={max_norm!r} is not what gradients can be clipped to",
@@ -304,7 +323,7 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raises RuntimeError, as torch does, where a norm is not finite and that was `asked` for."""
+    """Raise RuntimeError, as torch does, if `asked` and the norm is not finite."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"
@@ -313,10 +332,10 @@ def check_finite(total: Tensor, asked: bool) -> None:
 
 
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
-    """The process of the first that belongs to a model over several ranks; None where none does.
+    """Return the process of the first tensor that belongs to a model over several ranks, or None.
 
-    An empty list is that of a rank none of whose parameters has a gradient: the other ranks wait for it, in the model
-    that was made last. (Which older ones are alive can differ between ranks: Python frees them when it likes.)
+    An empty list comes from a rank without gradients. The other ranks wait for it in the most recent model. Which older
+    models are alive can differ between ranks, because Python frees them at any time.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -327,7 +346,7 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 
 
 def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], Home]:
-    """{where a parameter or its gradient lies: its home}: a detached gradient is another tensor in the same place."""
+    """Return {memory of a parameter or its gradient: its shard info}, for detached gradients."""
     homes = {}
     for parameter, home in settled_parameters():
         if not home.process.groups:
@@ -335,14 +354,14 @@ def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], Home]:
         homes[_memory(parameter)] = home
         if parameter.grad is not None:
             homes[_memory(parameter.grad)] = home
-    homes.pop(_NOWHERE, None)
+    homes.pop(_NO_MEMORY, None)
     return homes
 
 
-_NOWHERE = (0, 0, torch.float32)
+_NO_MEMORY = (0, 0, torch.float32)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
-        return _NOWHERE
+        return _NO_MEMORY
     return tensor.data_ptr(), tensor.numel(), tensor.dtype

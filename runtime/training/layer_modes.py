@@ -1,4 +1,4 @@
-"""Modes and plain attributes of the layers of a partitioned model: read for each call and compared by ranks."""
+"""Modes and plain attributes of a partitioned model's layers, read at each call and compared by ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MISSING = object()
 class LayerModes:
     """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
 
-    The values are attributes of the branches: `training`, and those in `_set`. This object collects them when one has
-    changed, so a call without changes reads one flag.
+    The values are attributes of the branches: `training`, and those in `_set`. This object collects them after a
+    change, so a call without changes reads one flag.
     """
 
     def __init__(self, source: Source) -> None:
@@ -37,21 +37,21 @@ class LayerModes:
         self._settings, self._text = Settings(), ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerModes:
-        """Return the modes of a copy of the partitioned model, which `attach` makes known to it."""
+        """Return the modes of a copy of the partitioned model. `attach` connects them to the copy."""
         copied = memo[id(self)] = LayerModes(self.source)
         return copied
 
     def attach(self, root: nn.Module) -> None:
-        """Serve this partitioned model."""
+        """Connect to a partitioned model."""
         self._root, self.changed = weakref.ref(root), True
 
     @property
     def root(self) -> Any:
-        """The partitioned model; None for a copy of one of its branches alone."""
+        """The partitioned model, or None for a copy of one of its branches."""
         return self._root()
 
     def layer(self, path: str) -> nn.Module:
-        """Return the model's own layer."""
+        """Return the original layer."""
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
@@ -62,14 +62,14 @@ class LayerModes:
 
     @property
     def settings(self) -> Settings:
-        """Differences of the layers from the model in the mode of the partitioned one."""
+        """Settings that differ from the original model in the mode of the partitioned one."""
         if self.changed:
             self._collect()
         return self._settings
 
     @property
     def text(self) -> str:
-        """The mode and the settings in words, the same for the same settings only."""
+        """Mode and settings as text, a unique key of the settings."""
         if self.changed:
             self._collect()
         return self._text
@@ -91,7 +91,7 @@ class LayerModes:
         self._text, self.changed = ", ".join(texts), False
 
     def call(self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Do to the modes of a branch what `train` or `eval` of the model's own layer does to the layer's."""
+        """Change the modes of a branch as `train` or `eval` of the original layer changes the layer's."""
         layer = self.layer(path)
         if self.root is None or not any(map(_has_own_modes, layer.modules())):
             mode = _mode_of(*args, **kwargs) if name == "train" else _no_mode(*args, **kwargs)
@@ -102,9 +102,10 @@ class LayerModes:
         self.changed = True
 
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Run a method of the user's class on the model, in the state of the branches, and take over what it changes.
+        """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
 
-        It may set modes, plain attributes and `requires_grad`. The model itself is afterwards as before.
+        The method runs in the state of the branches. It may set modes, plain attributes and `requires_grad`. The
+        original model is restored afterwards.
         """
         model, root = self.source.model, self.root
         layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -136,7 +137,7 @@ class LayerModes:
 
 
 def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (path, module) of a partitioned model or a branch, and of the branches below it."""
+    """Yield (path, module) of a partitioned model or a branch, and of all branches below it."""
     pending, seen = [root], {id(root)}
     while pending:
         module: Any = pending.pop()
@@ -147,22 +148,25 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield the layers in the other mode; one whose layers all are in it is named for them, any other as "x itself"."""
+    """Yield the layers that are in the other mode.
+
+    A layer represents its subtree if all layers of the subtree are in that mode, and is named "x itself" otherwise.
+    """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):
-        parts = path.split(".")
-        ancestors = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        components = path.split(".")
+        ancestors = [".".join(components[:length]) for length in range(1, len(components) + 1)]
         below.update(ancestors)
         others_below.update(ancestors if path in others else ())
     complete = {path for path in others if below[path] == others_below[path]}
     for path in others:
-        parts = path.split(".")
-        if complete.isdisjoint(".".join(parts[:length]) for length in range(1, len(parts))):
+        components = path.split(".")
+        if complete.isdisjoint(".".join(components[:length]) for length in range(1, len(components))):
             yield path if path in complete else f"{path} itself"
 
 
 def _has_own_modes(layer: nn.Module) -> bool:
-    """Return True if the class or the user gave a layer another `train` or `eval` than `nn.Module` has."""
+    """Return True if the class or the user overrides `train` or `eval` of `nn.Module`."""
     kind, own = type(layer), vars(layer)
     is_own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
     return is_own or "train" in own or "eval" in own

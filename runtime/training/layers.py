@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers: class, modes and attributes of the original, local tensors."""
+"""Modules that represent a model and its layers, with class, modes and attributes of the original."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from autopart.runtime.training.layer_modes import LayerModes
 from autopart.tracing.python.layer_settings import in_modes, is_plain
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_OWN_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
-"""Methods of torch's layers that are right on a branch: they write buffers alone, and every rank has full buffers."""
+_BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
+"""Methods of torch's layers that are correct on a branch: they write only buffers, which are replicated."""
 
 
 class StandIn(nn.Module):
-    """A module whose layers cannot be changed, only their modes and plain attributes.
+    """A module whose layers cannot be changed. Only modes and plain attributes can be set.
 
-    `_path` is the path of the layer in the model, and `_set` has the attributes that were set here.
+    Attributes:
+        _path: path of the layer in the model.
+        _set: attributes set after the model was partitioned.
     """
 
     _modes: LayerModes
@@ -33,28 +35,28 @@ class StandIn(nn.Module):
     _set: dict[str, Any]
 
     def _stand_for(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Take the mode of the model's own layer, and its parameters, buffers and layers that are None."""
-        for own, others in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
-            own.update({name: None for name, value in others.items() if value is None})
+        """Copy the mode of the original layer, and its parameters, buffers and submodules that are None."""
+        for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
+            local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the mode of this module and its layers, as the model's own `train(mode=True)` does."""
+        """Set the mode of this module and its layers, as the original's `train(mode=True)` does."""
         self._modes.call(self, self._path, "train", args, kwargs)
         return self
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Set this module and its layers to evaluation mode, as the model's own `eval()` does."""
+        """Set this module and its layers to evaluation mode, as the original's `eval()` does."""
         self._modes.call(self, self._path, "eval", args, kwargs)
         return self
 
     def extra_repr(self) -> str:
-        """Return what the model's own layer says of itself, with the attributes that were set here."""
+        """Return the `extra_repr` of the original layer, with the attributes that were set on this module."""
         with in_modes(self._modes.source.model, self._modes.root.training, self._modes.settings):
             return self._modes.layer(self._path).extra_repr()
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return this rank's part of a parameter. Raises MissingAttribute if other ranks have it."""
+        """Return this rank's shard of a parameter. Raises MissingAttribute if only other ranks store it."""
         try:
             return super().get_parameter(target)
         except AttributeError:
@@ -93,7 +95,7 @@ class StandIn(nn.Module):
         _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Raises UsageError, unless the module has this name here already."""
+        """Accept only a module that already has this name. Raises UsageError for any other."""
         if module is None or self._modules.get(name) is not module:
             _refuse_change("add_module()")
 
@@ -109,7 +111,7 @@ class StandIn(nn.Module):
         _refuse_change("register_buffer()")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError: stages are compiled by an option."""
+        """Raise UsageError, because stages are compiled by an option of `parallelize`."""
         raise UsageError("pm.compile() compiles nothing", why="what runs are the graphs of the stages",
                          hint="parallelize(..., compile=True)")  # fmt: skip
 
@@ -123,9 +125,9 @@ class StandIn(nn.Module):
 
 
 class Branch(StandIn):
-    """A layer of a partitioned model: the tensors of this rank, and the class, mode and attributes of the model's own.
+    """A layer of a partitioned model: local tensors with the class, mode and attributes of the original.
 
-    `isinstance(pm.layers[0], nn.Linear)` is True. What a layer computes is a part of the program.
+    `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
     """
 
     def __init__(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
@@ -165,16 +167,18 @@ class Branch(StandIn):
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the part of `pm.state_dict()` below this layer, under the layer's own names."""
+        """Return the entries of `pm.state_dict()` below this layer, by the layer's names."""
         root = self._modes.root
-        if root is None or args or kwargs.get("destination") is not None:  # for the state dict of a module around it
+        if (
+            root is None or args or kwargs.get("destination") is not None
+        ):  # called for the state dict of an enclosing module
             return super().state_dict(*args, **kwargs)
         prefix, start = kwargs.pop("prefix", ""), f"{self._path}."
         of_model = root.state_dict(**kwargs)
         return {prefix + name[len(start) :]: value for name, value in of_model.items() if name.startswith(start)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights under the layer's own names, as `pm.load_state_dict` does."""
+        """Load weights by the layer's names, as `pm.load_state_dict` does."""
         start = f"{self._path}."
         given = {start + name: value for name, value in state_dict.items()}
         result = self._modes.root.load_state_dict(given, strict=False, assign=assign)
@@ -189,14 +193,14 @@ class Branch(StandIn):
 
     @on_local_values
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_is_plain"] = True  # extra state of the user's classes is the partitioned model's
+        self.__dict__["_is_plain"] = True  # the partitioned model handles extra state of the user's classes
         try:
             super()._load_from_state_dict(*args, **kwargs)
         finally:
             self.__dict__["_is_plain"] = False
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_is_plain"] = True  # as above
+        self.__dict__["_is_plain"] = True  # as in _load_from_state_dict
         try:
             super()._save_to_state_dict(*args, **kwargs)
         finally:
@@ -224,8 +228,8 @@ class Branch(StandIn):
             if modes is None:
                 raise
         layer = modes.layer(self._path)
-        if name in _OWN_METHODS and getattr(type(layer), name, None) is _OWN_METHODS[name]:
-            return types.MethodType(_OWN_METHODS[name], self)
+        if name in _BUFFER_METHODS and getattr(type(layer), name, None) is _BUFFER_METHODS[name]:
+            return types.MethodType(_BUFFER_METHODS[name], self)
         if name in ("keys", "values", "items") and isinstance(layer, (nn.ModuleDict, nn.ParameterDict)):
             return getattr(_items(self), name)
         if name in layer._parameters:
@@ -257,7 +261,7 @@ class Branch(StandIn):
 
 
 def add_layers(root: StandIn, modes: LayerModes) -> None:
-    """Give a partitioned model a branch for each layer of the model that has none; a shared layer has one branch."""
+    """Give a partitioned model a branch for each layer that has none. A shared layer has one branch."""
     branches: dict[int, StandIn] = {id(modes.source.model): root}
 
     def add(branch: StandIn, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
@@ -265,19 +269,19 @@ def add_layers(root: StandIn, modes: LayerModes) -> None:
             if child is None or id(child) in branches:
                 branch._modules[name] = None if child is None else branches[id(child)]
                 continue
-            below, known = f"{path}.{name}".lstrip("."), branch._modules.get(name)
-            one = known if isinstance(known, Branch) else Branch(below, child, modes)
-            branch._modules[name] = branches[id(child)] = one
-            add(one, child, below)
+            child_path, existing = f"{path}.{name}".lstrip("."), branch._modules.get(name)
+            child_branch = existing if isinstance(existing, Branch) else Branch(child_path, child, modes)
+            branch._modules[name] = branches[id(child)] = child_branch
+            add(child_branch, child, child_path)
 
     add(root, modes.source.model, "")
 
 
 def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds `name` below `root`, and the last part of the name."""
+    """Return the submodule of `root` that contains `name`, and the last component of the name."""
     *path, last = name.split(".")
     for part in path:
-        # By the dict: a part may have the name of one of ParallelModule's own attributes.
+        # By the dict, because a component may have the name of an attribute of ParallelModule.
         child = root._modules[part]
         assert child is not None
         root = child
@@ -285,7 +289,7 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def item_of(module: StandIn, index: Any) -> Any:
-    """Return a layer or parameter of a container by its number, slice or key."""
+    """Return a layer or parameter of a container by its index, slice or key."""
     items = _items(module)
     if isinstance(index, str) and index in items:
         return items[index]
@@ -307,13 +311,13 @@ def _items(module: StandIn) -> dict[str, Any]:
 
 
 def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
-    """Return a plain attribute of the user's model or of a layer, such as its `config`.
+    """Return a plain attribute of the original model or of a layer, such as its `config`.
 
-    Raises MissingAttribute, an AttributeError, for what would run the model's own code or read its own weights.
+    Raises MissingAttribute (an AttributeError) for an attribute that would run the model's code or read its weights.
     """
     kind = type(layer).__name__
     if name == "dtype" and isinstance(getattr(layer, name, None), torch.dtype):
-        return getattr(layer, name)  # a property of transformers: that of the parameters, which the model keeps
+        return getattr(layer, name)  # a property of transformers: the dtype of the parameters, which does not change
     static = inspect.getattr_static(layer, name, None)
     own = name in vars(layer)
     is_value = own or not (callable(static) or hasattr(static, "__get__"))
@@ -330,10 +334,10 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
     if callable(static) and not isinstance(static, nn.Module):
         raise MissingAttribute(
             f"a partitioned model has no {name}()",
-            why=f"{kind}.{name} runs the model's own code, on whole weights",
+            why=f"{kind}.{name} runs the model's own code, on full weights",
             hint=f"model.load_state_dict(pm.full_state_dict()); {spoken}.{name}(...)",
         )
-    hint = f"ask the model: {spoken}.{name}" if hasattr(type(layer), name) else f"{kind} has none either"
+    hint = f"use the model's own: {spoken}.{name}" if hasattr(type(layer), name) else f"{kind} has none either"
     hint = "next(pm.parameters()).dtype" if name == "dtype" else hint
     raise MissingAttribute(f"a partitioned {kind} has no attribute '{name}'", hint=hint)
 
@@ -346,7 +350,7 @@ def _layer_or_none(modes: LayerModes, path: str) -> nn.Module:
 
 
 def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
-    """Raises MissingAttribute for a parameter that this rank does not have."""
+    """Raise MissingAttribute for a parameter that this rank does not store."""
     if modes.root is not None and modes.root._program is None:
         raise MissingAttribute(
             f"'{name}' is not known yet", why="the model is traced at the first call, and partitioned then",
@@ -354,7 +358,7 @@ def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
         )  # fmt: skip
     raise MissingAttribute(
         f"'{path}.{name}' is not on this rank".replace("'.", "'"), why="each rank holds the parameters of its stages",
-        hint="pm.full_state_dict() has those of all stages, on every rank",
+        hint="pm.full_state_dict() has the parameters of all stages, on every rank",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling inside `step`, for gradients in float16, whose smallest number is 6e-8.
+"""Dynamic loss scaling in `step`, for float16 gradients, whose smallest number is 6e-8.
 
-The loss is multiplied by a scale before it is differentiated and the gradients are divided by it. Where one of any rank
-is infinite or not a number there is no gradient, and the scale falls; after many steps without, it grows (Micikevicius
-et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
+The loss is multiplied by a scale before it is differentiated, and the gradients are divided by it. If a gradient of any
+rank is not finite, all gradients are dropped and the scale falls. After many finite steps it grows (Micikevicius et al.
+2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from autopart.errors import RuntimeSetupError
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 STATE = "loss_scaling"
-"""The entry of a state dict that has the scale."""
+"""Key of the scale in a state dict."""
 
 
 @dataclass
 class LossScaling:
-    """The scale of the next step, the same on every rank; a power of two, so that dividing by it is exact.
+    """Scale of the next step, equal on every rank. It is a power of two, so dividing by it is exact.
 
-    `steps`: since it changed. `skipped_steps`: those that left no gradient. `overflowed`: whether the last one was.
+    Attributes:
+        steps: steps since the scale changed.
+        skipped_steps: steps that left no gradient.
+        overflowed: the last step left no gradient.
     """
 
     scale: float = 2.0**16
@@ -42,16 +45,18 @@ class LossScaling:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor], process: Process) -> None:
-        """Divide the gradients of a step by the scale, or take them away on every rank where one is not finite; then
-        the scale of the next step. A collective call."""
-        held = [parameter for parameter in parameters if parameter.grad is not None]
-        grads = [parameter.grad for parameter in held if parameter.grad is not None and parameter.grad.numel()]
+        """Divide the gradients of a step by the scale, then update the scale. A collective call.
+
+        If any gradient is not finite, all gradients of every rank become None.
+        """
+        with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in with_grad if parameter.grad is not None and parameter.grad.numel()]
         largest = [torch.linalg.vector_norm(grad, float("inf")).float() for grad in grads]
         finite = not largest or bool(torch.stack(largest).isfinite().all())
         infinite = torch.tensor(0.0 if finite else 1.0)
         reduce_over_all(infinite, dist.ReduceOp.MAX, process)
         self.overflowed = bool(infinite.item())
-        for parameter in held:
+        for parameter in with_grad:
             if self.overflowed:
                 parameter.grad = None
         for grad in () if self.overflowed else grads:
@@ -67,7 +72,7 @@ class LossScaling:
             self.scale, self.steps = self.scale * self.growth_factor, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,18 +81,18 @@ class LossScaling:
 
 
 class ScalesLoss:
-    """What a module that may scale its loss says of it, and keeps in checkpoints."""
+    """Loss scaling of a module: its public properties and its entry in checkpoints."""
 
     _loss_scaling: LossScaling | None = None
 
     @property
     def loss_scale(self) -> float:
-        """What the next `step` multiplies the loss by and divides the gradients by; 1 but with `precision="fp16"`."""
+        """Factor by which the next `step` scales the loss, and divides gradients: 1 unless `precision="fp16"`."""
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps have left no gradient, as one was not finite in float16."""
+        """Number of steps that left no gradient, because one was not finite in float16."""
         return 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
 
     def _save_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
@@ -95,7 +100,7 @@ class ScalesLoss:
             state_dict[prefix + STATE] = self._loss_scaling.state_dict()
 
     def _load_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-        """Take the scale out of what is loaded; a module without one has no use for it."""
+        """Remove the scale from a loaded state dict. A module without loss scaling ignores it."""
         state = state_dict.pop(prefix + STATE, None)
         if state is not None and self._loss_scaling is not None:
             self._loss_scaling.load_state_dict(state)
@@ -103,16 +108,16 @@ class ScalesLoss:
 
 @contextmanager
 def naming_operators() -> Iterator[None]:
-    """Inside, an operator that a device does not have in 16 bits raises RuntimeSetupError."""
+    """Raise RuntimeSetupError in this context for an operator that the device lacks in 16 bits."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
         match = re.search(r"\"(\w+)\" not implemented for '(Half|BFloat16)'", str(error))
         if match is None:
             raise
-        asked = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
+        precision = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
         raise RuntimeSetupError(
-            f"this device has no operator '{match[1]}' in {asked}",
-            why=f"the model computes it in what precision='{asked}' casts to",
-            hint=f"precision='{'bf16' if asked == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
+            f"this device has no operator '{match[1]}' in {precision}",
+            why=f"the model computes it in what precision='{precision}' casts to",
+            hint=f"precision='{'bf16' if precision == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
         ) from error  # fmt: skip

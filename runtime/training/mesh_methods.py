@@ -1,4 +1,4 @@
-"""What a partitioned model says of its place in the mesh, and how long its ranks wait for each other."""
+"""Methods of a partitioned model that concern its mesh: coordinates, waiting times, graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopart.runtime.shards.shard_owners import home_of
 
 
 class OnMesh(nn.Module):
-    """What a partitioned model has beside an `nn.Module`, because it runs on the ranks of a mesh."""
+    """Methods and properties that a partitioned model has because it runs on a mesh."""
 
     _process: Process
     _program: Program | None
@@ -35,8 +35,9 @@ class OnMesh(nn.Module):
 
     @property
     def data_rank(self) -> int:
-        """Which rows of the global batch this rank computes, from 0 to `num_data_ranks - 1`. Ranks that differ in `tp`
-        or `pp` alone have the same. Known before the model is traced.
+        """Index of the samples of the global batch that this rank computes, from 0 to `num_data_ranks - 1`.
+
+        Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
 
         Example: `DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank)` with `local_batch=True`.
         """
@@ -44,7 +45,7 @@ class OnMesh(nn.Module):
 
     @property
     def num_data_ranks(self) -> int:
-        """In how many parts the rows of the global batch are cut over ranks: the product of the mesh's data axes."""
+        """Number of shards of the global batch: the product of the mesh's data axes."""
         return self.mesh.row_ranks
 
     @property
@@ -54,13 +55,13 @@ class OnMesh(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return self._process.device
 
     def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Return the sum of `fn(parameter)` over all parameters of the model, the same on every rank.
+        """Return the sum of `fn(parameter)` over all parameters of the model, equal on every rank.
 
-        Each parameter counts once, wherever it is stored. Differentiable in the parameters. A collective call.
+        Each parameter counts once, on whichever rank it is stored. Differentiable in the parameters. A collective call.
 
         Args:
             fn: returns a scalar of one parameter or its gradient, which behave as the full tensors.
@@ -74,8 +75,10 @@ class OnMesh(nn.Module):
         return total_over_stages(total, self._process)
 
     def pause_timeout(self) -> AbstractContextManager[None]:
-        """Around work of your own that takes longer than `timeout=`, such as evaluating or saving on one rank: ranks
-        that wait for this one at the start of their next call do so without a limit. Enter it on the ranks that work.
+        """Pause `timeout=` for work of your own that takes longer, such as evaluating or saving on one rank.
+
+        Ranks that wait for this rank at the start of their next call then wait without a limit. Enter it on the ranks
+        that work.
 
         Example:
             if rank == 0:
@@ -85,13 +88,14 @@ class OnMesh(nn.Module):
         return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, `step`, and `backward` of a forward inside, add gradients up without summing them over ranks. The
-        next call outside sums all of them once, as `torch.nn.parallel.DistributedDataParallel.no_sync` does.
+        """Accumulate gradients of `step`, or of `backward` of forwards in this context, without reducing them.
 
-        Until then `.grad` holds this rank's part of whole gradients, and whatever reads them (norms, clipping, an
-        optimizer's step, `full_grads`) raises UsageError. What you add to `.grad` by hand there is summed as well.
-        Raises UsageError where parameters are stored in parts (`zero=3`), which have no whole gradients. Enter it on
-        every rank.
+        The next call outside reduces all of them once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`.
+        Enter it on every rank.
+
+        Until then `.grad` holds this rank's partial gradients. Functions that read them (norms, clipping, an
+        optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced as well.
+        Raises UsageError if parameters are sharded (`zero=3`), because these have no unsharded gradients.
 
         Example:
             with pm.no_sync():
@@ -106,7 +110,7 @@ class OnMesh(nn.Module):
         return self._unsummed.opened()
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
-        """The graph of a stage (None: this rank's first), with axis names in its collectives."""
+        """Return the graph of a stage (None: this rank's first), with axis names in its collectives."""
         program = self._traced("graph")
         if stage is None:
             stage = self._stages(program)[0]
@@ -117,7 +121,7 @@ class OnMesh(nn.Module):
         return program.stages[stage].graph
 
     def report(self, path: str | Path) -> None:
-        """Write one page of HTML (`Plan.report`) with the graphs of this rank's stages. A path for each rank."""
+        """Write an HTML page (`Plan.report`) with the graphs of this rank's stages. Use one path per rank."""
         program = self._traced("report")
         graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
         self.plan.report(path, graphs)

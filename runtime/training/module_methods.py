@@ -1,4 +1,4 @@
-"""What users do with an `nn.Module` beside calling it: right for a partitioned one, or refused in words."""
+"""Methods of `nn.Module` other than the call: adapted to a partitioned model, or rejected."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_lo
 
 
 class Idioms(StandIn):
-    """What a partitioned model has of `nn.Module`, where that would otherwise be wrong without a word.
+    """Methods of `nn.Module` that would otherwise be silently wrong on a partitioned model.
 
-    `copy.deepcopy` gives a module with parameters of its own (for moving averages) that runs on the same processes.
+    `copy.deepcopy` returns a module with separate parameters (for moving averages) that runs on the same processes.
     """
 
     _local_parameters: dict[str, nn.Parameter]
     _local_buffers: dict[str, Tensor]
 
     def _begin_layers(self, source: Source) -> None:
-        """Have a branch for each layer of the model, with the layer's mode."""
         modes = LayerModes(source)
         self._slots: tuple[list[str], list[dict[str, Any]], list[str], list[Any]] = ([], [], [], [])
         self._stand_for("", source.model, modes)
@@ -40,7 +39,7 @@ class Idioms(StandIn):
         add_layers(self, modes)
 
     def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
-        """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
+        """Register this rank's parameters under all their names, in the model's order, which optimizers use."""
         add_layers(self, self._modes)
         self._slots = ([], [], [], [])
         for name, _ in model.named_parameters(remove_duplicate=False):
@@ -69,23 +68,23 @@ class Idioms(StandIn):
         tensors.append(registered[key])
 
     def _check_registered(self) -> None:
-        """Raises UsageError if a parameter or buffer was replaced, as `torch.func.functional_call` does for a call."""
+        """Raise UsageError if a parameter or buffer was replaced, as by `torch.func.functional_call`."""
         names, registered, keys, tensors = self._slots
         if not all(map(is_, map(dict.get, registered, keys), tensors)):
-            are_same = list(map(is_, map(dict.get, registered, keys), tensors))
+            is_unchanged = list(map(is_, map(dict.get, registered, keys), tensors))
             raise UsageError(
-                f"this call is made with another tensor for '{names[are_same.index(False)]}'",
+                f"this call is made with another tensor for '{names[is_unchanged.index(False)]}'",
                 why="functional_call or an assignment replaced it, and the program reads its own",
                 hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing for the dtype and device that the module has, however they are spelled; else raise UsageError."""
+        """Accept the dtype and device that the module has, in any spelling. Raise UsageError for others."""
         args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
         return super().to(*args_, **kwargs_)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `to`, `half`, `cuda` and their like are made of; fine where it would change nothing."""
+        """Accept a function that changes no tensor. `to`, `half`, `cuda` and similar methods call this."""
         tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
         if not tensors:
             tensors = [*self.__dict__["_source"].model.parameters()]
@@ -114,7 +113,7 @@ class Idioms(StandIn):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Forget what belongs to the parameters of the module that this is a copy of."""
+        """Reset the state that belongs to the parameters of the copied module."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -134,33 +133,33 @@ class Idioms(StandIn):
         return attribute_of(source.model, name)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a layer, as `model[index]` does, if the model has layers by numbers."""
+        """Return a layer, as `model[index]` does, if the model has numbered layers."""
         model = self.__dict__["_source"].model
         if not isinstance(model, (nn.Sequential, nn.ModuleList)) or not isinstance(index, (int, slice)):
             raise UsageError(
                 f"a partitioned {type(model).__name__} has no pm[{index!r}]", why="it has its layers and parameters "
-                "by their names", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
+                "by name", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
             )  # fmt: skip
         return item_of(self, index)
 
 
 def watch_wrappers() -> None:
-    """Refuse, from now on, wrappers that would replace a partitioned model's shards or copy it to other devices."""
+    """Reject wrappers that would replace a partitioned model's shards or copy it to other devices."""
     before_wrappers(refuse_wrapper)
 
 
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
-    """Raises UsageError if one of the modules that `wrapper` is to wrap is, or contains, a partitioned one."""
+    """Raise UsageError if a module that `wrapper` is to wrap is, or contains, a partitioned model."""
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, StandIn):
             raise UsageError(
                 f"{wrapper} around a partitioned model", why="it would take this rank's shards for full parameters",
-                hint="an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself; zero=3 is FSDP",
+                hint="an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP",
             )  # fmt: skip
 
 
 def partitioned_in(module: nn.Module) -> str | None:
-    """Return the path of the first partitioned model at or below a module; None if there is none."""
+    """Return the path of the first partitioned model at or below a module, or None."""
     pending = [("", module)]
     while pending:
         path, one = pending.pop()

@@ -1,7 +1,7 @@
-"""Optimizers that need more than a rank holds: refused by name at their first step on a partitioned model.
+"""Reject optimizers that need more than a rank stores, at their first step on a partitioned model.
 
-An optimizer that updates each element by its own history, as SGD and Adam do, runs on local values. Any other runs on
-parameters that behave as the full tensors, so sums and norms are right; under pp it must treat tensors one by one.
+Elementwise optimizers, such as SGD and Adam, run on local shards. Any other optimizer runs on parameters that behave as
+the full tensors, so sums and norms are right. Under pp it must treat tensors separately.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from autopart.runtime.shards.shared_parameters import check_not_originals
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
-"""Of torch.optim: each element's step depends on that element alone."""
+"""Classes of torch.optim whose step of an element depends on that element only."""
 
 OF_A_TENSOR = {
-    "muon": "it orthogonalises whole matrices",
+    "muon": "it orthogonalises full matrices",
     "adafactor": "it keeps means of a matrix's rows and columns",
     "lamb$": "it scales a tensor's step by the tensor's norm",
     "lars$|larc$": "it scales a tensor's step by the tensor's norm",
@@ -42,29 +42,31 @@ OF_A_TENSOR = {
     "adammini": "it keeps one step size for each block of a tensor",
     "^came$|^sm3": "it keeps means of a matrix's rows and columns",
 }
-"""{what the class's name matches, in lower case without underscores: why a part of a tensor is not enough}."""
+"""{pattern of the class name, in lower case without underscores: why a shard of a tensor is not enough}."""
 
 OF_THE_MODEL = {
     "lbfgs": "its step follows from all parameters together",
     "prodigy|dadapt": "its step size follows from all parameters together",
     "^sam$": "it moves all parameters by the norm of all gradients",
-    "zeroredundancy|localsgd": "it takes every rank's parameters for the same",
+    "zeroredundancy|localsgd": "it assumes equal parameters on every rank",
 }
-"""{the same: why a part of the model is not enough}."""
+"""{pattern of the class name: why the parameters of one rank are not enough}."""
 
 
 @cache
 def watch_optimizers() -> None:
-    """From now on an optimizer that cannot work on parts raises OptionError at its first `step()` with such."""
+    """Make optimizers that cannot work on shards raise OptionError at their first `step()` with shards."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
         step_on_shards(getattr(torch.optim, name))
 
 
 def step_on_shards(kind: Any) -> None:
-    """Have an elementwise class step on local values, inside of torch's hooks: these are the user's code, which reads
-    full tensors."""
-    if getattr(kind.step, "hooked", False):  # an optimizer of this class was made before
+    """Make the step of an elementwise class run on local shards.
+
+    Hooks of the step are user code that reads full tensors, so they run outside.
+    """
+    if getattr(kind.step, "hooked", False):  # torch has wrapped the class already, for an earlier optimizer
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
         kind.step.hooked = True
     else:
@@ -72,9 +74,9 @@ def step_on_shards(kind: Any) -> None:
 
 
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an elementwise step run on local values: each call on a parameter would go through Python otherwise.
+    """Run an elementwise step on local shards. Each call on a parameter would go through Python otherwise.
 
-    A closure is the user's code, which reads full tensors.
+    A closure is user code that reads full tensors, so a step with a closure runs on full tensors.
     """
 
     @functools.wraps(step)
@@ -88,13 +90,12 @@ def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CHECKED: Any = WeakIdKeyDictionary()
-"""{optimizer: how many parameters it had when it was looked at}."""
+"""{optimizer: number of parameters when it was checked}."""
 
 
 @on_local_values
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises OptionError where the optimizer needs more than this rank holds of what it was given, UsageError where
-    its gradients are not summed yet."""
+    """Raise OptionError if the optimizer needs more than a shard, UsageError for unreduced gradients."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -105,36 +106,40 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         return
     if process is not None and process.groups:
         homes = [home for home in map(home_of, parameters) if home is not None]
-        cut = next((home for home in homes if home.cuts), None)
-        _check_class(optimizer, cut, process)
+        sharded = next((home for home in homes if home.cuts), None)
+        _check_class(optimizer, sharded, process)
     _CHECKED[optimizer] = len(parameters)
 
 
-def _check_class(optimizer: torch.optim.Optimizer, cut: Home | None, process: Process) -> None:
+def _check_class(optimizer: torch.optim.Optimizer, sharded: Home | None, process: Process) -> None:
     name = type(optimizer).__name__
     why = _reason(optimizer, OF_A_TENSOR)
     of_model = _reason(optimizer, OF_THE_MODEL)
-    if of_model and (cut is not None or "pp" in process.groups):
-        where = f"'{cut.name}', cut by {_axes(cut)}" if cut is not None else "pp: a stage's parameters on each rank"
+    if of_model and (sharded is not None or "pp" in process.groups):
+        where = (
+            f"'{sharded.name}', sharded over {_axes(sharded)}"
+            if sharded is not None
+            else "pp: a stage's parameters on each rank"
+        )
         raise OptionError(
-            f"{name} cannot train a part of a model",
-            why=f"{of_model}, and a rank has a part",
+            f"{name} cannot train a shard of a model",
+            why=f"{of_model}, and a rank has a shard",
             where=where,
             hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
         )
-    if cut is not None and why:
+    if sharded is not None and why:
         raise OptionError(
-            f"{name} cannot train '{cut.name}' in parts",
+            f"{name} cannot train a shard of '{sharded.name}'",
             why=why,
-            where=f"this one is cut by {_axes(cut)}",
-            hint=f"torch.optim.AdamW for it, or leave it whole: {_whole(cut)}",
+            where=f"it is sharded over {_axes(sharded)}",
+            hint=f"torch.optim.AdamW for it, or do not shard it: {_unsharded_hint(sharded)}",
         )
-    if "pp" in process.groups and not _known_elementwise(optimizer):
+    if "pp" in process.groups and not _is_torch_elementwise(optimizer):
         separable = is_separable(optimizer, process.device)
         if separable is False:
             raise OptionError(
                 f"{name} cannot train the stages of a pipeline one by one",
-                why="of two matrices together it made something else than of each alone",
+                why="it updates two matrices together differently from each matrix alone",
                 where="pp: a stage's parameters on each rank",
                 hint="torch.optim.AdamW, or a mesh without pp",
             )
@@ -143,38 +148,40 @@ def _check_class(optimizer: torch.optim.Optimizer, cut: Home | None, process: Pr
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Whether an optimizer of this class does on two halves of a matrix what it does on the matrix, with the same
-    options; None where it cannot be tried. Three steps, and no random number of the user's is drawn."""
+    """Return True if an optimizer of this class treats two halves of a matrix as it treats the matrix.
+
+    Runs three steps with the same options, without drawing from the user's random state. None: it cannot be tried.
+    """
     matrix = torch.arange(24.0, device=device).reshape(6, 4)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-            (whole,) = _movements(optimizer, [matrix])
+            (full,) = _movements(optimizer, [matrix])
             halves = [torch.cat(_movements(optimizer, list(matrix.chunk(2, dim))), dim) for dim in (0, 1)]
-    except Exception:  # whatever a class unknown to us raises, of a constructor called in another way
+    except Exception:  # an unknown class may raise anything, for example from a constructor with other arguments
         return None
-    if not whole.any():
+    if not full.any():
         return None
-    return all(torch.allclose(moved, whole, rtol=1e-3, atol=1e-6) for moved in halves)
+    return all(torch.allclose(moved, full, rtol=1e-3, atol=1e-6) for moved in halves)
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return whether an optimizer of this class does the same to two matrices as two of them do to one each.
+    """Return True if an optimizer of this class treats two matrices as two optimizers treat one each.
 
-    Three steps with the same options; None if it cannot be tried. No random number of the user's is drawn.
+    Runs three steps with the same options, without drawing from the user's random state. None: it cannot be tried.
     """
     matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             together = _movements(optimizer, matrices)
             alone = [_movements(optimizer, [matrix])[0] for matrix in matrices]
-    except Exception:  # whatever a class unknown to us raises, of a constructor called in another way
+    except Exception:  # an unknown class may raise anything, for example from a constructor with other arguments
         return None
     return all(torch.allclose(*pair, rtol=1e-3, atol=1e-6) for pair in zip(together, alone, strict=True))
 
 
-def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[Tensor]:
-    """Return how far three steps move these matrices; values and gradients follow from their elements."""
-    parameters = [nn.Parameter(place.sin()) for place in places]
+def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
+    """Return the change of matrices after three steps. Values and gradients depend on their elements."""
+    parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:
         options["lr"] = 0.01  # a schedule may begin with 0
@@ -183,10 +190,10 @@ def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[T
     kind: Any = type(optimizer)
     another = kind([{**options, "params": [parameter]} for parameter in parameters], **accepted_options)
     for step in range(3):
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.grad = (place * 0.7 + step).cos()
+        for parameter, element in zip(parameters, elements, strict=True):
+            parameter.grad = (element * 0.7 + step).cos()
         another.step()
-    return [parameter.detach() - place.sin() for parameter, place in zip(parameters, places, strict=True)]
+    return [parameter.detach() - element.sin() for parameter, element in zip(parameters, elements, strict=True)]
 
 
 def _reason(optimizer: torch.optim.Optimizer, reasons: dict[str, str]) -> str:
@@ -195,8 +202,7 @@ def _reason(optimizer: torch.optim.Optimizer, reasons: dict[str, str]) -> str:
     return matching[0] if matching else ""
 
 
-def _known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is one of torch's own that is."""
+def _is_torch_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     step = inspect.unwrap(type(optimizer).step)
     return any(step is inspect.unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE)
 
@@ -205,5 +211,5 @@ def _axes(home: Home) -> str:
     return " and ".join(axis for axis, _ in home.cuts)
 
 
-def _whole(home: Home) -> str:
+def _unsharded_hint(home: Home) -> str:
     return "zero=0" if all(home.process.mesh.stores(axis) for axis, _ in home.cuts) else "dp with zero=0, or pp"

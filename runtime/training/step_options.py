@@ -1,4 +1,4 @@
-"""What a training step may be asked for beside the gradients of its loss."""
+"""Options of a training step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options of one `step`.
+    """Options of one `step`.
 
-    `loss_scale`: what the loss is multiplied by before it is differentiated; the loss that is returned is not.
-    `num_tokens`: what the sum over labels is divided by, in place of the number of those that count in the batch.
-    `outputs`: whether the model's outputs are returned too.
+    Attributes:
+        loss_scale: factor of the loss before it is differentiated. The returned loss is not multiplied.
+        num_tokens: divisor of the loss sum over labels. None: the number of labels that count in the batch.
+        outputs: return the model's outputs too.
     """
 
     loss_scale: float = 1.0
@@ -44,7 +45,7 @@ class StepOptions:
         num_tokens: int | Tensor | None = None,
         outputs: bool = False,
     ) -> StepOptions:
-        """The options as a user gives them, beside the model's inputs. Raises InputError for what cannot be meant."""
+        """Validate the options that a user passes with the model's inputs. Raises InputError."""
         options = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
         _check_names(model, [name for name, value in options.items() if value is not None])
         if not isinstance(outputs, bool):
@@ -62,23 +63,26 @@ class StepOptions:
 
     @property
     def text(self) -> str:
-        """What ranks must agree on, beside the inputs: `, loss_scale=1024.0`."""
-        asked = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "".join(f", {name}={value}" for name, value in asked)
+        """Options that must match on all ranks, as text: `, loss_scale=1024.0`."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return "".join(f", {name}={value}" for name, value in changed)
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:
-    """The loss, with `scale` times its gradient."""
+    """Return the loss, with its gradient multiplied by `scale`."""
     return loss if scale == 1.0 else _Scaled.apply(loss, scale)
 
 
 class _Scaled(Function):
-    """Identity forward; backward multiplies by a number. The value stays exact, and finite in half precision."""
+    """Identity in forward; backward multiplies by a number.
+
+    The value of the loss stays exact, and finite in half precision.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return loss.clone()  # a view could not be detached in place, as zero-bubble schedules do
+        return loss.clone()  # not a view: zero-bubble schedules detach it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -99,7 +103,7 @@ def _number(name: str, value: float | Tensor) -> float:
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Raises InputError where an option of `step` may be meant for an input of the model that has its name."""
+    """Raise InputError if the model has an input with the name of an option of `step`."""
     inputs = inspect.signature(model.forward).parameters if names else ()
     for name in [name for name in names if name in inputs]:
         raise InputError(
@@ -110,25 +114,24 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Let the loss be its sum over labels divided by `num_tokens`, in the stages that were loaded with a batch.
+    """Divide the loss sum by `num_tokens`, in the stages that were loaded with a batch. A collective call.
 
-    Raises InputError on every rank where the loss has no number of labels, or the batch alone has more. A collective
-    call.
+    Raises InputError on every rank if the loss has no label count, or the batch alone has more labels.
     """
-    place = program.label_count
-    if not isinstance(place, LabelCount):
+    label_count = program.label_count
+    if not isinstance(label_count, LabelCount):
         raise InputError(
-            "num_tokens= does not fit this loss", why=place or "the program does not say what it is divided by",
+            "num_tokens= does not fit this loss", why=label_count or "the program does not say what it is divided by",
             hint="let the loss be a sum, with loss_scale=1/n, and leave num_tokens out",
         )  # fmt: skip
     most = 0.0
-    for module in (module for module in modules if module.stage.index == place.stage):
+    for module in (module for module in modules if module.stage.index == label_count.stage):
         for arguments in module.loaded.arguments:
-            count = arguments[place.name]
+            count = arguments[label_count.name]
             if not count.is_floating_point() and num_tokens != int(num_tokens):
                 raise InputError(f"num_tokens={num_tokens:g} is not a whole number", why="it counts labels")
             most = max(most, float(count))
-            arguments[place.name] = torch.full_like(count, num_tokens)
+            arguments[label_count.name] = torch.full_like(count, num_tokens)
     on_host = torch.tensor(most, dtype=torch.float64)
     reduce_over_all(on_host, dist.ReduceOp.MAX, process)
     most = on_host.item()

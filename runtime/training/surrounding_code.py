@@ -1,4 +1,4 @@
-"""What surrounds calls of a partitioned model in a script: `torch.compile`, checkpoints, and a second `backward`."""
+"""Code around calls of a partitioned model: `torch.compile`, checkpoints, and a second `backward`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopart.errors import UsageError
 from autopart.tracing.caller_modes import traced_apart
 
 not_saved: Any = traced_apart
-"""Around what a first call makes, such as parameters: they outlive inference mode."""
+"""Context for what a first call creates, such as parameters, which must outlive inference mode."""
 
 
 @functools.cache
 def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
-    """Have `torch.compile` around a partitioned model call these methods as they are: its stages have graphs."""
+    """Exclude these methods from `torch.compile` around a partitioned model, because stages have graphs."""
     reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
     for method in methods:
         setattr(kind, method, torch.compiler.disable(getattr(kind, method), reason=reason))
@@ -26,7 +26,7 @@ def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
 
 @functools.cache
 def explain_backward() -> None:
-    """Have `backward()` of a tensor without a graph name `step`, whose loss has none."""
+    """Make `backward()` of a tensor without a graph raise an error that names `step`."""
     torch_backward = Tensor.backward
 
     @functools.wraps(torch_backward)

@@ -1,1 +1,1 @@
-"""Loading of weights from files, and deferred initialisation."""
+"""Load weights from files, and initialise models without storing them in full."""

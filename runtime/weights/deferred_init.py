@@ -1,8 +1,8 @@
-"""The weights that a model's constructor makes, of which a rank keeps its shards: one tensor at a time is in memory.
+"""Deferred initialisation: run a constructor with one parameter in memory at a time, keep the shards.
 
-The constructor itself runs, with the random numbers of a run on one device. When it goes on to other parameters, the
-memory of earlier ones is given back, and only this rank's shard of them is kept. An initialisation that fills a
-parameter again (transformers does that at the end) begins with new memory.
+The constructor runs unmodified, with the random numbers of a run on one device. When it goes on to other parameters,
+the memory of earlier ones is freed, and only this rank's shard of them is kept. An initialisation that fills a
+parameter again (transformers does so at the end) begins with new memory.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from autopart.compat.torch_internals import TorchDispatchMode, operator_name, tr
 from autopart.ir.sharding import Cut, part_of
 
 Cuts = Sequence[tuple[Cut, int]]
-"""How a tensor is cut, and the index of the shard in each cut; none: it is whole."""
+"""[(split, index of the shard)] of a tensor; empty if it is unsharded."""
 FREED_BYTES = 2**26
 Build = Callable[[], nn.Module]
 Shard = Callable[[Sequence[str], Tensor], dict[str, Tensor]]
-"""From a parameter, under some names, to what is kept of it under these."""
+"""Maps (names of a parameter, the parameter) to {name: what to keep of it}."""
 
 _FILLS = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
     | {"uniform_", "zero_"}
 )
 """Operators that overwrite a tensor and do not read it."""
-_READ_FORM = frozenset(
+_READ_SHAPE = frozenset(
     {"detach", "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like"}
     | {"rand_like", "randn_like", "zeros_like"}
 )
-"""Operators that read the shape of a tensor and no values."""
+"""Operators that use the shape of a tensor, but no values."""
 
 
 class ReadsEarlier(Exception):
-    """The constructor reads values of a parameter that are no longer in memory."""
+    """The constructor reads values of a parameter that is no longer in memory."""
 
 
 def constructor_of(model: nn.Module) -> Build | None:
-    """What makes such a model from its config, as transformers' classes do; None where that is not known."""
+    """Return a function that builds the model from its config, as transformers' classes do, or None."""
     kind, config = type(model), getattr(model, "config", None)
     if config is None:
         return None
@@ -57,7 +57,9 @@ def constructor_of(model: nn.Module) -> Build | None:
     except (TypeError, ValueError):
         return None
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if getattr(config, "dtype", None) != dtype:  # where it is, the model was made in it (`from_config`)
+    if (
+        getattr(config, "dtype", None) != dtype
+    ):  # if the config has that dtype, the model was created in it (`from_config`)
         dtype = None
 
     def build() -> nn.Module:
@@ -68,11 +70,14 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a constructor with the random numbers that torch's generator on the host gives now; it stays as it is.
+    """Runs a constructor with the current state of torch's host generator, which it does not change.
 
-    `draws_matter`: whether buffers with random values must be those of a run on one device.
-    `buffers`: what the constructed model has beside parameters, also plain tensors as attributes, by name.
-    `shapes`: of its parameters, under all their names.
+    Args:
+        draws_matter: buffers with random values must equal those of a run on one device.
+
+    Attributes:
+        buffers: {name: tensor} of the constructed model besides parameters, including plain tensor attributes.
+        shapes: {name: shape} of its parameters, under all their names.
     """
 
     def __init__(self, build: Build, draws_matter: bool = True):
@@ -82,11 +87,11 @@ class Constructor:
         self.buffers: dict[str, Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._at_once = False
-        if not self._survey(draws_matter):
+        if not self._run_on_meta(draws_matter):
             self._run(lambda names, full: {}, ())
 
     def read(self, cuts: Mapping[str, Cuts]) -> dict[str, Tensor]:
-        """{name: this rank's shard} in the dtype in which the constructor makes it."""
+        """Return {name: this rank's shard} in the dtype in which the constructor creates it."""
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
             return {name: part_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
@@ -94,29 +99,34 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and keep what `shard` makes of each parameter."""
+        """Run the constructor, and keep the result of `shard` for each parameter."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
                 with self._running(run.register), run:
                     model = self.build()
-                kept = run.finish(model, wanted)
+                shards = run.finish(model, wanted)
                 self._note(model, run.registered)
-                return kept
-        except Exception:  # a constructor may raise its own in place of ours
+                return shards
+        except Exception:  # a constructor may replace ReadsEarlier by another exception
             if not run.problem:
                 raise
             self._at_once = True
-            warnings.warn(f"every rank holds the whole model while its weights are made: {run.problem}.", stacklevel=2)
+            warnings.warn(
+                f"every rank stores the full model while its weights are initialised: {run.problem}.", stacklevel=2
+            )
         with self._running(lambda *_: None):
             model = self.build()
         self._note(model, ())
         named = dict(model.named_parameters(remove_duplicate=False))
         return {name: value for one in wanted for name, value in shard([one], named[one]).items()}
 
-    def _survey(self, draws_matter: bool) -> bool:
-        """Find the buffers and the order of parameters, with parameters that have no memory. Whether these are the
-        buffers of a run with parameters: not where random numbers are drawn, or values of parameters are read."""
+    def _run_on_meta(self, draws_matter: bool) -> bool:
+        """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
+
+        Returns False if the buffers may differ from those of a real run: it read values of parameters or drew random
+        numbers.
+        """
         parameters: list[nn.Parameter] = []
 
         def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -128,7 +138,7 @@ class Constructor:
         with self._running(register):
             try:
                 model = self.build()
-            except Exception:  # whatever a user's constructor does with values
+            except Exception:  # a user's constructor may raise anything when it uses values
                 return False
             drew = not torch.equal(torch.get_rng_state(), self.random_state)
         self._note(model, parameters)
@@ -152,7 +162,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A parameter that was registered: its number, and the shards that were kept when its memory was given back."""
+    """A registered parameter: its index, and the shards that were kept when its memory was freed."""
 
     number: int
     parameter: nn.Parameter
@@ -161,10 +171,14 @@ class _Tracked:
 
 
 class _OneAtATime(TorchDispatchMode):
-    """Inside, parameters have memory only while they are worked on, and a few earlier ones, no more than the largest.
+    """Dispatch mode in which a parameter has memory only while the constructor works on it.
 
-    `order`: the names of the parameters, in the order in which they are registered. `shard`: what is kept of each.
-    `problem`: why it cannot be, once that is known.
+    A few earlier parameters keep their memory, together no more than the largest parameter.
+
+    Attributes:
+        order: names of each parameter, in order of registration.
+        shard: computes what to keep of a parameter.
+        problem: why the constructor cannot run in this mode; empty if it can.
     """
 
     def __init__(self, order: Sequence[tuple[str, ...]], shard: Shard):
@@ -172,12 +186,12 @@ class _OneAtATime(TorchDispatchMode):
         self.order, self.shard = order, shard
         self.registered: list[nn.Parameter] = []
         self._tracked: dict[int, _Tracked] = {}
-        self._open: dict[int, int] = {}  # {storage: its bytes}, the one used last at the end
+        self._open: dict[int, int] = {}  # {storage: its bytes}, most recently used last
         self._freed_bytes = 0
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """For each registration of a parameter in a module."""
+        """Track a parameter that a module registers."""
         if parameter is None or parameter.is_meta or _storage(parameter) in self._tracked:
             return
         self.registered.append(parameter)
@@ -189,21 +203,21 @@ class _OneAtATime(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = operator_name(func)
-        if not func.is_view and name not in _READ_FORM:
+        if not func.is_view and name not in _READ_SHAPE:
             tensors = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, Tensor)]
             used = {_storage(tensor): tensor for tensor in reversed(tensors) if _storage(tensor) in self._tracked}
             for key, tensor in used.items():
                 fills = name in _FILLS and tensor is args[0] and not any(tensor is other for other in tensors[1:])
-                whole = tensor.numel() == self._tracked[key].parameter.numel()
-                if key not in self._open and not (fills and whole):
-                    self.problem = f"its constructor comes back to a parameter of {list(tensor.shape)} ({name})"
+                is_full = tensor.numel() == self._tracked[key].parameter.numel()
+                if key not in self._open and not (fills and is_full):
+                    self.problem = f"its constructor returns to a parameter of {list(tensor.shape)} ({name})"
                     raise ReadsEarlier
             self._use(list(used))
         return func(*args, **(kwargs or {}))
 
     def finish(self, model: nn.Module, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """{name: what is kept} of the model that was made."""
-        if self.problem:  # and the constructor went on
+        """Return {name: kept shard} of the constructed model."""
+        if self.problem:  # the constructor has caught the exception and gone on
             raise ReadsEarlier
         named = dict(model.named_parameters(remove_duplicate=False))
         kept = {}
@@ -215,16 +229,16 @@ class _OneAtATime(TorchDispatchMode):
             elif name in tracked.kept and tracked.parameter.shape == parameter.shape:
                 kept[name] = tracked.kept[name]
             else:
-                self.problem = f"its constructor gives '{name}' its values in a way that is not followed"
+                self.problem = f"its constructor sets the values of '{name}' in an unsupported way"
                 raise ReadsEarlier
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Have memory for these, and give back that of others where there is too much."""
+        """Allocate memory for these parameters, and free that of others above the limit."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
-        coming = sum(self._tracked[key].size_bytes for key in keys)
-        while self._open and coming + sum(self._open.values()) > largest:
+        needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
+        while self._open and needed_bytes + sum(self._open.values()) > largest:
             self._close(next(iter(self._open)))
         for key in keys:
             tracked = self._tracked[key]
@@ -243,25 +257,28 @@ class _OneAtATime(TorchDispatchMode):
         tracked.parameter.untyped_storage().resize_(0)
         self._freed_bytes += tracked.size_bytes
         if self._freed_bytes > FREED_BYTES:
-            _give_back_freed()
+            _trim_memory()
             self._freed_bytes = 0
 
 
-def _give_back_freed() -> None:
-    """Let the system have what was freed: glibc keeps blocks of up to 32 MB, and does not use aligned ones again."""
+def _trim_memory() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps freed blocks of up to 32 MB, and does not reuse aligned ones.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """{name: tensor} of what a model has beside parameters, under all names: buffers, and attributes of its modules."""
-    held = dict(model.named_buffers(remove_duplicate=False))
+    """Return {name: tensor} of a model besides parameters: buffers, and attributes of its modules."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
-                held[f"{path}.{name}".removeprefix(".")] = value
-    return held
+                tensors[f"{path}.{name}".removeprefix(".")] = value
+    return tensors
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
@@ -271,7 +288,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """The names in the model of each of these parameters; none where it is not there."""
+    """Return the names in the model of each of these parameters; () if the model does not have it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -279,5 +296,5 @@ def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[s
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which memory a tensor is in; 0 of one without."""
+    """Return the identity of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

@@ -1,8 +1,8 @@
-"""Tensors that lie in files and are not in memory: their shapes are known, and boxes of them can be read.
+"""Lazy tensors: tensors in files, of which the shape is known and boxes can be read.
 
-What a model library does to bring a checkpoint into the form of its model (join experts to a stack, put gate and up
-behind each other, split a fused projection, transpose) is done by calling torch's functions. An `Unread` answers the
-same functions with another `Unread`, so the library's own code says where every element of the model lies in the files.
+A model library converts a checkpoint to its model (stack experts, concatenate gate and up, split a fused projection,
+transpose) by calling torch's functions. A `LazyTensor` implements the same functions and returns another `LazyTensor`.
+So the library's code computes where every element of the model is stored in the files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autopart.ir.sharding import Box
 
 
 class CannotFollow(Exception):
-    """A function was called that a tensor which is not in memory has no answer to."""
+    """A function was called that lazy tensors do not implement."""
 
 
 class Unread:
-    """A tensor of a file, or one that is made of several.
+    """A tensor of a file, or one computed from several such tensors.
 
-    `shape` and `dtype` are those of a tensor. What torch's functions need beyond that raises CannotFollow.
+    It has `shape` and `dtype` as a tensor. Functions of torch that it does not implement raise CannotFollow.
     """
 
     shape: tuple[int, ...]
@@ -35,17 +35,17 @@ class Unread:
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Write the boxes of a shard to their places in `out`, in its dtype."""
+        """Write the boxes of a shard to their offsets in `out`, in its dtype."""
         for box in boxes:
-            place = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
-            self.read_box(box.offsets, out[place])
+            index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
+            self.read_box(box.offsets, out[index])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name not in _ANSWERS:
+        if name not in _IMPLEMENTED:
             raise CannotFollow(name)
-        return _ANSWERS[name](*args, **(kwargs or {}))
+        return _IMPLEMENTED[name](*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -121,12 +121,12 @@ class _Squeezed(Unread):
 
 
 class _Joined(Unread):
-    """Several tensors, one behind the other along a dim."""
+    """Concatenation of several tensors along a dim."""
 
     def __init__(self, parts: Sequence[Unread], dim: int):
-        self.parts, self.at, self.dtype = parts, dim, _one([part.dtype for part in parts])
+        self.parts, self.at, self.dtype = parts, dim, _common([part.dtype for part in parts])
         self.starts = list(itertools.accumulate((part.shape[dim] for part in parts), initial=0))
-        rest = _one([(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts])
+        rest = _common([(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts])
         self.shape = (*rest[:dim], self.starts[-1], *rest[dim:])
 
     def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
@@ -139,21 +139,21 @@ class _Joined(Unread):
 
 
 class _Stacked(Unread):
-    """Several tensors of one shape, along a new dim."""
+    """Stack of several tensors of one shape along a new dim."""
 
     def __init__(self, parts: Sequence[Unread], dim: int):
-        self.parts, self.at, self.dtype = parts, dim, _one([part.dtype for part in parts])
-        shape = _one([part.shape for part in parts])
+        self.parts, self.at, self.dtype = parts, dim, _common([part.dtype for part in parts])
+        shape = _common([part.shape for part in parts])
         self.shape = (*shape[:dim], len(parts), *shape[dim:])
 
     def read_box(self, offsets: Sequence[int], out: Tensor) -> None:
         inner = [*offsets[: self.at], *offsets[self.at + 1 :]]
-        for number, place in enumerate(out.unbind(self.at)):
-            self.parts[offsets[self.at] + number].read_box(inner, place)
+        for number, target in enumerate(out.unbind(self.at)):
+            self.parts[offsets[self.at] + number].read_box(inner, target)
 
 
-def _one(values: Sequence[Any]) -> Any:
-    """What all of these are. Raises CannotFollow where they differ."""
+def _common(values: Sequence[Any]) -> Any:
+    """Return the common value. Raises CannotFollow if the values differ."""
     if not values or any(value != values[0] for value in values):
         raise CannotFollow(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]
@@ -167,8 +167,8 @@ def _stack(tensors: Sequence[Unread], dim: int = 0) -> Unread:
     return _Stacked(tensors, dim % (tensors[0].ndim + 1))
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {
+_IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "cat": _cat, "stack": _stack, "split": Unread.split, "chunk": Unread.chunk, "narrow": Unread.narrow,
     "transpose": Unread.transpose, "squeeze": Unread.squeeze,
 }  # fmt: skip
-"""The functions of torch that are followed."""
+"""Functions of torch that lazy tensors implement."""

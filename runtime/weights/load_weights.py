@@ -1,7 +1,7 @@
-"""`weights=`: parameters that come from files or from a constructor, of which a rank makes only its shards.
+"""`weights=`: parameters from files or a constructor, of which a rank materialises only its shards.
 
-The user's model gives shapes and names. What is traced is its skeleton, whose parameters have no memory; its buffers,
-which every rank holds whole, are real.
+The user's model gives shapes and names. The tracer sees a meta copy of it, whose parameters have no memory. Its
+buffers, which are replicated, are real.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from autopart.tracing.meta_copy import NoSkeleton, has_memory, skeleton_of
 INIT = "init"
 SUBJECT = "weights="
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-"""What is converted into each other; the 8-bit types of quantized checkpoints mean nothing without their scales."""
+"""Dtypes that are converted into each other. 8-bit types of quantized checkpoints need their scales, so they are
+not."""
 COMPARED_BYTES = 2**24
 
 
 class Origin(Protocol):
-    """Where weights come from: files, or a constructor.
+    """Source of weights: files, or a constructor.
 
-    `subject`: what ranks must have alike of it, and its text. `notes`: what a user should know.
+    Attributes:
+        subject: (name, text) that ranks compare.
+        notes: texts for the user.
     """
 
     @property
@@ -47,17 +50,19 @@ class Origin(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     def held(self) -> Mapping[str, Tensor]:
-        """What it has beside parameters, by name."""
+        """Return {name: tensor} for tensors other than parameters."""
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's shard) of parameters, one after the other, on the host."""
+        """Yield (name, this rank's shard) of parameters, on the host."""
 
 
 class Weights:
-    """What `weights=` gives a model.
+    """Weights of a model from the option `weights=`.
 
-    `model`: stands for it, without the memory of its parameters. `problem`: why there are no weights; then `model` is
-    the user's, and the error is raised once all ranks know whether they have the same one.
+    Attributes:
+        model: meta copy of the user's model.
+        problem: the error if there are no weights. Then `model` is the user's, and the error is raised after all ranks
+            have compared theirs.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
@@ -77,23 +82,23 @@ class Weights:
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raises the CheckpointError that keeps the model from having weights."""
+        """Raise the CheckpointError that keeps the model from having weights, if any."""
         if self.problem is not None:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """The user's model and its parameter of this name; None where they are gone."""
+        """Return the user's model and its parameter of this name, or None if they no longer exist."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's shard) of parameters, one after the other, on the host in the model's dtype."""
+        """Yield (name, this rank's shard) of parameters, on the host in the model's dtype."""
         for name, value in self._origin.read(cuts):
             yield name, value.to(self._dtypes[name])
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Give these parameters of the model's skeleton their whole values, where they have none."""
+        """Materialise these parameters of the meta copy in full, if they have no memory."""
         empty = {name: model.get_parameter(name) for name in names}
         empty = {name: parameter for name, parameter in empty.items() if not has_memory(parameter)}
         for name, value in self.read(dict.fromkeys(empty, ())) if empty else ():
@@ -101,7 +106,7 @@ class Weights:
             empty[name].copy_(value)
 
     def warn(self) -> None:
-        """Say what a user should know."""
+        """Emit the notes as warnings."""
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
 
@@ -112,26 +117,26 @@ def _origin(model: nn.Module, source: Any) -> Origin:
     build = constructor_of(model)
     if build is None:
         raise CheckpointError(
-            f"weights='init' does not know how to make a {type(model).__name__}",
-            why="it calls the model's class with the model's config, as for models of transformers; this one has none",
-            hint=f"weights=lambda: {type(model).__name__}(...), the call that makes the model",
+            f"weights='init' cannot construct a {type(model).__name__}",
+            why="it calls the model's class with the model's config, as in transformers, and this model has no config",
+            hint=f"weights=lambda: {type(model).__name__}(...), the call that creates the model",
         )
     return Construction(model, build)
 
 
 class Construction:
-    """Weights that a constructor makes."""
+    """Weights from a constructor."""
 
     def __init__(self, model: nn.Module, build: Callable[[], nn.Module]):
         self._constructor = Constructor(build)
         state = hashlib.blake2b(self._constructor.random_state.numpy().tobytes(), digest_size=8).hexdigest()
         self.subject = ("torch's random state (torch.manual_seed), from which weights are made", state)
         self.notes: Sequence[str] = ()
-        shapes, mine = self._constructor.shapes, dict(model.named_parameters(remove_duplicate=False))
-        misfits = [f"'{name}' is {list(shapes[name])}, in the model {list(p.shape)}" for name, p in mine.items()
+        shapes, parameters = self._constructor.shapes, dict(model.named_parameters(remove_duplicate=False))
+        misfits = [f"'{name}' is {list(shapes[name])}, in the model {list(p.shape)}" for name, p in parameters.items()
                    if name in shapes and shapes[name] != tuple(p.shape)]  # fmt: skip
-        missing = [name for name in mine if name not in shapes]
-        _check_fit("the model that weights= makes", model, missing, misfits, shapes.keys() - mine.keys())
+        missing = [name for name in parameters if name not in shapes]
+        _check_fit("the model that weights= makes", model, missing, misfits, shapes.keys() - parameters.keys())
 
     def held(self) -> Mapping[str, Tensor]:
         return self._constructor.buffers
@@ -143,7 +148,7 @@ class Construction:
 
 
 class Checkpoint:
-    """Weights that are read from safetensors files."""
+    """Weights from safetensors files."""
 
     def __init__(self, model: nn.Module, path: str | Path):
         self._files = Files(path)
@@ -151,24 +156,26 @@ class Checkpoint:
         self._build = constructor_of(model)
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         known = {**dict(model.named_parameters(remove_duplicate=False)), **held_tensors(model)}
-        self._forms = {name: tensor.to("meta") for name, tensor in known.items()}
+        self._meta_tensors = {name: tensor.to("meta") for name, tensor in known.items()}
         self._have_values = {name for name, tensor in known.items() if not tensor.is_meta}
-        tensors, extra = self._found(model)
+        tensors, extra = self._match(model)
         missing = self._take(model, tensors)
         misfits = [
-            text for name, tensor in sorted(tensors.items()) for text in _misfits(name, tensor, self._forms[name])
+            text
+            for name, tensor in sorted(tensors.items())
+            for text in _misfits(name, tensor, self._meta_tensors[name])
         ]
         _check_fit(f"the checkpoint at {path}", model, missing, misfits, extra)
-        self.notes = [*_conversions(path, tensors, self._forms), *_left_out(path, model, extra)]
+        self.notes = [*_conversions(path, tensors, self._meta_tensors), *_ignored(path, model, extra)]
         self._check_ties(path, model, tensors)
 
     def held(self) -> Mapping[str, Tensor]:
-        held = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
-        nowhere = self._forms.keys() - self._parameters - self._have_values - held.keys()
-        if nowhere and self._build is not None:
+        values = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
+        missing = self._meta_tensors.keys() - self._parameters - self._have_values - values.keys()
+        if missing and self._build is not None:
             buffers = Constructor(self._build, draws_matter=False).buffers
-            held |= {name: value for name, value in buffers.items() if name in nowhere}
-        return held
+            values |= {name: value for name, value in buffers.items() if name in missing}
+        return values
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
         with self._files:
@@ -176,19 +183,19 @@ class Checkpoint:
                 tensor = self._tensors[name]
                 spans = spans_of(tensor.shape, cut)
                 shape = [sum(length for _, length in dim) for dim in spans]
-                value = torch.empty(shape, dtype=self._forms[name].dtype)
+                value = torch.empty(shape, dtype=self._meta_tensors[name].dtype)
                 tensor.read(boxes(spans), value)
                 yield name, value
 
-    def _found(self, model: nn.Module) -> tuple[dict[str, Unread], list[str]]:
-        """The tensors in the files by their names in the model, and the names of those that it has no place for."""
+    def _match(self, model: nn.Module) -> tuple[dict[str, Unread], list[str]]:
+        """Return {name in the model: tensor in the files}, and the names that the model has no tensor for."""
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
-        tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._forms}
+        tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._meta_tensors}
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, Unread]) -> list[str]:
-        """Note where each tensor of the model is: a tied one under any of its names. Returns what is nowhere."""
+        """Record the source of each tensor of the model, under any of its names if tied. Return missing names."""
         self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
             stored = next((name for name in names if name in tensors), None)
@@ -197,17 +204,17 @@ class Checkpoint:
             else:
                 self._tensors.update(dict.fromkeys(names, tensors[stored]))
         if transformers_names.is_transformers(model):
-            asked_for = transformers_names.may_not_be_missing(model, missing)
-            missing = [name for name in missing if name in self._parameters or name in asked_for]
+            required = transformers_names.may_not_be_missing(model, missing)
+            missing = [name for name in missing if name in self._parameters or name in required]
         return missing
 
     def _check_ties(self, path: str | Path, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
-        """Raises CheckpointError where the files have other values for another name of a tensor."""
+        """Raise CheckpointError if the files have different values for two names of a tied tensor."""
         for names in _names_of_each(model):
             first, *others = [name for name in names if name in tensors] or [""]
             for other in others:
                 with self._files:
-                    if not _are_equal(tensors[first], tensors[other]):
+                    if not _are_identical(tensors[first], tensors[other]):
                         raise CheckpointError(
                             f"'{first}' and '{other}' are one parameter of {type(model).__name__}, and two in the "
                             f"checkpoint at {path}", why="their values there differ",
@@ -216,7 +223,7 @@ class Checkpoint:
 
 
 def _names_of_each(model: nn.Module) -> list[list[str]]:
-    """All names of each tensor that the model's state dict has, the first one first."""
+    """Return all names of each tensor in the model's state dict."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -224,24 +231,24 @@ def _names_of_each(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _are_equal(one: Unread, other: Unread) -> bool:
-    """Whether two tensors have the same bits, read some rows at a time."""
+def _are_identical(one: Unread, other: Unread) -> bool:
+    """Return True if two tensors are bitwise identical, reading some rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = one.shape[0] if one.shape else 1
     step = max(1, COMPARED_BYTES * rows // max(1, math.prod(one.shape) * one.dtype.itemsize))
     for start in range(0, rows, step):
         shape = (min(step, rows - start), *one.shape[1:]) if one.shape else ()
-        here, there = torch.empty(shape, dtype=one.dtype), torch.empty(shape, dtype=one.dtype)
-        for tensor, out in ((one, here), (other, there)):
+        first, second = torch.empty(shape, dtype=one.dtype), torch.empty(shape, dtype=one.dtype)
+        for tensor, out in ((one, first), (other, second)):
             tensor.read_box((start, *[0] * (len(shape) - 1)) if shape else (), out)
-        if not torch.equal(here, there):
+        if not torch.equal(first, second):
             return False
     return True
 
 
 def _misfits(name: str, tensor: Unread, form: Tensor) -> Iterator[str]:
-    """Why a tensor cannot be that of the model."""
+    """Yield why a tensor does not fit the model's tensor."""
     if tensor.shape != tuple(form.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(form.shape)}"
     elif tensor.dtype != form.dtype and not {tensor.dtype, form.dtype} <= FLOATS:
@@ -251,7 +258,7 @@ def _misfits(name: str, tensor: Unread, form: Tensor) -> Iterator[str]:
 def _check_fit(
     what: str, model: nn.Module, missing: Sequence[str], misfits: Sequence[str], extra: Collection[str]
 ) -> None:
-    """Raises CheckpointError, with all that does not fit, where anything is missing or has another form."""
+    """Raise CheckpointError, listing every mismatch, if a tensor is missing or has another shape or dtype."""
     if not missing and not misfits:
         return
     lines = [f"it has no {listing(missing)}" + (f"; it has {listing(sorted(extra))}" if extra else "")] * bool(missing)
@@ -265,7 +272,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, Unread], forms: Mapping[str, Tensor]) -> list[str]:
-    """A note of the tensors that are converted as they are read."""
+    """Return a note of the tensors that are converted while they are read."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -277,40 +284,39 @@ def _conversions(path: str | Path, tensors: Mapping[str, Unread], forms: Mapping
 
 
 def _is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of one type is a value of the other."""
     return torch.promote_types(stored, wanted) == wanted
 
 
-def _left_out(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[str]:
+def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[str]:
     name = type(model).__name__
     return [f"{name} has no place for some of the checkpoint at {path}, left out: {listing(extra)}."] if extra else []
 
 
 def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
-    """The model with parameters that have no memory, and with `held` for its buffers and tensors of these names.
+    """Return a copy of the model with memoryless parameters, and with `held` for buffers and tensors.
 
-    Raises CheckpointError where one that is on meta would stay there.
+    Raises CheckpointError if a buffer or tensor would stay on meta.
     """
     twins: dict[int, Tensor] = {}
     for parameter in model.parameters():
         twins[id(parameter)] = emptied(parameter, _real_device(parameter))
-    without: list[tuple[str, Tensor]] = []
+    on_meta: list[tuple[str, Tensor]] = []
     for name, tensor in held_tensors(model).items():
         value = held.get(name)
         if id(tensor) in twins:
             continue
-        if tensor.requires_grad and not tensor.is_leaf:  # computed anew by a hook before every forward
+        if tensor.requires_grad and not tensor.is_leaf:  # a hook computes it before every forward
             twins[id(tensor)] = emptied(tensor.detach(), _real_device(tensor))
         elif value is not None and value.shape == tensor.shape:
             twins[id(tensor)] = value.detach().to(_real_device(tensor), tensor.dtype, copy=True)
         elif tensor.is_meta:
-            without.append((name, tensor))
-    nowhere = [name for name, tensor in without if id(tensor) not in twins]
-    if nowhere:
+            on_meta.append((name, tensor))
+    without_values = [name for name, tensor in on_meta if id(tensor) not in twins]
+    if without_values:
         raise CheckpointError(
-            f"nothing gives {type(model).__name__} the values of {listing(nowhere)}",
+            f"{type(model).__name__} has no values for {listing(without_values)}",
             why="it is on the meta device, and in no file",
-            hint=f"give it to the model: model.{nowhere[0]} = a tensor with values",
+            hint=f"set it on the model: model.{without_values[0]} = a tensor with values",
         )  # fmt: skip
     try:
         return skeleton_of(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], twins)

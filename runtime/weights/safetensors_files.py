@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint in safetensors files, of which each rank reads only its own elements.
+"""Tensors of a checkpoint in safetensors files, of which each rank reads only its elements.
 
-The format is read by the safetensors library. A file is mapped into memory, and what was read of it counts as memory of
-this process until it is unmapped: so files are closed when about as much as the largest tensor was read of them.
+The safetensors library reads the format. It maps files into memory, and pages that were read count as memory of this
+process until the file is unmapped. So files are closed after about as many bytes as the largest tensor has.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from autopart.runtime.weights.lazy_tensors import Unread
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
-"""So much of the files may be in memory beside shards, or the largest tensor where that is larger."""
+"""Maximum mapped bytes of files in memory in addition to shards, unless the largest tensor is larger."""
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
 class Files:
-    """The tensors of a checkpoint by the names they have there; their values stay in the files.
+    """Lazy tensors of a checkpoint, by their names in the files.
 
-    `path`: a folder with `model.safetensors`, with `model.safetensors.index.json` and the files that it names, or with
-    other `.safetensors` files; or one such file. `text`: what ranks must have alike of it. Use it as a context manager
-    around reads, which closes what is open at the end.
-    Raises CheckpointError where there is nothing to read, or a file is not whole.
+    Use it as a context manager around reads, which closes open files at the end. Raises CheckpointError if nothing can
+    be read, or a file is incomplete.
+
+    Args:
+        path: a `.safetensors` file, or a folder with `model.safetensors`, with `model.safetensors.index.json` and the
+            files it names, or with other `.safetensors` files.
+
+    Attributes:
+        text: digest of names, dtypes and shapes, which ranks compare.
     """
 
     def __init__(self, path: str | Path):
@@ -53,16 +58,19 @@ class Files:
         self._close()
 
     def read(self, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
-        """A window of a tensor, as a view of the file: copy it before the next read. `size_bytes`: of its rows."""
+        """Return a window of a tensor as a view of the file. Copy it before the next read.
+
+        `size_bytes`: of the rows that contain the window.
+        """
         if self._mapped_bytes + size_bytes > self._largest_bytes:
             self._close()
         self._mapped_bytes += size_bytes
         return self._file(file).get_slice(name)[window]
 
     def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
-        """Note the tensors of a file; a line for it and each of them, to be compared."""
-        here = self._file(file)
-        names = sorted(here.keys())
+        """Add the tensors of a file. Return a line for the file and for each tensor, for the digest."""
+        opened = self._file(file)
+        names = sorted(opened.keys())
         absent = sorted(set(listed or ()) - set(names))
         if absent:
             raise CheckpointError(
@@ -76,7 +84,7 @@ class Files:
                     f"two files of {self.path} have the tensor '{name}'", why="which one is meant is not said",
                     hint="the path of one file, or of a folder with one checkpoint",
                 )  # fmt: skip
-            tensor = _Stored(self, file, name, here.get_slice(name))
+            tensor = _Stored(self, file, name, opened.get_slice(name))
             self.tensors[name] = tensor
             self._largest_bytes = max(self._largest_bytes, tensor.size_bytes)
             lines.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
@@ -103,7 +111,7 @@ class Files:
 
 
 class _Stored(Unread):
-    """A tensor as it lies in a file."""
+    """A tensor as stored in a file."""
 
     def __init__(self, files: Files, file: Path, name: str, file_slice: Any):
         self.files, self.file, self.name = files, file, name
@@ -122,7 +130,7 @@ class _Stored(Unread):
 
 
 def listing(names: Sequence[str]) -> str:
-    """The first eight names, and how many more."""
+    """Return the first eight names, and how many more there are."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(f"'{name}'" for name in names[:8]) + more
 
@@ -136,7 +144,7 @@ def _library() -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """The files of a checkpoint, and the tensors that an index says are in each; None: nothing says that."""
+    """Return {file of a checkpoint: tensor names that an index lists for it, or None without an index}."""
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else {path: None}
     if not path.is_dir():
@@ -147,8 +155,8 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
         return _indexed(path / INDEX)
     paths = sorted(path.glob("*.safetensors"))
     if not paths:
-        there = sorted(entry.name for entry in path.iterdir())
-        shown = f"it has {listing(there)}" if there else "it is empty"
+        entries = sorted(entry.name for entry in path.iterdir())
+        shown = f"it has {listing(entries)}" if entries else "it is empty"
         raise CheckpointError(f"there are no safetensors files in {path}", why=shown, hint=_HINT)
     return dict.fromkeys(paths)
 

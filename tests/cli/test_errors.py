@@ -512,16 +512,16 @@ RANK_CASES = {
         "RuntimeSetupError: the ranks do not begin alike: they differ in the example's inputs\n  why    the example's "
         "inputs: rank 0: x f64[8,32]; rank 1: x f64[4,32]\n  try    an example of the same shapes and dtypes on every "
         "rank"),
-    ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are stored in parts (zero=)\n"
-        "  why    'layers.0.weight' is cut over dp: its gradient is summed as it is cut, in every backward\n  try    "
-        "microbatches=4: one step of a batch that is four times as large, in parts; or zero=0",
-    ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are summed over the ranks\n"
-        "  why    those there are were made inside no_sync(), and each rank has its part of them\n  try    make the "
-        "last call before the optimizer's step outside no_sync(): it sums all of them",
+    ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are sharded (zero=)\n"
+        "  why    'layers.0.weight' is sharded over dp: every backward reduce-scatters its gradient\n  try    "
+        "microbatches=4: one step of a batch that is four times as large, split; or zero=0",
+    ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are reduced over the ranks\n"
+        "  why    the current gradients were computed inside no_sync(), and each rank has a partial gradient\n  "
+        "try    run the last call before the optimizer's step outside no_sync(): it reduces all of them",
     ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from "
         "0 on\n  try    pm.clip_grad_norm_(1.0)",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
-        "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change "
+        "the hook would see this rank's partial gradient, not that of the whole batch\n  try    remove it, and change "
         "p.grad before optimizer.step()",
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
     recorder = Recorder()
     gather, scatter = shard_buckets.PartBucket.gather, shard_buckets.PartBucket.scatter
-    summed, names = reducer.SumBucket._sum, {}
+    summed, names = reducer.SumBucket._all_reduce, {}
 
     def gathers(self: Any, *given: Any) -> Any:
         recorder.note("gather", self.names)
@@ -110,7 +110,7 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
     with (
         mock.patch.object(shard_buckets.PartBucket, "gather", gathers),
         mock.patch.object(shard_buckets.PartBucket, "scatter", scatters),
-        mock.patch.object(reducer.SumBucket, "_sum", sums),
+        mock.patch.object(reducer.SumBucket, "_all_reduce", sums),
     ):
         for _ in range(2):
             pm.zero_grad()
@@ -204,7 +204,7 @@ def most_copies_at_a_time():
     """How many buckets of small gradients, which are copied together, were under way at a time."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
-    summed, open_sums, most = reducer.SumBucket._sum, set(), 0
+    summed, open_sums, most = reducer.SumBucket._all_reduce, set(), 0
 
     def sums(self: Any, flat: Tensor) -> Any:
         nonlocal most
@@ -219,7 +219,7 @@ def most_copies_at_a_time():
 
         return waits
 
-    with mock.patch.object(reducer.SumBucket, "_sum", sums):
+    with mock.patch.object(reducer.SumBucket, "_all_reduce", sums):
         pm.step(**batch)
     assert not open_sums
     return most
@@ -230,13 +230,13 @@ def messages_of_a_step() -> list[tuple[int, bool]]:
     torch.manual_seed(0)
     model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
-    summed, sent = reducer.SumBucket._sum, []
+    summed, sent = reducer.SumBucket._all_reduce, []
 
     def sums(self: Any, flat: Tensor) -> Any:
         sent.append((flat.numel(), flat.data_ptr()))
         return summed(self, flat)
 
-    with mock.patch.object(reducer.SumBucket, "_sum", sums):
+    with mock.patch.object(reducer.SumBucket, "_all_reduce", sums):
         pm.step(**batch)
     model(**batch).backward()
     for own, expected in zip(pm.parameters(), model.parameters(), strict=True):

@@ -231,7 +231,7 @@ CHANGED = """of a partitioned model would change nothing
   try    change the model before; values: pm.load_state_dict(...)"""
 WRAPPED = """around a partitioned model
   why    it would take this rank's shards for full parameters
-  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself; zero=3 is FSDP"""
+  try    an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP"""
 
 REFUSED: dict[Callable[..., None], str] = {
     step_of_an_older_optimizer: f"SGD.step() {ORIGINALS}",
@@ -271,7 +271,7 @@ REFUSED: dict[Callable[..., None], str] = {
   why    it holds the tensors of this rank
   try    torch.save(pm.full_state_dict(), path)""",
     a_method_of_a_layer: """a partitioned model has no reset_parameters()
-  why    Linear.reset_parameters runs the model's own code, on whole weights
+  why    Linear.reset_parameters runs the model's own code, on full weights
   try    model.load_state_dict(pm.full_state_dict()); model.up.reset_parameters(...)""",
     twice: """the model is partitioned already
   why    it is what parallelize() returned, not a model

@@ -149,7 +149,7 @@ def hook_on_a_part(mesh, **options):
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2", {"zero": 3})])
 def test_a_hook_on_the_gradient_of_a_part_is_refused(mesh, options):
     for texts in run(hook_on_a_part, mesh, **options):
-        assert all("has a hook on its gradient (register_hook), and is cut over" in text for text in texts)
+        assert all("has a hook on its gradient (register_hook), and is sharded over" in text for text in texts)
 
 
 def test_hooks_on_the_models_own_parameters_are_refused():

@@ -243,7 +243,7 @@ ON_A_PIPELINE = {name: BACKWARD for name in RIGHT if "backward" in name}
 """Refused on a pipeline, where `forward` has no gradient."""
 ELSEWHERE = """'{}' is not on this rank
   why    each rank holds the parameters of its stages
-  try    pm.full_state_dict() has those of all stages, on every rank"""
+  try    pm.full_state_dict() has the parameters of all stages, on every rank"""
 
 
 def result_of(outcome: Outcome, module: Any, x: Tensor) -> Any:

@@ -43,7 +43,7 @@ class Counter:
 
     def __init__(self, monkeypatch):
         self.sums = 0
-        for module, name in ((step_reduction, "_sum_bucket"), (reducer.SumBucket, "_sum")):
+        for module, name in ((step_reduction, "_sum_bucket"), (reducer.SumBucket, "_all_reduce")):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
 
     def counted(self, function):
@@ -176,7 +176,7 @@ def refusals(mesh, **options):
     with pm.no_sync():
         pm.step(**batches[1], loss_scale=scaler.get_scale())
     for name, read in reads.items():
-        with pytest.raises(UsageError, match="needs gradients that are summed over the ranks"):
+        with pytest.raises(UsageError, match="needs gradients that are reduced over the ranks"):
             read()
             raise AssertionError(name)
     handle = next(iter(pm.parameters())).register_post_accumulate_grad_hook(lambda p: None)
@@ -240,7 +240,7 @@ def test_all_ranks_are_inside_or_none():
 
 def test_parameters_in_parts_have_no_gradients_that_could_wait():
     texts = run(other_ranks, "dp2", zero=3)
-    assert texts[0] == texts[1] and "microbatches=" in texts[0] and "stored in parts (zero=)" in texts[0]
+    assert texts[0] == texts[1] and "microbatches=" in texts[0] and "are sharded (zero=)" in texts[0]
 
 
 def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
@@ -251,5 +251,5 @@ def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
 
 def without_begin(mesh):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(no_sync.Unsummed, "_counts_here", lambda self, name: True)
+        patch.setattr(no_sync.Unsummed, "_is_first_owner", lambda self, name: True)
         accumulated(mesh)

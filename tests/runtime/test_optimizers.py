@@ -85,14 +85,14 @@ def test_optimizers_of_single_tensors_are_told_from_others():
         if name != "SparseAdam":  # which takes sparse gradients alone
             optimizer = getattr(torch.optim, name)(one(), lr=0.1)
             assert optimizer_checks.is_separable(optimizer, CPU) is True, name
-            assert optimizer_checks._known_elementwise(optimizer)
+            assert optimizer_checks._is_torch_elementwise(optimizer)
     for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
         assert optimizer_checks.is_separable(kind(one(), lr=0.1), CPU) is True, kind
     assert optimizer_checks.is_separable(Adaptive(one(), lr=0.1), CPU) is False
     assert optimizer_checks.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
     assert optimizer_checks.is_separable(Sealed(one()), CPU) is None
     assert optimizer_checks.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
-    assert optimizer_checks._known_elementwise(Mine(one())) and not optimizer_checks._known_elementwise(
+    assert optimizer_checks._is_torch_elementwise(Mine(one())) and not optimizer_checks._is_torch_elementwise(
         Signs(one(), 0.1)
     )
 
@@ -173,17 +173,17 @@ def train(optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> N
         optimizer.step()
 
 
-OF_MUON = """Muon cannot train 'layers.0.weight' in parts
-  why    it orthogonalises whole matrices
-  where  this one is cut by tp
-  try    torch.optim.AdamW for it, or leave it whole: dp with zero=0, or pp"""
+OF_MUON = """Muon cannot train a shard of 'layers.0.weight'
+  why    it orthogonalises full matrices
+  where  it is sharded over tp
+  try    torch.optim.AdamW for it, or do not shard it: dp with zero=0, or pp"""
 OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline one by one
-  why    of two matrices together it made something else than of each alone
+  why    it updates two matrices together differently from each matrix alone
   where  pp: a stage's parameters on each rank
   try    torch.optim.AdamW, or a mesh without pp"""
-OF_LBFGS = """LBFGS cannot train a part of a model
-  why    its step follows from all parameters together, and a rank has a part
-  where  'layers.0.weight', cut by tp
+OF_LBFGS = """LBFGS cannot train a shard of a model
+  why    its step follows from all parameters together, and a rank has a shard
+  where  'layers.0.weight', sharded over tp
   try    torch.optim.AdamW, or a mesh of dp alone with zero=0"""
 
 
@@ -205,7 +205,7 @@ def test_optimizers_are_right_or_refused(mesh, zero, refused):
         assert "where  pp: a stage's parameters on each rank" in said[0]["LBFGS"]
         assert said[0]["Adaptive"] == OF_ADAPTIVE
     if zero:
-        assert "or leave it whole: zero=0" in said[0]["LAMB"]
+        assert "or do not shard it: zero=0" in said[0]["LAMB"]
 
 
 class Halves(torch.optim.Optimizer):

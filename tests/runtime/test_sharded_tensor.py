@@ -218,7 +218,7 @@ def test_penalties_on_weights(mesh, zero):
 
 
 OF_A_STAGE = """norm() of '0.weight' under pp
-  why    a rank holds the parameters of its own stages, so what a loop computes of them differs between ranks
+  why    a rank holds the parameters of its own stages, so a loop over them differs between ranks
   try    pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), pm.full_state_dict(); p.to_local() for this rank alone"""  # noqa: E501
 
 
@@ -254,7 +254,7 @@ def refusals() -> str:
     weight = pm.get_parameter("0.weight")
     with pytest.raises(RuntimeError, match="broadcast"):
         weight.detach() + torch.zeros(3, 1, dtype=torch.float64)
-    with pytest.raises(UsageError, match=r"writes to a part or another view of '0\.weight'"):
+    with pytest.raises(UsageError, match=r"writes to a slice or another view of '0\.weight'"):
         weight.detach().flatten().zero_()
     assert "of shape (8, 6)" in repr(weight) and len(REFUSED) > 20
     with pytest.raises(UsageError) as raised:

@@ -253,7 +253,7 @@ REFUSED = {
   why    ranks bring gradients together when a backward has ended, and that has no derivative
   try    dp_sync='all_reduce'""",
     ("dp2", "no_sync"): """create_graph=True with gradients of parameters inside no_sync()
-  why    each rank has its part of a gradient there, until the last call sums them
+  why    each rank has a partial gradient until the last call reduces them
   try    this call outside of no_sync()""",
 }
 

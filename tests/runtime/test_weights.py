@@ -564,8 +564,8 @@ def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, monkeypat
     first, why, *_ = str(told.value).splitlines()
     name = "model.layers.{}.self_attn.q_proj.weight"
     both = ", ".join(f"'{name.format(i)}' (reshape of '{name.format(i)}')" for i in range(2))
-    assert first == f"the checkpoint cannot be read in parts for {both}"
-    assert why.endswith("transformers converts it for LlamaForCausalLM by more than moving parts of tensors")
+    assert first == f"the checkpoint cannot be read shard by shard for {both}"
+    assert why.endswith("transformers converts it for LlamaForCausalLM by more than moving elements of tensors")
 
 
 # --- constructors --------------------------------------------------------------------------------------------------
@@ -611,7 +611,7 @@ def test_a_constructor_gives_the_same_bits_with_one_tensor_in_memory(build: Call
     for name, value in held_tensors(model).items():
         assert torch.equal(constructor.buffers[name], value), name
     assert torch.equal(torch.get_rng_state(), constructor.random_state)
-    whole = [note for note in (*notes, *more) if "every rank holds the whole model while" in note]
+    whole = [note for note in (*notes, *more) if "every rank stores the full model while" in note]
     assert bool(whole) == (build is ComesBack or build.__name__ == "<lambda>")
 
 

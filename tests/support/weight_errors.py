@@ -165,13 +165,13 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "the checkpoint at folder\n  why    their values there differ\n  try    a model that does not tie "
         "them (tie_word_embeddings=False in its config)"),
     "weights: buffers": (weights(FOLDER, saved(Layers(1)), Positions),
-        "CheckpointError: nothing gives Positions the values of 'positions', 'table'\n  why    it is on "
-        "the meta device, and in no file\n  try    give it to the model: model.positions = a tensor with "
+        "CheckpointError: Positions has no values for 'positions', 'table'\n  why    it is on "
+        "the meta device, and in no file\n  try    set it on the model: model.positions = a tensor with "
         "values"),
     "weights: init": (weights("init"),
-        "CheckpointError: weights='init' does not know how to make a Layers\n  why    it calls the model's "
-        "class with the model's config, as for models of transformers; this one has none\n  try    "
-        "weights=lambda: Layers(...), the call that makes the model"),
+        "CheckpointError: weights='init' cannot construct a Layers\n  why    it calls the model's "
+        "class with the model's config, as in transformers, and this model has no config\n  try    "
+        "weights=lambda: Layers(...), the call that creates the model"),
     "weights: another model": (weights(Unlike),
         "CheckpointError: the model that weights= makes does not fit Layers\n  why    it has no "
         "'layers.0.weight', 'layers.0.bias', 'layers.1.weight', 'layers.1.bias', 'layers.2.weight', "

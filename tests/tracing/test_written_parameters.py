@@ -254,7 +254,7 @@ def test_rows_of_a_table_are_scaled_where_they_are_stored(kind, mesh, options):
 def test_a_part_of_a_table_that_is_not_seen_is_found(columns, monkeypatch):
     """Norms of a rank's own columns alone; the first rows for every rank."""
     if columns:
-        monkeypatch.setattr(lockstep, "_summed", lambda mesh, axis, values: values)
+        monkeypatch.setattr(lockstep, "_sum_along", lambda mesh, axis, values: values)
     else:
         monkeypatch.setattr(apply_weight_updates, "part_of", lambda rows, cuts: rows[: len(rows) // 2])
     pins = {"words.weight": {"tp": "S(1)" if columns else "S(0)"}}
