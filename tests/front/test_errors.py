@@ -169,8 +169,9 @@ def no_whole_number(name: str, given: Any) -> str:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # meshes
     "mesh: int": (lambda: autopart.Mesh.parse(4),
-        "MeshError: mesh=4 gives a number of devices but no axes\n  why    plan and parallelize search for them; here "
-        "they must be named\n  try    mesh='tp4', mesh={'dp': 4}, or that of autopart.plan(model, 4, ...)"),
+        "MeshError: mesh=4 gives a number of devices but no axes\n  why    only plan and parallelize choose the "
+        "axes; this function needs their names\n  try    mesh='tp4', mesh={'dp': 4}, "
+        "or that of autopart.plan(model, 4, ...)"),
     "mesh: no devices": (plan(0),
         "OptionError: devices=0 is not a number of devices\n  why    it is a whole number from 1"),
     "mesh: bool": (plan(True),
@@ -287,9 +288,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "same ones, and no formula is known that separates the draw from the values\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
-        "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "
-        "its input is not positive, so the values decide\n  where  uniform at test_errors.py:{leaky_line} (leak)\n  "
-        "try    rng='fast'"),
+        "OptionError: rng='exact' cannot reproduce the random numbers of a single device\n  why    one device "
+        "draws a slope only where its input is not positive, so the values decide\n  "
+        "where  uniform at test_errors.py:{leaky_line} (leak)\n  try    rng='fast'"),
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
         "OptionError: unknown local_batch='mine'\n  try    True (every rank gives its own rows) or False"),
     "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),
