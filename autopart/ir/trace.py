@@ -113,13 +113,13 @@ class Trace:
             inputs: one tensor for each placeholder.
             tensors: {name: tensor} of the parameters, buffers and constants.
         """
-        run = _Run(nn.Module(), garbage_collect_values=False, graph=self.graph)
+        run = _NamedTensorInterpreter(nn.Module(), garbage_collect_values=False, graph=self.graph)
         run.tensors, run.extra_traceback = tensors, False
         run.run(*inputs)
         return run.env
 
 
-class _Run(fx.Interpreter):
+class _NamedTensorInterpreter(fx.Interpreter):
     tensors: Mapping[str, torch.Tensor]
 
     def fetch_attr(self, target: str) -> torch.Tensor:

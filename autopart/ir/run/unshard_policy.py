@@ -84,9 +84,9 @@ def check_sent_whole(program: Program) -> None:
     needs_full_gradient = [name for name, one in program.parameters.items() if one.whole_to_send(program.mesh)]
     if not needs_full_gradient:
         return
-    graphs, unsharded_for_step = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
+    graphs, gathers_for_step = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
     read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
-    gathered_per_use = [name for name in needs_full_gradient if name in read and name not in unsharded_for_step]
+    gathered_per_use = [name for name in needs_full_gradient if name in read and name not in gathers_for_step]
     if gathered_per_use:
         sync = program.dp_sync
         rest = str(sync) if sync.only else f"*={sync}"
