@@ -187,9 +187,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, "
         "'tp': 2}"),
     "mesh: size 0": (plan("tp0"),
-        "MeshError: mesh axis 'tp' has size 0\n  why    a size is a whole number from 1"),
+        "MeshError: mesh axis 'tp' has size 0\n  why    a size is an integer from 1"),
     "mesh: text size": (plan({"tp": "2"}),
-        "MeshError: mesh axis 'tp' has size '2'\n  why    a size is a whole number from 1"),
+        "MeshError: mesh axis 'tp' has size '2'\n  why    a size is an integer from 1"),
     "mesh: cp": (plan("cp2"),
         "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input "
         "[8, 4]\n  try    leave cp out of the mesh; dp cuts the rows of any batch"),
@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
         "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
     "recompute: no word": (skip("dp2", recompute={"layers.0": "all"}), "OptionError: recompute of 'layers.0' is 'all'\n"
-        "  why    it is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
+        "  why    a mode is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
         "  try    recompute={'model.layers.[0-3]': 'full', '*': 'none'}"),
     "recompute: no block": (skip("dp2", recompute="layers.9=full"),
         "OptionError: recompute of 'layers.9' matches no block of the model\n"
