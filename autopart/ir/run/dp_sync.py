@@ -297,9 +297,10 @@ class DpSync:
         parameters = list(names)
         for pattern, _ in self.only:
             if not any(fnmatchcase(name, pattern) for name in parameters):
-                why = f"the parameters are {first_of(parameters)}"
-                hint = "names as in model.named_parameters()"
-                raise OptionError(f"dp_sync of '{pattern}' matches no parameter", why=why, hint=hint)
+                raise OptionError(
+                    f"dp_sync of '{pattern}' matches no parameter", why=f"the parameters are {first_of(parameters)}",
+                    hint="names as in model.named_parameters()",
+                )  # fmt: skip
 
 
 ALL_REDUCE = DpSync()
