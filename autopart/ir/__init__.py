@@ -1,1 +1,1 @@
-"""The words that all layers share: mesh, layout, graph, program, schedule."""
+"""Data types that all layers share: mesh, layout, graph, program, schedule."""

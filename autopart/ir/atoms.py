@@ -1,4 +1,4 @@
-"""What the dims of a traced value are made of, and so what every factor of a rule counts."""
+"""Atoms: the independent sizes whose product is each dim of a traced value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.ir.graph import tensor_inputs
 from autopart.ir.pattern import Pattern
 
 BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"
-"""Kinds of atoms: rows of the batch, something of a weight, the rest."""
+"""Kinds of atoms: samples of the batch, dims of a weight, the rest."""
 _COUNTED = "counted by "
 
 
@@ -26,18 +26,24 @@ Atoms = tuple[Atom, ...]
 
 
 def counted_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
-    """What a dim of selected elements is made of: the dims of the mask, of which only rows of the batch may be cut."""
+    """Return the atoms of a dim of selected elements.
+
+    They are the atoms of the mask's dims. Only atoms of the batch may still be sharded.
+    """
     kind = _COUNTED + selection
     return tuple(atom if atom.kind == BATCH else Atom(atom.size, kind) for dim in dims for atom in dim)
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """The kinds of the atoms of which nobody knows how many there are."""
+    """Return the kinds of the atoms whose size is data-dependent."""
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """The atoms of every factor of a rule, from the inputs that have it; a weight's word counts over data's."""
+    """Return the atoms of each factor of a rule, taken from the inputs that have it.
+
+    If inputs disagree, a data-dependent atom wins over a weight's, a weight's over a batch's, a batch's over the rest.
+    """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -45,7 +51,7 @@ def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
                 if factor not in by_factor or _rank(part) > _rank(by_factor[factor]):
                     by_factor[factor] = part
                 elif len(kinds := selections_in(part) | selections_in(by_factor[factor])) > 1:
-                    by_factor[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # of two selections: cut on no axis
+                    by_factor[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # two selections: cannot be sharded
     return by_factor
 
 
@@ -55,25 +61,25 @@ def _rank(atoms: Atoms) -> int:
 
 
 def cut_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
-    """Cut a dim's atoms into the factors of a rule, e.g. one atom of 32 into 4 and 8."""
+    """Split a dim's atoms among the factors of a rule, e.g. one atom of 32 into 4 and 8."""
     if len(sizes) == 1:
         return [atoms]
     parts: list[Atoms] = []
-    rest = list(atoms)
+    remaining = list(atoms)
     for size in sizes:
         part: list[Atom] = []
-        need = size
-        while need > 1 and rest:
-            atom = rest.pop(0)
-            take = math.gcd(atom.size, need)
-            if take == 1 and atom.size > 1:
+        missing = size
+        while missing > 1 and remaining:
+            atom = remaining.pop(0)
+            common = math.gcd(atom.size, missing)
+            if common == 1 and atom.size > 1:
                 kind = atom.kind if len({a.kind for a in atoms}) == 1 else DATA_DIM
                 return [(Atom(s, kind),) for s in sizes]
-            part.append(Atom(take, atom.kind))
-            need //= take
-            if atom.size > take:
-                rest.insert(0, Atom(atom.size // take, atom.kind))
-        if need == 1 and not part and rest and rest[0].size == 1:
-            part.append(rest.pop(0))
+            part.append(Atom(common, atom.kind))
+            missing //= common
+            if atom.size > common:
+                remaining.insert(0, Atom(atom.size // common, atom.kind))
+        if missing == 1 and not part and remaining and remaining[0].size == 1:
+            part.append(remaining.pop(0))
         parts.append(tuple(part) or (Atom(size, DATA_DIM),))
     return parts

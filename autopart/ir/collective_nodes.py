@@ -10,18 +10,18 @@ OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.value
 
 
 MOVES = OPERATORS | ROUTING
-"""The operators that work on all ranks of an axis and have a backward; those without one follow."""
+"""Collective operators that have a backward."""
 
 
 WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
 
 
 ROTATING = ("ring_attention",)
-"""Operators in which tensors of all ranks of an axis go around."""
+"""Operators that rotate tensors around the ring of an axis."""
 
 
 def axis_of(node: fx.Node) -> str | None:
-    """The mesh axis that a node's operator works on, if any."""
+    """Return the mesh axis over which a node's operator communicates, None if it does not."""
     name = autopart_operator(node)
     if name == "axis_index":
         return str(node.args[0])
@@ -29,6 +29,6 @@ def axis_of(node: fx.Node) -> str | None:
 
 
 def autopart_operator(node: fx.Node) -> str | None:
-    """`all_reduce` for a node that calls `torch.ops.autopart.all_reduce`; None for any other node."""
+    """Return `all_reduce` for a node that calls `torch.ops.autopart.all_reduce`, None for any other node."""
     parts = str(node.target).split(".")
     return parts[1] if node.op == "call_function" and parts[0] == "autopart" else None

@@ -1,4 +1,4 @@
-"""What was chosen for a graph, by node and axis: a plan has the same by name."""
+"""All choices for a graph, by node and axis. A plan has the same choices by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from autopart.ir.run.recompute_spec import Recompute
 
 @dataclass(frozen=True)
 class Strategy:
-    """Placements of one operator's tensor inputs and outputs on one axis. `factor` is the sharded factor, if any."""
+    """Placements of one operator's tensor inputs and outputs on one axis.
+
+    `factor`: the sharded factor, if any.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -28,7 +31,7 @@ class Strategy:
 
     @property
     def places(self) -> tuple[Placement, ...]:
-        """Of all inputs, then of all outputs."""
+        """Placements of all inputs, then of all outputs."""
         return (*self.inputs, *self.outputs)
 
     @property
@@ -37,27 +40,29 @@ class Strategy:
 
     @property
     def is_routed(self) -> bool:
-        """Whether rows come to the ranks of their experts, are there, or go back."""
+        """True if the operator dispatches rows to their experts, runs on dispatched rows, or combines them."""
         return any(p.is_routed for p in self.places)
 
 
 def goes_around(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether queries, keys and values of attention are all cut along their positions: no rank has all keys, so that
-    they go around."""
+    """Return True for ring attention: queries, keys and values are all sharded along the sequence.
+
+    No rank has all keys, so keys and values rotate around a ring.
+    """
     query, key, value = strategy.inputs[:3]
     return query.is_shard and query.dim == len(shape(node.args[0])) - 2 and query == key == value
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was chosen: what every operator does on each axis, how parameters are stored, the stage of operators.
+    """All choices: operator strategies on each axis, parameter storage, the stage of each operator.
 
-    `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
-    same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
-    `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`). `scatter_sends`: what
-    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.run.scatter_gather_sends`).
-    `dp_sync`: what data-parallel ranks send each other. `balance`: the rows that the fullest rank gets for its
-    experts, over the mean, which sizes are written for.
+    `strategies`: for every axis that shards something, and for microbatches. Data axes share one mapping. A data axis
+    that is missing computes all samples on every rank. `stored`: {parameter: its layout, if that is not `R`}. `zero`,
+    `prefetch`: how long gathered parameters live and how early they are gathered (`Program`). `scatter_sends`: values
+    that are replicated on the feature axes are sent to the next stage as shards
+    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: rows of
+    the fullest rank of experts over the mean, for which buffer sizes are planned.
     """
 
     mesh: Mesh
@@ -74,38 +79,38 @@ class Decisions:
     balance: float = 1.0
 
     def place(self, name: str, axis: str) -> Placement:
-        """How a parameter is stored on an axis."""
+        """Return how a parameter is stored on an axis."""
         return self.stored.get(name, {}).get(axis, R)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The axes on which rows are cut, the microbatches last."""
+        """Axes on which the batch is sharded, the microbatches last."""
         return tuple(axis for axis in (*self.mesh.along("rows"), MICROBATCH_AXIS) if axis in self.strategies)
 
     @property
     def rows(self) -> Mapping[fx.Node, Strategy]:
-        """What every operator does with the rows; empty where they are not cut."""
+        """Strategy of every operator on the data axes, empty if the batch is not sharded."""
         return self.strategies[self.row_axes[0]] if self.row_axes else {}
 
     @property
     def features(self) -> dict[str, Mapping[fx.Node, Strategy]]:
-        """What every operator does, of the axes that cut features."""
+        """{chosen axis: strategy of every operator on it}."""
         return {axis: self.strategies[axis] for axis in self.mesh.chosen}
 
     @property
     def copied(self) -> bool:
-        """Whether the axes that cut rows compute all of them on every rank, for the rows do not divide over them."""
+        """True if every data rank computes all samples, because the batch does not divide over the data axes."""
         axes = self.mesh.along("rows")
         return bool(axes) and not any(axis in self.strategies for axis in axes)
 
     @property
     def routes(self) -> bool:
-        """Whether rows are on the ranks of their experts."""
+        """True if some operator runs on rows that are dispatched to their experts."""
         return bool(self.routing)
 
     @property
     def routing(self) -> tuple[str, ...]:
-        """The axes on whose ranks rows are by their experts, outermost first."""
+        """Axes over which rows are dispatched to their experts, outermost first."""
         return tuple(
             axis for axis, chosen in self.features.items()
             if any(place.is_routed for strategy in chosen.values() for place in strategy.outputs)
@@ -113,19 +118,19 @@ class Decisions:
 
     @property
     def row_shards(self) -> int:
-        """The parts in which the rows are cut, over ranks and microbatches."""
+        """Number of shards of the batch, over ranks and microbatches."""
         return self.microbatches * (1 if self.copied else self.mesh.row_ranks)
 
 
 def over_rows(
     mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
 ) -> dict[str, Mapping[fx.Node, Strategy]]:
-    """`Decisions.strategies` of the axes that cut rows."""
+    """Return `Decisions.strategies` for the data axes and the microbatches."""
     axes = () if copied else mesh.along("rows")
     return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
 
 
 def with_places(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Layouts of parameters with their placements on one more axis."""
+    """Return the layouts of parameters with their placements on one more axis."""
     return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
             for name in {**stored, **places}}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reading a traced graph: what a node is, where in the user's model it comes from, and what it is called in a plan."""
+"""Queries on a traced graph: what a node is, where the user's model makes it, and its name in a plan."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ DTYPE_NAMES = {
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
 CAST = "cast"
-"""How a plan names every cast from one precision to another."""
+"""Name in plans of every cast between dtypes."""
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten::linear` for a call of `torch.ops.aten.linear.default`, the function's name for plain functions."""
+    """Return `aten::linear` for `torch.ops.aten.linear.default`, or the name of a plain function."""
     return name_of_target(node.target)
 
 
 def name_of_target(target: Any) -> str:
-    """The `operator_name` of what calls this."""
+    """Return the `operator_name` of nodes that call this target."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
 
 def short_name(node: fx.Node) -> str:
-    """`linear`: the operator's name without its namespace, as plans and reports print it."""
+    """Return the operator's name without its namespace, as plans and reports print it: `linear`."""
     return operator_name(node).rsplit("::", 1)[-1]
 
 
 def spoken_name(node: fx.Node) -> str:
-    """What a user calls an operator: its `short_name`, or that of the one for which a pass has written several."""
+    """Return the operator's name in messages: its `short_name`, or that of the op that a pass decomposed."""
     return facts(node).get("written_for") or short_name(node)
 
 
 def value(node: fx.Node) -> Any:
-    """What the node computes, as fake tensors."""
+    """Return the fake tensors that the node computes."""
     return node.meta.get("val")
 
 
 def tuple_values(node: fx.Node) -> Sequence:
-    """The outputs of a node as a sequence of fake tensors."""
+    """Return the outputs of a node as a sequence of fake tensors."""
     outputs = value(node)
     return outputs if isinstance(outputs, (tuple, list)) else [outputs]
 
@@ -71,12 +71,12 @@ def is_floating(node: fx.Node) -> bool:
 
 
 def changes_precision(node: fx.Node) -> bool:
-    """Whether a call gives its floating-point numbers in another precision."""
+    """Return True if the node casts a floating-point tensor to another dtype."""
     return operator_name(node) in ("aten::to", "aten::_to_copy") and is_floating(node) and is_floating(node.args[0])
 
 
 def is_sparse(node: fx.Node) -> bool:
-    """Whether a value holds only the entries that are not zero."""
+    """Return True for a sparse tensor."""
     return is_tensor(node) and value(node).layout is not torch.strided
 
 
@@ -87,7 +87,7 @@ def size_bytes(node: fx.Node) -> int:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, in the order of the call, repeated where an argument is repeated."""
+    """Return the nodes among the arguments, in argument order, repeated if an argument is repeated."""
     nodes: list[fx.Node] = []
     _add_nodes((*node.args, *node.kwargs.values()), nodes)
     return nodes
@@ -106,7 +106,7 @@ def _add_nodes(arguments: Iterable[Any], nodes: list[fx.Node]) -> None:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computes this value, and which of its outputs it is (`getitem` nodes are projections)."""
+    """Return the node that computes this value, and the index of its output. Skips `getitem` nodes."""
     index = 0
     while node.target is operator.getitem:
         node, index = node.args
@@ -114,64 +114,67 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted path of the innermost module that runs the node: `model.layers.0.mlp`, or "" for the model itself."""
+    """Return the path of the innermost module that runs the node, "" for the model itself."""
     stack = facts(node).get("nn_module_stack")
     return list(stack.values())[-1][0] if stack else ""
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a parameter, or an operator's key; "" for what has neither."""
+    """Return the name of a parameter or the key of an operator, "" for any other node."""
     return node.target if node.op == "get_attr" else facts(node).get("key", "")
 
 
 def source_line(node: fx.Node) -> str:
-    """`modeling_gpt2.py:312`: the innermost line of the user's (or transformers') code that made the node."""
+    """Return `modeling_gpt2.py:312`: the innermost user (or transformers) line that made the node."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', facts(node).get("stack_trace") or "")
     lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
 
 
 def source_text(node: fx.Node) -> str:
-    """`/home/me/model.py:27: y = x[mask]`: the line of `source_line`, in full."""
+    """Return `/home/me/model.py:27: y = x[mask]`: the full path and text of the source line."""
     frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', facts(node).get("stack_trace") or "")
     path = module_path(node)
     return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2]}" + (f" ({path})" if path else "") if frames else ""
 
 
 def describe(node: fx.Node) -> str:
-    """`linear at model.py:27 (layers.0.attn.q)`: how errors and reports speak of a node."""
-    where, path = source_line(node), module_path(node)
-    return spoken_name(node) + (f" at {where}" if where else "") + (f" ({path})" if path else "")
+    """Return `linear at model.py:27 (layers.0.attn.q)`, the description of a node in errors and reports."""
+    line, path = source_line(node), module_path(node)
+    return spoken_name(node) + (f" at {line}" if line else "") + (f" ({path})" if path else "")
 
 
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The calls of the graph that compute something: no placeholders, parameters, projections or output."""
+    """Yield the calls that compute something: no placeholders, parameters, projections or output."""
     return (n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
 
 def reads(graph: fx.Graph) -> nx.DiGraph:
-    """What every node reads, as a graph to search: an edge from each node to those among its arguments."""
+    """Return the graph's data flow for searches: an edge from each node to each of its inputs."""
     return nx.DiGraph((node, used) for node in graph.nodes for used in node.all_input_nodes)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call draws random numbers (dropout, attention and recurrent layers only where they drop anything)."""
+    """Return True if a call draws random numbers.
+
+    Dropout, attention and recurrent layers draw them only if they drop anything.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
 
 
-NOT_EXACT = "rng='exact' cannot repeat what one device draws"
+NOT_EXACT = "rng='exact' cannot reproduce the random numbers of a single device"
 
 
 def inexact(node: fx.Node, device: torch.device) -> str:
-    """Why the numbers that this draw gives on a device cannot be drawn without the model's values; "" if they can."""
+    """Return why this random op cannot be reproduced without the model's values on a device, "" if it can."""
     on_gpu = facts(node).get("inexact_on_gpu", "") if device.type == "cuda" else ""
     return facts(node).get("inexact", on_gpu)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of a call by its name in the operator's schema: as given, else its default (None without one)."""
+    """Return an argument of a call by its schema name: as passed, else its default, else None."""
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
             default = declared.default_value if declared.has_default_value() else None
@@ -180,7 +183,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def dropout_probability(node: fx.Node) -> float | None:
-    """The dropout probability among the arguments of a call (of attention, an LSTM, ...); None where it has none."""
+    """Return the dropout probability of a call (dropout, attention, LSTM, ...), None if it has none."""
     names = {declared.name for declared in node.target._schema.arguments}
     for name in ("dropout", "dropout_p", *(("p",) if "dropout" in operator_name(node) else ())):
         if name in names:
@@ -189,22 +192,22 @@ def dropout_probability(node: fx.Node) -> float | None:
 
 
 def active_operators(graph: fx.Graph) -> list[fx.Node]:
-    """The operators that belong to a stage, in order."""
+    """Return the operators that belong to a stage, in graph order."""
     return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
 
 def on_parameters(graph: fx.Graph) -> list[fx.Node]:
-    """The operators that depend on parameters, in order: those for which layouts are chosen."""
+    """Return the operators that depend on parameters, in graph order. The solver chooses their layouts."""
     return [node for node in operators(graph) if facts(node)["role"] in (ACTIVE, WEIGHT)]
 
 
 def reads_weights(node: fx.Node) -> bool:
-    """Whether a call is given parameters, or views of some."""
+    """Return True if an argument of the call is a parameter or a view of one."""
     return any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
 
 
 def parameters_of(used: fx.Node) -> list[str]:
-    """The parameters that a value is, or is a view of."""
+    """Return the parameters that a value is, or is a view of."""
     if facts(used)["role"] == PARAMETER:
         return [str(used.target)]
     inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
@@ -212,12 +215,12 @@ def parameters_of(used: fx.Node) -> list[str]:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Name every operator: `key = "model.layers.3.mlp/mul#1"`, the second `mul` of that module's own code.
+    """Name every operator: `key = "model.layers.3.mlp/mul#1"` is the second `mul` of that module's code.
 
-    The name is stable under changes elsewhere in the model; `group` is the same name with block numbers left
-    open, so that the same operator of every repeated block shares it. `named` stands for the operator's name in
-    operators that a pass wrote in place of another. A cast from one precision to another is always a `cast`: such casts
-    come and go with the dtype that a model is run in, which must not rename what is beside them.
+    The name is stable under changes elsewhere in the model. `group` is the same name with open block numbers, so
+    that the same operator of every repeated block shares it. If a pass wrote the operator in place of another,
+    `named` replaces the operator's name. A cast between dtypes is always named `cast`. Such casts come and go with the
+    dtype that a model runs in, which must not rename the operators around them.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
@@ -230,12 +233,12 @@ def assign_keys(graph: fx.Graph) -> None:
 
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:
-    """`f32[8,128]{dp:S(0) tp:P}`: the one printed form of a typed value."""
+    """Return `f32[8,128]{dp:S(0) tp:P}`, the printed form of a typed value."""
     return kind_of(value(node)) + layout_text if is_tensor(node) else ""
 
 
 def kind_of(val: Any) -> str:
-    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
+    """Return `f64[4,6]`, `(f64[4,6], f64[4])` for several values, "" for anything but tensors."""
     if isinstance(val, (tuple, list)):
         return f"({', '.join(map(kind_of, val))})"
     if not isinstance(val, torch.Tensor):

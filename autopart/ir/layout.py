@@ -1,29 +1,30 @@
-"""Where a value lives on one mesh axis, for itself and for its gradient, and how to go from one place to another.
+"""Placements of a value and its gradient on one mesh axis, and the conversions between placements.
 
 A `Placement` is one of these pairs (value, gradient), in the words of `torch.distributed.tensor`:
 
-| text          | value on the axis            | gradient on the axis            |
-|---------------|------------------------------|---------------------------------|
-| `R`           | the same on every rank       | the same on every rank          |
-| `R(grad P)`   | the same on every rank       | a partial sum on every rank     |
-| `S(d)`        | cut along tensor dim `d`     | cut the same way                |
-| `P`           | a partial sum on every rank  | the same on every rank          |
-| `E(0)`        | rows on their expert's rank  | the same                        |
-| `E(0; sent)`  | the same, in another order   | the same                        |
+| text          | value on the axis                        | gradient on the axis        |
+|---------------|------------------------------------------|-----------------------------|
+| `R`           | replicated                               | replicated                  |
+| `R(grad P)`   | replicated                               | partial sum on every rank   |
+| `S(d)`        | sharded along tensor dim `d`             | sharded along dim `d`       |
+| `P`           | partial sum on every rank                | replicated                  |
+| `E(0)`        | rows on the rank of their expert         | rows on that rank           |
+| `E(0; sent)`  | rows on that rank, in order of dispatch  | rows on that rank           |
 
-`E(0)` and `E(0; sent)` are for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and
-are converted to no other: how many rows a rank has is known when they are there. Of `E(0)` every rank has taken its own
-out of the rows of all ranks; those of `E(0; sent)` have come from the ranks that have their tokens, and go back there.
+Only the operators between `to_experts` and `from_experts` of a mixture of experts use `E(0)` and `E(0; sent)`. Both
+convert to no other placement, because the number of rows per rank is known only at run time. For `E(0)` every rank
+selects its rows from the rows of all ranks. For `E(0; sent)` an all-to-all dispatches the rows to the ranks of their
+experts, and a second one combines them on the ranks of their tokens.
 
-Positions may be cut in zigzag, `S(1; zigzag)`: of twice as many pieces as ranks each rank has one from the front and
-the one as far from the back, so that all have as many keys before their positions (Llama 3's context parallelism:
-Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+A sequence dim may be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
+chunk i from the front and chunk i from the back. So causal attention costs the same on every rank (context parallelism
+of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
-A dim that is a concatenation (q|k|v in one projection) is cut section by section: `S(0; sections=3)` for equal
+A dim that is a concatenation (q|k|v in one projection) is sharded section by section: `S(0; sections=3)` for equal
 sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
 
-Every conversion is one forward collective and one backward collective (`conversion`), so its price is known in both
-directions before anything runs.
+Every conversion is one forward collective and one backward collective (`conversion`), so the planner knows its cost in
+both directions before anything runs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Sections = tuple[int, ...]
-"""`()` for one piece, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes; `(-k,)` for k equal
-sections that are each cut in zigzag."""
+"""Sections of a dim: `()` for one, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes.
+
+`(-k,)` for k equal sections that are each sharded in zigzag."""
 
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One of the pairs of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED`, `SENT` and `shard(dim)`."""
+    """One pair of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED`, `SENT` and `shard(dim)`."""
 
     kind: str
     dim: int = -1
@@ -61,7 +63,7 @@ class Placement:
 
     @property
     def in_order(self) -> Placement:
-        """The same, not in zigzag."""
+        """The placement without zigzag: contiguous shards of each section."""
         return shard(self.dim, (-self.sections[0],)) if self.is_zigzag else self
 
     @property
@@ -70,12 +72,12 @@ class Placement:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a rank has a part of the value: a shard, or the rows of its experts."""
+        """True if a rank has only some elements of the value: a shard, or the rows of its experts."""
         return self.is_shard or self.is_routed
 
     @property
     def is_routed(self) -> bool:
-        """Whether a rank has the rows of its experts, in one order or the other."""
+        """True if a rank has the rows of its experts (`E(0)` or `E(0; sent)`)."""
         return self in ROUTES
 
     @property
@@ -84,7 +86,7 @@ class Placement:
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """The inverse of `str`. Raises ValueError with the accepted forms.
+        """Parse the output of `str`. Raises ValueError with the accepted forms.
 
         >>> Placement.parse("S(1; sections=3)")
         Placement(kind='S', dim=1, sections=(3,))
@@ -98,9 +100,9 @@ class Placement:
             return shard(int(match[1]), sections)
         if text.strip() in ("R", "R(grad P)", "P"):
             return Placement(text.strip())
-        for place in ROUTES:
-            if text.strip() == str(place):
-                return place
+        for placement in ROUTES:
+            if text.strip() == str(placement):
+                return placement
         raise ValueError(f"'{text}' is not a placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
 
 
@@ -114,12 +116,12 @@ ROUTES = (ROUTED, SENT)
 Layout = Mapping[str, Placement]
 
 MIN_DIMS = 2
-"""Of what ZeRO-3 cuts. Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its
-matrices."""
+"""Least number of dims of a parameter that ZeRO-3 shards. Vectors (norms, biases) stay replicated: they are a
+thousandth of a model and would need as many collectives as its matrices."""
 
 
 def shard(dim: int, sections: Sections = ()) -> Placement:
-    """`S(dim)`, equal sections written as a count: sections `(8, 8, 8)` become `(3,)`.
+    """Return `S(dim)`. Equal sections become a count: `(8, 8, 8)` becomes `(3,)`.
 
     >>> str(shard(1, (8, 8, 8)))
     'S(1; sections=3)'
@@ -130,12 +132,12 @@ def shard(dim: int, sections: Sections = ()) -> Placement:
 
 
 def is_zigzag(sections: Sections) -> bool:
-    """Whether sections are each cut in zigzag."""
+    """Return True if each section is sharded in zigzag."""
     return len(sections) == 1 and sections[0] < 0
 
 
 def num_sections(sections: Sections) -> int:
-    """How many sections of equal size there are.
+    """Return the number of equal sections.
 
     >>> num_sections(()), num_sections((3,)), num_sections((-3,))
     (1, 3, 3)
@@ -144,7 +146,7 @@ def num_sections(sections: Sections) -> int:
 
 
 def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
-    """Sizes of the sections of a dim of `size` elements.
+    """Return the sizes of the sections of a dim of `size` elements.
 
     >>> section_sizes(96, (3,)), section_sizes(96, (64, 16, 16)), section_sizes(5, ())
     ((32, 32, 32), (64, 16, 16), (5,))
@@ -157,7 +159,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """How many of `size` elements each shard holds: equal where possible, else the last ones smaller (`torch.chunk`).
+    """Return the number of elements of each shard, as `torch.chunk`: the last may be smaller.
 
     >>> shard_sizes(97, 4)
     (25, 25, 25, 22)
@@ -167,7 +169,7 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 
 
 def parts_of(axis: str) -> tuple[str, ...]:
-    """The axes of the mesh that are joined in one, outermost first; of an axis of the mesh itself.
+    """Return the mesh axes of a flattened axis, outermost first. A mesh axis returns itself.
 
     >>> parts_of("dp_cp"), parts_of("tp")
     (('dp', 'cp'), ('tp',))
@@ -178,48 +180,54 @@ def parts_of(axis: str) -> tuple[str, ...]:
 def local_shape(
     full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int], balance: float = 1.0
 ) -> list[int]:
-    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as
-    `balance` times those of a rank if all had as many, at most all rows.
+    """Return the local shape of a value on one rank.
+
+    Args:
+        full: global shape.
+        layout: {axis: placement}. A dim that shards unevenly has the size of the first rank's shard.
+        sizes: {axis: number of ranks}.
+        balance: load factor of experts. A rank gets `balance` times the mean number of dispatched rows, at most all.
 
     >>> local_shape((12, 8), {"dp": shard(0), "ep": ROUTED}, {"dp": 2, "ep": 2}, 1.5)
     [5, 8]
     """
     local = list(full)
-    for axis, place in layout.items():
-        if place.is_divided:
-            local[place.dim] = -(-local[place.dim] // sizes[axis])
-    routed = {axis: place.dim for axis, place in layout.items() if place.is_routed}
-    for dim in set(routed.values()):
-        local[dim] = math.ceil(local[dim] * min(balance, math.prod(map(sizes.__getitem__, routed))))
+    for axis, placement in layout.items():
+        if placement.is_divided:
+            local[placement.dim] = -(-local[placement.dim] // sizes[axis])
+    dispatched_dims = {axis: placement.dim for axis, placement in layout.items() if placement.is_routed}
+    for dim in set(dispatched_dims.values()):
+        local[dim] = math.ceil(local[dim] * min(balance, math.prod(map(sizes.__getitem__, dispatched_dims))))
     return local
 
 
 def cut_together(layout: Layout) -> dict[str, Placement]:
-    """The axes that cut a value, outermost first, with how each does. Where all that cut a dim cut it in one piece, as
-    several axes cut a stack of experts, they are joined: the dim is cut over all their ranks at once, so that shards of
-    unequal sizes are those of one cut.
+    """Return {axis: placement} of the axes that shard a value, outermost first. Flatten shared dims.
+
+    If no axis of a dim uses sections (as when several axes shard a stack of experts), its axes become one flattened
+    axis. The dim is then sharded once over all their ranks, so that uneven shards have the sizes of `torch.chunk`.
 
     >>> [f"{axis}:{p}" for axis, p in cut_together({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
     ['cp_ep:S(0)', 'tp:S(1; sections=2)']
     """
     dims: dict[int, list[str]] = {}
-    for axis, place in layout.items():
-        if place.is_shard:
-            dims.setdefault(place.dim, []).append(axis)
-    cuts: dict[str, Placement] = {}
-    for axis, place in layout.items():
-        if not place.is_shard:
+    for axis, placement in layout.items():
+        if placement.is_shard:
+            dims.setdefault(placement.dim, []).append(axis)
+    shards: dict[str, Placement] = {}
+    for axis, placement in layout.items():
+        if not placement.is_shard:
             continue
-        axes = dims[place.dim]
+        axes = dims[placement.dim]
         if any(layout[other].sections for other in axes):
-            cuts[axis] = place
+            shards[axis] = placement
         elif axis == axes[0]:
-            cuts["_".join(axes)] = place
-    return cuts
+            shards["_".join(axes)] = placement
+    return shards
 
 
 def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: int) -> str:
-    """Why a weight of these sizes cannot be stored so on an axis; "" where it can.
+    """Return why a weight of these sizes cannot have this placement on an axis, "" if it can.
 
     >>> cannot_store(shard(0), (6, 5), "tp", 4)
     'dim 0 has size 6, which does not cut so over tp=4'
@@ -230,40 +238,45 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
         return ""
     if place.dim >= len(sizes):
         return f"its shape is {list(sizes)}, it has no dim {place.dim}"
-    parts = section_sizes(sizes[place.dim], place.sections)
-    uneven = any(part % num_shards for part in parts)
-    few = place.sections or -(-parts[0] // num_shards) * (num_shards - 1) >= parts[0]
-    if (uneven and few) or sum(parts) != sizes[place.dim]:
+    sizes_of_sections = section_sizes(sizes[place.dim], place.sections)
+    uneven = any(part % num_shards for part in sizes_of_sections)
+    leaves_empty_shard = (
+        place.sections or -(-sizes_of_sections[0] // num_shards) * (num_shards - 1) >= sizes_of_sections[0]
+    )
+    if (uneven and leaves_empty_shard) or sum(sizes_of_sections) != sizes[place.dim]:
         return f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over {axis}={num_shards}"
     return ""
 
 
 def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
-    """Why a weight of these sizes, whose layout on other axes is `others`, cannot be stored in parts so over an axis
-    beside, or over several joined as one; "" where it can.
+    """Return why a weight of these sizes cannot be stored sharded over an axis (ZeRO), "" if it can.
+
+    Args:
+        axis: a mesh axis, or several flattened into one.
+        others: the layout of the weight on the other axes.
 
     >>> cannot_store_parts(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
     'tp cuts dim 0 already'
     """
     if place.sections:
         return f"over {axis} a dim is cut in one piece"
-    for other, cut in others.items():
-        if other == axis or not (place.is_shard and cut.is_shard):
+    for other, placement in others.items():
+        if other == axis or not (place.is_shard and placement.is_shard):
             continue
         if set(parts_of(other)) & set(parts_of(axis)):
             return f"{other} cuts it already"
-        if place.dim == cut.dim:
+        if place.dim == placement.dim:
             return f"{other} cuts dim {place.dim} already"
     return cannot_store(place, sizes, axis, num_shards)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a value goes from one placement to another on one axis.
+    """Conversion of a value from one placement to another on one axis.
 
-    `operator` is the name of the custom operator `torch.ops.autopart.<operator>`; `forward` and `backward` name the
-    primitive it runs in either direction: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` move data,
-    `identity`, `slice`, `pad` and `own` (keep it on the first rank, zero elsewhere) are local.
+    `operator` is the name of the custom operator `torch.ops.autopart.<operator>`. `forward` and `backward` name the
+    primitive that it runs in each direction. `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` communicate.
+    `identity`, `slice`, `pad` and `own` (keep the value on the first rank, zero elsewhere) are local.
     """
 
     operator: str
@@ -272,7 +285,7 @@ class Conversion:
 
     @property
     def transposed(self) -> Conversion:
-        """Return what the gradient goes through. Its own gradient goes through the conversion itself."""
+        """Conversion of the gradient. The gradient of the gradient goes through the conversion itself."""
         return Conversion(self.operator, self.backward, self.forward)
 
 
@@ -296,30 +309,35 @@ ROUTING = {
     "dispatch": Conversion("dispatch", "dispatch", "combine"),
     "combine": Conversion("combine", "combine", "dispatch"),
 }
-"""{operator: its primitives} of what brings rows to `E(0; sent)` and back: all-to-alls of parts of unequal sizes."""
+"""{operator: its primitives} of dispatch to `E(0; sent)` and combine: all-to-alls of unequal chunks."""
 
 DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
     **dict.fromkeys(ROUTING, ("all_to_all", "all_to_all")),
     "exchange_counts": ("all_to_all", ""),
     "all_reduce_max": ("all_reduce", ""),
 }
-"""{operator of a stage graph: the primitives that it runs forward and backward, or those that cost as much}; counts and
-a maximum have no backward."""
+"""{operator of a stage graph: the primitives of its forward and backward, or primitives of equal cost}.
+
+Exchanged counts and a maximum have no backward."""
 
 
 def conversion(source: Placement, target: Placement) -> Conversion | None:
-    """The conversion between two placements on one axis; None where they are the same or none exists (`S` to `P`)."""
+    """Return the conversion between two placements on one axis.
+
+    None if they are equal or none exists (`S` to `P`).
+    """
     if source == target:
         return None
     return CONVERSIONS.get((source.kind, target.kind))
 
 
 def inside(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """A placement of a value as it is for what a rank has of it, where other axes cut it too: those that cut the same
-    dim into fewer sections are outside of it, and leave a rank fewer of its sections.
+    """Return a placement relative to a rank's local shard, if other axes shard the value too.
+
+    Axes that shard the same dim into fewer sections are outside of it, and leave a rank fewer of its sections.
 
     Args:
-        others: on the other axes, each with its ranks.
+        others: (placement, number of ranks) of each other axis.
 
     >>> str(inside(shard(1, (6,)), [(shard(1), 2), (shard(0), 2)])), str(inside(shard(1, (2,)), [(shard(1), 2)]))
     ('S(1; sections=3)', 'S(1)')
@@ -335,9 +353,9 @@ def inside(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placeme
 
 
 def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_shards: int) -> bool:
-    """Whether one conversion does it; else the value has to be whole in between.
+    """Return True if one conversion suffices. Otherwise the value must be replicated in between.
 
-    An all-to-all is not told where shards of unequal sizes or of sections begin.
+    The all-to-all supports neither unequal shards nor sections.
     """
     if source == target:
         return True
@@ -348,5 +366,5 @@ def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_sh
 
 
 def format_layout(layout: Layout) -> str:
-    """`{dp:S(0) tp:P}`; replicated axes are left out."""
+    """Format a layout as `{dp:S(0) tp:P}`. Replicated axes are left out."""
     return "{" + " ".join(f"{axis}:{p}" for axis, p in layout.items() if p != R) + "}"

@@ -10,15 +10,17 @@ from torch import Tensor
 
 
 class Band(NamedTuple):
-    """Query i sees the keys from i - `before` to i + `after`, as far as there are any."""
+    """Sliding window: query i attends the existing keys from i - `before` to i + `after`."""
 
     before: int
     after: int
 
 
 class Run(NamedTuple):
-    """Queries one behind the other, whose intervals of keys begin and end with the keys from `low` to before `high`:
-    that of query i of the run is [max(low, first + i), min(high, end + i))."""
+    """Consecutive queries whose key ranges move by one key per query.
+
+    Query i of the run attends the keys [max(low, first + i), min(high, end + i)).
+    """
 
     queries: int
     low: int
@@ -27,13 +29,13 @@ class Run(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> Run:
-        """Of its queries those from one to before another."""
+        """Return the run of the queries from `start` to before `stop`."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return Run(stop - start, low, high, self.first + start, self.end + start)
 
     @property
     def seen(self) -> int:
-        """How many pairs of a query and a key it sees there are.
+        """Number of attended (query, key) pairs.
 
         >>> Run(3, 0, 3, -3, 1).seen
         6
@@ -43,35 +45,38 @@ class Run(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Whether some query does not see the first of the keys, and the last."""
+        """Tuple: True if some query masks the first of the keys, True if some query masks the last."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property
     def is_causal(self) -> bool:
-        """Whether query i sees the keys from the first to number i, of as many keys as queries."""
+        """True if query i attends keys 0 to i, and there are as many keys as queries."""
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
     def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, Run]]:
-        """Itself and some of its keys: (the first of a block's queries, the block). In one where a kernel knows what it
-        hides, or in what is seen whole and what is causal; else in blocks, that masks and scores be small."""
+        """Yield (first query, block) for the run restricted to the keys from `low` to before `high`.
+
+        If the kernel supports the run's mask, the run is one block, or one dense and one causal block. Otherwise the
+        run is split into blocks of `ROWS` queries, so that masks and scores stay small.
+        """
         run = self._replace(low=max(self.low, low), high=min(self.high, high))
-        behind = run._replace(low=max(run.low, run.end - 1))
-        if has_kernel and run.low < behind.low and behind.is_causal and not run.hides[0]:
-            yield 0, run._replace(high=behind.low)
-            run = behind
-        is_known = has_kernel and (run.is_causal or not any(run.hides))
-        step = run.queries if is_known else ROWS
+        last_keys = run._replace(low=max(run.low, run.end - 1))
+        if has_kernel and run.low < last_keys.low and last_keys.is_causal and not run.hides[0]:
+            yield 0, run._replace(high=last_keys.low)
+            run = last_keys
+        is_supported = has_kernel and (run.is_causal or not any(run.hides))
+        step = run.queries if is_supported else ROWS
         for start in range(0, run.queries, step):
             block = run.part(start, min(start + step, run.queries))
             if block.low < block.high:
                 yield start, block
 
     def mask(self, device: torch.device) -> Tensor:
-        """Which of the keys its queries see: [queries, high - low]."""
+        """Return the boolean mask [queries, high - low], True if the query attends the key."""
         at = torch.arange(self.queries, device=device).unsqueeze(-1)
         position = torch.arange(self.low, self.high, device=device)
         return (position >= self.first + at) & (position < self.end + at)
 
 
 ROWS = 256
-"""Queries of a block of a run, each with a mask of its own."""
+"""Number of queries per block when a run is split. Each block has its own mask."""

@@ -1,4 +1,4 @@
-"""The device mesh as data: named axes and their sizes, and where each rank sits in it."""
+"""The device mesh as data: named axes with their sizes, and the coordinates of each rank."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ Cuts = Literal["stages", "rows", "features", "positions", "experts"]
 
 
 Context = Literal["auto", "gather", "ulysses", "ring"]
-"""What attention does on an axis that cuts positions (`passes/choose/solve/context_strategies.py`)."""
+"""Attention strategy on an axis that shards the sequence (`passes/choose/solve/context_strategies.py`)."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis of a mesh cuts, as data: all that tells one kind of parallelism from another.
+    """Mesh axis: what it shards, as data. Nothing else distinguishes one kind of parallelism from another.
 
-    `cuts`: `"stages"`, the operators of the model into the stages of a pipeline; `"rows"`, the batch, as its rows pass
-    through the rules of the operators (nothing is chosen). Of the others a solve finds what is cheapest for every
-    operator: `"features"` cuts the dims that come from weights, and positions between them; `"positions"` the other
-    dims of values, weights are whole (a sequence, and heads where no weight is read); `"experts"` rows of the batch,
-    and of the weights those of experts alone. What gradients need follows from the layouts that come of it: where a
-    parameter is whole and values are cut, they end as partial sums, and are summed once a step.
-    `stores`: parameters may be stored in parts over it too, whatever it cuts (ZeRO).
+    `cuts`: what the axis splits.
+
+    - `"stages"`: the operators of the model, into pipeline stages.
+    - `"rows"`: the batch. Samples follow the rules of the operators, so nothing is chosen.
+    - `"features"`: the dims that come from weights, and the sequence between them.
+    - `"positions"`: the other dims of values, while weights stay replicated: the sequence, and heads of operators that
+      read no weight.
+    - `"experts"`: samples of the batch, and of the weights only those of experts.
+
+    The solver chooses the cheapest placement of every operator on the last three. The layouts then imply what gradients
+    need: if a parameter is replicated and values are sharded, its gradient is a partial sum, reduced once a step.
+    `stores`: parameters may be stored sharded over the axis (ZeRO), whatever it splits.
     """
 
     name: str
@@ -41,7 +46,7 @@ class Axis:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether layouts are chosen on it, as is cheapest for every operator."""
+        """True if the solver chooses layouts on this axis."""
         return self.cuts in ("positions", "experts", "features")
 
 
@@ -53,19 +58,19 @@ AXES = (
     Axis("ep", "experts", stores=True),
     Axis("tp", "features"),
 )
-"""Every axis autopart knows, outermost first: pipeline, data with whole replicas, data, context, expert, tensor.
+"""All mesh axes, outermost first: pipeline, replicated data, data, context, expert, tensor.
 
-ZeRO cuts parameters over `dp`, `cp` and `ep` as one (`Mesh.storing`): with `dpr` beside them they are cut inside a
-group of ranks and replicated over the groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section
-3.2.2)."""
+ZeRO shards parameters over `dp`, `cp` and `ep` flattened into one (`Mesh.storing`). With `dpr`, parameters are sharded
+within a group of ranks and replicated over the groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277,
+section 3.2.2)."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`; axes of size 1 may be left out.
+    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 may be left out.
 
-    Ranks are counted with `pp` outermost and `tp` innermost, whatever the order the sizes are given in.
-    `axes`: what each axis that there may be cuts, outermost first.
+    Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the sizes are passed.
+    `axes`: all possible axes and what they split, outermost first.
     """
 
     sizes: Mapping[str, int]
@@ -73,7 +78,7 @@ class Mesh:
 
     @staticmethod
     def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int, axes: tuple[Axis, ...] = AXES) -> Mesh:
-        """A mesh from `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a DeviceMesh with named dims. Raises MeshError for others.
+        """Return the mesh of `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a named DeviceMesh. Raises MeshError.
 
         >>> Mesh.parse("dp2,tp4").num_ranks
         8
@@ -83,7 +88,7 @@ class Mesh:
         if isinstance(mesh, int) and not isinstance(mesh, bool):
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
-                why="plan and parallelize search for them; here they must be named",
+                why="only plan and parallelize choose the axes; this function needs their names",
                 hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or that of autopart.plan(model, {mesh}, ...)",
             )
         if isinstance(mesh, str):
@@ -100,24 +105,24 @@ class Mesh:
         return Mesh({axis.name: sizes[axis.name] for axis in axes if axis.name in sizes}, axes)
 
     def size(self, axis: str) -> int:
-        """How many ranks an axis has, or several joined as one."""
+        """Return the number of ranks of an axis, or of several axes flattened into one."""
         return math.prod(self.sizes.get(part, 1) for part in parts_of(axis))
 
     def axis(self, name: str) -> Axis:
-        """What the axis of this name cuts."""
+        """Return the axis of this name."""
         return next(axis for axis in self.axes if axis.name == name)
 
     def stride(self, axis: str) -> int:
-        """How far apart in rank numbers neighbours on an axis are.
+        """Return the difference in rank number between neighbours on an axis.
 
         >>> [Mesh.parse("pp2,dp3,tp4").stride(axis) for axis in ("tp", "dp", "pp")]
         [1, 4, 12]
         """
-        names, last = [known.name for known in self.axes], parts_of(axis)[-1]
+        names, last = [mesh_axis.name for mesh_axis in self.axes], parts_of(axis)[-1]
         return math.prod(self.size(inner) for inner in names[names.index(last) + 1 :])
 
     def index(self, coordinates: Mapping[str, int], axis: str) -> int:
-        """Where the rank at these coordinates is on an axis, or on several joined as one.
+        """Return the index of the rank at these coordinates on an axis, or on several axes flattened into one.
 
         >>> Mesh.parse("dp2,cp3").index({"dp": 1, "cp": 2}, "dp_cp")
         5
@@ -128,7 +133,7 @@ class Mesh:
         return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
-        """The axes of several ranks that cut this, outermost first.
+        """Return the axes with several ranks that split this, outermost first.
 
         >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
         (('dp',), ())
@@ -137,37 +142,36 @@ class Mesh:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The axes of several ranks on which layouts are chosen, outermost first."""
+        """Axes with several ranks on which the solver chooses layouts, outermost first."""
         return tuple(axis.name for axis in self.axes if axis.is_chosen and self.size(axis.name) > 1)
 
     @property
     def solving_order(self) -> tuple[str, ...]:
-        """The same, as they are solved for one after another: the innermost first, with the fastest links."""
+        """`chosen` axes in solving order: the innermost axis, with the fastest links, first."""
         return self.chosen[::-1]
 
     @property
     def row_ranks(self) -> int:
-        """Over how many ranks the rows of a batch are cut."""
+        """Data-parallel size: the number of ranks over which the batch is sharded."""
         return math.prod(map(self.size, self.along("rows")))
 
     @property
     def batch_parts(self) -> int:
-        """Into how many parts of equal size the rows of a microbatch have to divide: over the ranks that cut rows, and
-        inside them over those that have experts."""
+        """Divisor of a microbatch's samples: data-parallel size times expert-parallel size."""
         return self.row_ranks * self.expert_ranks
 
     @property
     def expert_ranks(self) -> int:
-        """Over how many ranks experts are cut."""
+        """Expert-parallel size: the number of ranks over which experts are sharded."""
         return math.prod(map(self.size, self.along("experts")))
 
     @property
     def feature_ranks(self) -> int:
-        """Over how many ranks the features of weights are cut."""
+        """Tensor-parallel size: the number of ranks over which features of weights are sharded."""
         return math.prod(map(self.size, self.along("features")))
 
     def row_index(self, coordinates: Mapping[str, int]) -> int:
-        """Which of the blocks of rows the rank at these coordinates has, of `row_ranks`.
+        """Return the batch shard of the rank at these coordinates, from 0 to `row_ranks` - 1.
 
         >>> Mesh.parse("dp4,tp2").row_index({"dp": 3, "tp": 1})
         3
@@ -179,18 +183,18 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """The first axis over which parameters may be stored in parts, though it have one rank: `dp`."""
+        """First axis over which parameters may be stored sharded, even if it has one rank: `dp`."""
         return next(axis.name for axis in self.axes if axis.stores)
 
     def storing(self, cutting: Collection[str] = ()) -> tuple[str, ...]:
-        """The axes joined over which a parameter may be stored in parts, those of most ranks first.
+        """Return the flattened axes over which a parameter may be stored sharded, those with most ranks first.
 
-        They are the storing axes on which ranks hold it alike, but for the last ones where its dims do not divide. The
-        name begins with the first of them, though that have one rank: so it is never that of an axis on which layouts
-        are chosen.
+        They are the storing axes on which ranks replicate the parameter. The shorter ones are for parameters whose dims
+        do not divide. Every name begins with the first storing axis, even if that has one rank, so it never equals the
+        name of an axis on which layouts are chosen.
 
         Args:
-            cutting: the axes that cut the parameter already, as `ep` does experts.
+            cutting: the axes that shard the parameter already, as `ep` shards experts.
 
         >>> mesh = Mesh.parse("dp2,cp2,ep2")
         >>> mesh.storing(), mesh.storing(["ep"]), Mesh.parse("ep2").storing(["ep"])
@@ -202,34 +206,36 @@ class Mesh:
         return tuple(axis for axis in joined if self.size(axis) > 1)
 
     def joined(self, names: Collection[str]) -> str:
-        """Storing axes joined in one: the first, and those of several ranks.
+        """Return storing axes flattened into one name: the first, and those with several ranks.
 
         >>> Mesh.parse("ep2").joined(["dp", "cp", "ep"])
         'dp_ep'
         """
-        others = [axis for axis in names if axis != self.data_axis and self.size(axis) > 1]
-        return "_".join((self.data_axis, *others))
+        other_axes = [axis for axis in names if axis != self.data_axis and self.size(axis) > 1]
+        return "_".join((self.data_axis, *other_axes))
 
     @property
     def storing_axis(self) -> str | None:
-        """The axes joined that store most parameters; None where they have one rank."""
+        """Flattened axis that stores most parameters, None if it has one rank."""
         return next(iter(self.storing()), None)
 
     def stores(self, axis: str) -> bool:
-        """Whether this is what parameters are stored in parts over: `data_axis`, or axes joined to it."""
+        """Return True for an axis over which parameters are stored: `data_axis`, or one flattened with it."""
         return parts_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:
-        """The axes joined over which a parameter of this layout is stored in parts; None: over none."""
+        """Return the flattened axis over which a parameter of this layout is stored sharded, or None."""
         return next((axis for axis, place in layout.items() if self.stores(axis) and place.is_shard), None)
 
     @property
     def tensor_axis(self) -> str:
-        """The innermost axis that cuts features, though it have one rank: `tp`."""
+        """Innermost axis that shards features, even if it has one rank: `tp`."""
         return self.innermost("features")
 
     def innermost(self, cuts: Cuts) -> str:
-        """The innermost axis that cuts this, though it have one rank: formulas are written in its size.
+        """Return the innermost axis that splits this, even if it has one rank.
+
+        Cost formulas are written in the size of this axis.
 
         >>> Mesh.parse("dp2").innermost("positions")
         'cp'
@@ -241,12 +247,12 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def ranks(self) -> Iterator[dict[str, int]]:
-        """The coordinates of every rank, in rank order."""
+        """Yield the coordinates of every rank, by rank number."""
         for rank in range(self.num_ranks):
             yield self.coordinates(rank)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits: `{"pp": 1, "tp": 0}`."""
+        """Return the coordinates of `rank`: `{"pp": 1, "tp": 0}`."""
         coordinates = {}
         names = [axis.name for axis in self.axes if axis.name in self.sizes]
         for name in reversed(names):
@@ -284,27 +290,33 @@ def _from_device_mesh(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> dict[str, int
     if list(names) != sorted(names, key=lambda n: order.index(n) if n in order else len(order)):
         raise MeshError(
             f"the DeviceMesh orders its dims {names}",
-            why="ranks are counted with pp outermost, then dp, cp, ep, and tp innermost",
-            hint="give the dims in that order",
+            why="ranks are numbered with pp outermost, then dp, cp, ep, and tp innermost",
+            hint="pass the dims in this order",
         )
     return dict(zip(names, mesh.shape, strict=True))
 
 
 def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
-    known = {axis.name: axis for axis in axes}
+    axis_by_name = {axis.name: axis for axis in axes}
     for name, size in sizes.items():
-        if name not in known:
+        if name not in axis_by_name:
             raise MeshError(
-                f"unknown mesh axis '{name}'", why=f"the axes are {', '.join(known)}", hint="mesh={'dp': 2, 'tp': 2}"
+                f"unknown mesh axis '{name}'",
+                why=f"the axes are {', '.join(axis_by_name)}",
+                hint="mesh={'dp': 2, 'tp': 2}",
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size must be an integer from 1")
+            raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is an integer from 1")
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raises OptionError where no rank can have so many times the mean of the rows. `axes`: those that cut experts."""
+    """Raise OptionError if no rank can have `balance` times the mean number of rows.
+
+    Args:
+        axes: the axes that shard experts.
+    """
     ranks = math.prod(map(mesh.size, axes))
     if balance > ranks:
-        raise OptionError(f"balance={balance:g} cannot be on {mesh}",
-                          why=f"a rank that has all rows has {ranks} times the mean of {ranks}",
+        raise OptionError(f"balance={balance:g} is too large for {mesh}",
+                          why=f"a rank that has all rows has {ranks} times the mean over {ranks} ranks",
                           hint=f"balance={ranks}, or less")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A sharding rule fitted to one call: which factors the dims of its inputs and outputs are made of."""
+"""A sharding rule fitted to one call: the factors of each dim of its tensor inputs and outputs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Literal
 from torch import fx
 
 Dim = tuple[str, ...]
-"""The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
+"""Factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
 Dims = tuple[Dim, ...]
 SELECTED = "selected"
-"""A factor of size 1 that marks a dim of selected elements: of the others of the dim only some are there."""
+"""Marker factor (size 1) of a dim produced by boolean indexing: its length is data-dependent."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A rule fitted to one call: the factors of every dim of every tensor input and output, and the factors' sizes.
+    """A rule fitted to one call: the factors and sizes of each dim of its tensor inputs and outputs.
 
-    `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
-    output then being one too. `lookup`: a factor that may be sharded only by a special local operator
-    (`embedding`, `cross_entropy_loss`). `tied`: the inputs that are positions in a selection (`ir/selection.py`), of
-    elements that lie on the same rank when a factor is cut. `routes`: it sends rows to their experts, or
-    brings them back. `joined`: factors that are concatenations, with the sizes
-    of their sections (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one
-    of them. `local`: how the call is written for one rank (`passes/rules/local_forms.py`), where it is not the
-    traced one on local operands.
+    `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once, which makes the
+    output a partial sum. `lookup`: a factor that can be sharded only by a special local operator (`embedding`,
+    `cross_entropy_loss`). `tied`: inputs that are indices into a selection (`ir/selection.py`). Their elements are on
+    the rank that has the selected elements if a factor is sharded. `routes`: the operator dispatches rows to their
+    experts ("out") or combines them ("back"). `joined`: {concatenated factor: the sizes of its sections} (`cat`,
+    `split_with_sizes`). A dim of such a factor has all sections or, if it is smaller, one of them. `local`: writes the
+    call for one rank (`passes/rules/local_forms.py`) if the traced call on local operands would be wrong.
     """
 
     inputs: tuple[Dims, ...]
@@ -44,24 +43,27 @@ class Pattern:
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """Every factor, in order of first appearance."""
+        """All factors, by first appearance."""
         return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
 
     def __str__(self) -> str:
-        """`b s k, n k -> b s n`; a dim that merges factors is `(b s)`, one of none `1`, a tensor without dims `()`."""
+        """Return `b s k, n k -> b s n`.
+
+        A dim that merges factors prints as `(b s)`, a dim without factors as `1`, and a tensor without dims as `()`.
+        """
         values = [[" ".join(map(_dim_text, dims)) or "()" for dims in side] for side in (self.inputs, self.outputs)]
         return " -> ".join(map(", ".join, values))
 
     @property
     def key(self) -> tuple:
-        """Equal for equal patterns, and hashable."""
+        """Hashable key that is equal for equal patterns."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
         rest = (self.flops, joined, self.tied, self.routes)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest
 
 
 def is_innermost(pattern: Pattern, factor: str) -> bool:
-    """Whether every dim that has a factor has no other one inside it."""
+    """Return True if the factor is the innermost factor of every dim that contains it."""
     return all(dim[-1] == factor for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
 
 

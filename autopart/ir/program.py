@@ -1,13 +1,13 @@
-"""The partitioned program: data that the runtime executes, on processes or all ranks in one.
+"""The partitioned program: data that the runtime executes, one rank per process or all in one.
 
-A `Program` holds no process group, no rank and no weights. Its graphs are SPMD: every rank of a stage runs the same
-graph; what differs is reached through two kinds of node:
+A `Program` contains no process group, no rank and no weights. Its graphs are SPMD: every rank of a stage runs the same
+graph. Ranks differ only through two kinds of node:
 
 - `torch.ops.autopart.<conversion>(x, axis, ...)`: the collectives of `autopart.ir.layout.CONVERSIONS`;
 - `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
 
-Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts beside `dp`, a value that is `S(0)` on it is
-one microbatch's rows, a `P` is summed over microbatches. No collective may run over it.
+Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts next to `dp`. A value that is `S(0)` on it is
+the samples of one microbatch. A `P` is summed over microbatches. No collective may run over it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from autopart.ir.sharding import Cut
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"
-"""The last input of a program that draws random numbers with `rng="fast"`: int64 [dp * microbatches], one random seed
-per microbatch, for each dp rank the same ones."""
+"""Last input of a program that draws random numbers with `rng="fast"`: int64 [dp * microbatches].
+
+It has one random seed per microbatch, equal on each dp rank."""
 
 Rng = Literal["fast", "exact"]
-"""Where random numbers come from. `"exact"`: from torch's default generator, as one device draws them, masks of dropout
-included. `"fast"`: from seeds that every rank knows; masks of dropout are drawn where they are needed."""
+"""Source of random numbers. `"exact"`: torch's default generator, with the numbers of a single-device run, including
+dropout masks. `"fast"`: seeds that every rank has. Each rank then draws only the dropout masks that it needs."""
 
 
 class StageGraph(LazyGraphModule):
-    """A graph of one stage, whose code is written when it first runs.
+    """Graph of one stage. Its code is generated when it first runs.
 
     `print_readable` shows every value's local shape and its layout.
     """
 
     def print_readable(self, print_output: bool = True, **options: Any) -> str:
-        """The generated code with typed values (`f32[4, 12, 64]{tp:P}`) and the user's source lines.
+        """Return the generated code with typed values (`f32[4, 12, 64]{tp:P}`) and the user's source lines.
 
         Options are those of `torch.fx.GraphModule.print_readable`.
         """
@@ -69,10 +70,10 @@ class StageGraph(LazyGraphModule):
 
 @dataclass(frozen=True)
 class StageInput:
-    """One keyword argument of a stage graph, computed from the model's inputs alone by the stage's prologue.
+    """One keyword argument of a stage graph. The stage's prologue computes it from the model's inputs.
 
-    `batch_dim`: the dim that is cut, first over `dp` (contiguous blocks of rows), then over microbatches;
-    None: every rank and microbatch gets the whole value. `sections`: those of the dim, each of which is cut so.
+    `batch_dim`: the dim that is sharded, first over `dp` (contiguous blocks of samples), then over microbatches. If it
+    is None, every rank and microbatch gets the full value. `sections`: sections of the dim; each is sharded separately.
     """
 
     name: str
@@ -84,7 +85,7 @@ class StageInput:
 class Boundary:
     """A value that one stage sends to the next: local shape for one microbatch on one rank.
 
-    `uneven`: (axis, how it cuts) where shards are unequal; `shape` is the longest's.
+    `uneven`: (axis, how it shards) if shards are unequal; `shape` is then that of the longest shard.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Boundary:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def shape_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The local shape on the rank at these coordinates."""
+        """Return the local shape on the rank at these coordinates."""
         local = list(self.shape)
         for axis, cut in self.uneven:
             local[cut.dim] = cut.length(coordinates[axis])
@@ -107,10 +108,10 @@ class Boundary:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """The value of a buffer after a forward, whole on every rank of the stage that makes it.
+    """New value of a buffer after a forward, replicated on every rank of the stage that computes it.
 
-    `from_inputs`: an output of the stage's prologue, behind those for its `inputs`. Else an output of its graph, behind
-    its `sends`; `layout` says how those of the microbatches become one, as for a model's outputs.
+    `from_inputs`: True for an output of the stage's prologue, after those for its `inputs`. False for an output of the
+    stage's graph, after its `sends`. `layout` then says how to combine the values of the microbatches, as for outputs.
     """
 
     name: str
@@ -122,11 +123,11 @@ class BufferUpdate:
 class Stage:
     """One pipeline stage.
 
-    `prologue(*model_inputs) -> tuple`: runs once per call on the GLOBAL inputs (in `Program.input_names` order),
-    returns one value per entry of `inputs`. It makes all draws of the whole model, in the model's order, also those
-    that other stages use: so every stage finds the same numbers, and leaves the generator in the same state.
-    `graph(*received, **inputs) -> tuple`: runs once per microbatch; its positional placeholders are the previous
-    stage's `sends`, its outputs are this stage's `sends` (the last stage: one per tensor output of the program).
+    `prologue(*model_inputs) -> tuple`: runs once per call on the GLOBAL inputs (in `Program.input_names` order) and
+    returns one value per entry of `inputs`. It executes all random ops of the whole model, in the model's order, also
+    those that other stages use. So every stage gets the same numbers and leaves the generator in the same state.
+    `graph(*received, **inputs) -> tuple`: runs once per microbatch. Its positional placeholders are the previous
+    stage's `sends`. Its outputs are this stage's `sends` (in the last stage: one per tensor output of the program).
     `graph`'s parameters and buffers are `get_attr` nodes on their original dotted names.
     """
 
@@ -142,12 +143,12 @@ class Stage:
 
     @property
     def graph_updates(self) -> tuple[BufferUpdate, ...]:
-        """Those made by the graph."""
+        """Buffer updates that the graph computes."""
         return tuple(update for update in self.updates if not update.from_inputs)
 
     @property
     def prologue_updates(self) -> tuple[BufferUpdate, ...]:
-        """Those made by the prologue."""
+        """Buffer updates that the prologue computes."""
         return tuple(update for update in self.updates if update.from_inputs)
 
 
@@ -155,10 +156,10 @@ class Stage:
 class StoredTensor:
     """A parameter as it is stored: global shape, layout over the mesh axes, and the stages that read it.
 
-    `grad_axes`: the axes (dp, tp, ...) over which its gradient ends as a partial sum and is summed once a step.
+    `grad_axes`: the axes (dp, tp, ...) over which its gradient is a partial sum, to be reduced once a step.
     `aliases`: other names of the same parameter in the model (tied weights).
-    `compute_dtype`: what it is cast to where it is read; None: it is read as it is stored.
-    `method`: what data-parallel ranks send each other of it in place of a sum over the outermost axis of rows.
+    `compute_dtype`: the dtype that it is cast to when it is read; None: its stored dtype.
+    `method`: the `dp_sync` method that replaces the gradient reduction over the outermost data axis.
     """
 
     name: str
@@ -171,30 +172,34 @@ class StoredTensor:
     method: Method | None = None
 
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes of several ranks over which its gradient is summed once a step."""
-        apart = () if self.method is None else mesh.along("rows")[:1]
-        return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in apart)
+        """Return the axes with several ranks over which its gradient is reduced once a step."""
+        method_axes = () if self.method is None else mesh.along("rows")[:1]
+        return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def whole_to_send(self, mesh: Mesh) -> StoredTensor | None:
-        """As it would be stored whole, where a method brings together its whole gradient over an axis that stores it in
-        parts (`zero=1`); None: the method is for what a rank stores."""
-        over = mesh.stored_over(self.layout)
-        if self.method is None or over is None or mesh.along("rows")[0] not in parts_of(over):
+        """Return the parameter as if stored unsharded, if its method needs full gradients (`zero=1`).
+
+        None if the method works on the stored shard.
+        """
+        zero_axis = mesh.stored_over(self.layout)
+        if self.method is None or zero_axis is None or mesh.along("rows")[0] not in parts_of(zero_axis):
             return None
-        layout = {axis: place for axis, place in self.layout.items() if axis != over}
-        partial = {*self.grad_axes, *parts_of(over)}
+        layout = {axis: placement for axis, placement in self.layout.items() if axis != zero_axis}
+        partial = {*self.grad_axes, *parts_of(zero_axis)}
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes on whose ranks it is meant to have other values."""
+        """Return the axes on whose ranks its values are meant to differ."""
         return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
 @dataclass(frozen=True)
 class Output:
-    """One flat output of the model: a tensor of the last stage's graph (`position`) with its layout, or a constant.
+    """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `made_of`: where every rank gives its own rows, the inputs that the value is made of.
+    `layout`: that of the tensor.
+
+    `made_of`: the inputs that the value depends on, if every rank passes its local batch.
     """
 
     position: int | None
@@ -205,7 +210,7 @@ class Output:
 
 @dataclass(frozen=True)
 class LabelCount:
-    """The number of labels that the loss of a training step is the mean of: this input of this stage's graph."""
+    """The number of labels over which the loss is a mean: input `name` of the graph of stage `stage`."""
 
     stage: int
     name: str
@@ -213,11 +218,11 @@ class LabelCount:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All stages of the partitioned model, what they store, and how the model's own outputs are put together again.
+    """All stages of the partitioned model, what they store, and how the model's outputs are assembled.
 
-    Two programs are equal only if they are one: so it can be a key.
+    Programs compare by identity, so a program can be a dictionary key.
 
-    `copied`: the rows of the batch do not divide over `dp`, so every rank of it computes all of them.
+    `copied`: the batch does not divide over `dp`, so every `dp` rank computes all samples.
     """
 
     mesh: Mesh
@@ -229,37 +234,37 @@ class Program:
     output_spec: TreeSpec
     copied: bool = False
     draws: Rng | None = None
-    """Where the draws in the prologues take their numbers from; None: there are none."""
+    """Source of the random numbers in the prologues, None if the prologues draw none."""
     label_count: LabelCount | str | None = None
-    """Of a training step: what its loss is divided by, or why that is not a number of labels."""
+    """Number of labels that divides the loss of a training step, or why the loss is not a mean over labels."""
     row_inputs: frozenset[str] | None = None
-    """Where every rank gives its own rows of a batch, and is given its own rows of the outputs: the inputs that are
-    rows; a prologue is still given the global batch. None: every rank gives the global batch."""
+    """Batched inputs, if every rank passes its local batch and gets its local outputs (`local_batch=True`). Prologues
+    still run on the global batch. None: every rank passes the global batch."""
     weight_updates: WeightUpdates = field(default_factory=dict)
-    """How ranks change their part of these parameters before the stages run."""
+    """Changes that ranks apply to their shard of these parameters before the stages run."""
     zero: int = 0
-    """How long the whole of a parameter that is stored in parts, and its whole gradient, live: 1, both for a
-    step; 2, the parameter for a step and the gradient for a microbatch; else both for as long as they are used."""
+    """Lifetime of the unsharded parameter and gradient of a sharded parameter. 1: both for a step. 2: the parameter for
+    a step and the gradient for a microbatch. Otherwise both only while they are used."""
     prefetch: int = 1
-    """Where the whole lives for as long as it is used: of how many blocks ahead it is gathered."""
+    """Number of blocks to prefetch, if unsharded parameters live only while they are used."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients of parameters are cast to before ranks sum them; None: they are summed as they are."""
+    """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
     dp_sync: DpSync = ALL_REDUCE
-    """What data-parallel ranks send each other."""
+    """Method of data-parallel communication."""
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
-        """The draws of a prologue: each stage's makes those of the whole model."""
+        """Random ops of a prologue. Each stage's prologue contains those of the whole model."""
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
         return tuple(node for node in nodes if draws_random_numbers(node))
 
     @property
     def stored_names(self) -> dict[str, str]:
-        """{any name of a parameter: the one it is stored under}."""
+        """{any name of a parameter: the name under which it is stored}."""
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
 
     def without_methods(self) -> Program:
-        """The same, with all gradients summed."""
+        """Return a copy that all-reduces every gradient."""
         if self.dp_sync.is_default:
             return self
         exact = {name: replace(stored, method=None) for name, stored in self.parameters.items()}
@@ -267,10 +272,10 @@ class Program:
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks a method of `dp_sync` is for."""
+        """Number of ranks that a `dp_sync` method communicates over."""
         return self.mesh.size((*self.mesh.along("rows"), self.mesh.data_axis)[0])
 
     @property
     def row_ranks(self) -> int:
-        """Over how many ranks the rows of the batch are cut."""
+        """Number of ranks over which the batch is sharded."""
         return 1 if self.copied else self.mesh.row_ranks

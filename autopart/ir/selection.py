@@ -1,4 +1,4 @@
-"""Selections: how many elements they have depends on values, and is known when the program runs."""
+"""Selections by a boolean mask: their number of elements is data-dependent, known only at run time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from autopart.ir.graph import is_tensor, operator_name, shape, source_of, value
 
 
 def positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
-    """Where a mask is true.
+    """Return the indices of the true elements of a mask.
 
     Args:
         mask: bool, of any shape with at least one dim.
-        number: how many elements are true, where that is known.
+        number: how many elements are true, if that is known.
     Returns:
-        For each dim of the mask an int64 tensor [selected]: the indices of the true elements in the order of memory,
-        as `torch.where(mask)` gives them. In a trace `selected` is `number`, or that of the mask's elements, the most
-        that there can be.
+        An int64 tensor [selected] for each dim of the mask, in memory order, as `torch.where(mask)` returns them. In a
+        trace `selected` is `number`, or else the upper bound: the number of elements of the mask.
     """
     return list(torch.where(mask))
 
@@ -37,23 +36,23 @@ def _define() -> torch.library.Library:
     return library
 
 
-LIBRARY = _define()  # the operator lives as long as this object
+LIBRARY = _define()  # torch unregisters the operator when this object dies
 OPERATORS = ("positions",)
 POSITIONS = torch.ops.autopart.positions.default
 
 
 def is_selection(node: fx.Node) -> bool:
-    """Whether a node says where a mask is true, and nobody knows for how many elements it is."""
+    """Return True if a node computes the indices of a mask's true elements, of data-dependent number."""
     return node.target is POSITIONS and len(node.args) == 1
 
 
 def is_counted(node: fx.Node) -> bool:
-    """Whether the size of a traced value depends on values."""
+    """Return True if the size of a traced value is data-dependent."""
     return facts(node).get("counted", False)
 
 
 class Positions(NamedTuple):
-    """The indices of selected elements along dim `dim` of a mask of shape `mask`."""
+    """Indices of selected elements along dim `dim` of a mask of shape `mask`."""
 
     selection: str
     dim: int
@@ -72,7 +71,7 @@ _MOVES = {
 
 
 def positions_of(node: fx.Node) -> Positions | None:
-    """Of which selected elements a value holds the indices; None where it holds something else."""
+    """Return the selection whose indices a value contains, None for any other value."""
     while node.op == "call_function" and is_tensor(node) and value(node).dtype == torch.int64:
         source, dim = source_of(node)
         if is_selection(source):

@@ -1,4 +1,4 @@
-"""Parts of a graph: what some of its values are made of."""
+"""Subgraphs: the nodes that some values depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from autopart.ir.graph import draws_random_numbers
 
 
 def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """What these values are made of, they themselves included. (Masks are made of few: the graph is not looked at.)"""
+    """Return these values and all their ancestors.
+
+    The search runs backwards: masks have few ancestors, so it is cheaper than a pass over the graph.
+    """
     nodes, todo = set[fx.Node](), list(values)
     while todo:
         node = todo.pop()
@@ -26,22 +29,22 @@ def is_given(node: fx.Node) -> bool:
 
 
 def part_of(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of a graph that makes these values, of the inputs that it needs. What layers make alike is made once."""
+    """Extract the subgraph that computes these values. Merge equal nodes, e.g. the masks of layers."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    alike: dict[Any, fx.Node] = {}
+    node_by_call: dict[Any, fx.Node] = {}
     needed = made_for(values)
     for node in module.graph.nodes:
         if node in needed:
-            copied = graph.node_copy(node, copies.__getitem__)
-            copies[node] = alike.setdefault((copied.op, copied.target, repr(copied.args), repr(copied.kwargs)), copied)
-            if copies[node] is not copied:
-                graph.erase_node(copied)
-    graph.output(tuple(copies[one] for one in values))
+            copy = graph.node_copy(node, copies.__getitem__)
+            copies[node] = node_by_call.setdefault((copy.op, copy.target, repr(copy.args), repr(copy.kwargs)), copy)
+            if copies[node] is not copy:
+                graph.erase_node(copy)
+    graph.output(tuple(copies[value] for value in values))
     return fx.GraphModule(module, graph)
 
 
 def erase_unread(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Take those of the nodes away that nothing reads, and then those that they alone read."""
+    """Erase those of the nodes that have no users, and then those whose users were erased."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

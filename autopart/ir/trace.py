@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Call:
     """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
 
-    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are: `gradients`, as it is
-    before the call. A forward may say of another input that it does, for a gradient that it takes itself.
+    A trace is specific to the tensors that need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad`
+    of each tensor before the call. A forward may set it on another input, to differentiate with respect to it.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -35,7 +35,7 @@ class Call:
 
     @property
     def with_gradient(self) -> tuple[str, ...]:
-        """The names of the tensors that need gradients."""
+        """Names of the tensors that need gradients."""
         return tuple(name for name, gradient in zip(self.names, self.gradients, strict=True) if gradient)
 
 
@@ -43,20 +43,19 @@ class Call:
 class Trace:
     """A traced model.
 
-    `graph`: placeholders are the tensor inputs in `call.names` order (`input_name`; with a true
-    `input_grad` where the input needs a gradient); its output node holds the flat outputs and, as
-    its second argument, `buffer_updates`.
-    `parameters`: `{name: the model's own}` in the model's order; `aliases`: other names of a tied parameter.
-    `constants`: tensors written into the trace. `notes`: what a user should know about how it was traced.
-    `autocast`: the dtype of the `torch.autocast` that the model was called in, "" outside of one.
-    `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
-    functions that hold no module.
-    `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
-    change before the graph runs. `precision`: what the graph was traced in, where its parameters are to be cast to that
-    when they are read; `parameters` are as they are stored.
-    `by_chance`: whether random numbers decide what the model runs.
-    `folds`: the blocks of the graph, and of `parameters`, that stand for others, which it leaves out (`folding.py`);
-    `whole`: the same trace with all of them, as it was traced.
+    `graph`: its placeholders are the tensor inputs, in the order of `call.names` (`input_name`; `input_grad` is true if
+    the input needs a gradient). Its output node has the flat outputs and, as second argument, `buffer_updates`.
+    `parameters`: {name: parameter of the model}, in the model's order. `aliases`: other names of tied parameters.
+    `constants`: tensors that the trace captured. `notes`: remarks for the user on how the model was traced.
+    `autocast`: dtype of the `torch.autocast` around the call, "" if there is none.
+    `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`. The path is "" for the
+    model itself, and None for a function that contains no module.
+    `written`: names of the buffers that are frozen parameters of the model. `weight_updates`: how the forward changes
+    trained parameters before the graph runs. `precision`: the mixed precision that the graph was traced in. Parameters
+    are cast to it when they are read; `parameters` has them as they are stored.
+    `by_chance`: True if random numbers decide which branches run (stochastic depth).
+    `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
+    `whole`: the trace before deduplication, with all blocks.
     """
 
     graph: fx.Graph
@@ -78,44 +77,49 @@ class Trace:
     whole: Trace | None = None
 
     def without_values(self) -> Trace:
-        """The same, with parameters that hold no memory."""
+        """Return a copy whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
     @property
     def all_parameters(self) -> Mapping[str, torch.Tensor]:
-        """Those of all blocks, where some are left out, too."""
+        """Parameters of all blocks, including those that deduplication removed."""
         return self.parameters if self.whole is None else self.whole.parameters
 
     @cached_property
     def originals(self) -> Mapping[str, str]:
-        """{parameter of any block: the one in the graph that stands for it}."""
+        """{parameter of any block: the parameter in the graph that represents it}."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def of_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
-        """By the names of all parameters what is known by the names of those in the graph."""
+        """Expand a mapping from the parameters in the graph to all parameters of the model."""
         if not self.folds:
             return known
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
 
     def times_of(self, name: str) -> int:
-        """How many parameters of the model one in the graph stands for."""
+        """Return how many parameters of the model a parameter in the graph represents."""
         return next((fold.times for fold in self.folds if fold.holds(name)), 1)
 
     @property
     def buffer_updates(self) -> Mapping[str, fx.Node]:
-        """{buffer: its value after the forward} of the buffers that the model writes."""
+        """{buffer: its value after the forward} for buffers that the model writes."""
         rest = self.graph.output_node().args[1:]
         return rest[0] if rest else {}
 
     def values(self, inputs: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[fx.Node, Any]:
-        """Every value of the graph on these inputs; `tensors`: its parameters, buffers and constants by name."""
-        run = _Run(nn.Module(), garbage_collect_values=False, graph=self.graph)
+        """Run the graph on these inputs and return every value by node.
+
+        Args:
+            inputs: one tensor for each placeholder.
+            tensors: {name: tensor} of the parameters, buffers and constants.
+        """
+        run = _NamedTensorInterpreter(nn.Module(), garbage_collect_values=False, graph=self.graph)
         run.tensors, run.extra_traceback = tensors, False
         run.run(*inputs)
         return run.env
 
 
-class _Run(fx.Interpreter):
+class _NamedTensorInterpreter(fx.Interpreter):
     tensors: Mapping[str, torch.Tensor]
 
     def fetch_attr(self, target: str) -> torch.Tensor:
@@ -123,11 +127,11 @@ class _Run(fx.Interpreter):
 
 
 def device_of_weights(model: nn.Module) -> torch.device:
-    """Where a model's parameters are; the host where it has none."""
+    """Return the device of a model's first parameter, the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def batch_size(trace: Trace) -> int:
-    """Rows of the global batch: the first dim of the first input that has any (1 where none has)."""
+    """Return the samples of the global batch: the most common first dim of the inputs, or 1."""
     sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
     return max(sizes, key=sizes.count) if sizes else 1

@@ -1,4 +1,4 @@
-"""Attention that drops weights, as one operator whose mask is drawn where it is, from a seed that ranks know.
+"""Attention with dropout, as one operator that draws its mask locally from a seed that all ranks have.
 
 On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
 and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
@@ -29,19 +29,21 @@ def attention_dropout(
     salt: int | None, shard: Sequence[int], is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` whose mask of dropout depends on nothing but `seed`, `salt`, `shard` and the shape
-    of the weights (see `dropout`). A query that sees no key gives zeros.
+    """Compute `scaled_dot_product_attention` with a reproducible dropout mask.
+
+    The mask depends only on `seed`, `salt`, `shard` and the shape of the weights (see `dropout`). A query that attends
+    no key returns zeros.
 
     query [b, h, q, d], key [b, g, k, d], value [b, g, k, e] -> [b, h, q, e]
     """
     if type(query) is Tensor and _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             return _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as kernels are given it, and keep it
-        hidden = attn_mask.logical_not()
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, -math.inf)
-    drawn = attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa
-    return attention_dropout_forward(query, key, value, *drawn)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels use and save a floating-point bias
+        is_masked = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(is_masked, -math.inf)
+    options = attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa
+    return attention_dropout_forward(query, key, value, *options)[0]
 
 
 def _has_kernel(query: Tensor, dropout_p: float) -> bool:
@@ -52,8 +54,10 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Torch's own. Its kernels take groups of heads in 16 bits and without a mask, and heads whose numbers lie beside
-    each other."""
+    """Call torch's kernel after converting the operands to what it supports.
+
+    Its kernels support grouped heads only in 16 bits and without a mask, and need a contiguous last dim.
+    """
     if enable_gqa and (attn_mask is not None or query.dtype.itemsize != 2):
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
         enable_gqa = False
@@ -68,12 +72,14 @@ def attention_dropout_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
     salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and of every query a number, as a kernel keeps one. A compiler does not look inside; on a GPU, there
-    alone, the backward runs the kernel's forward again and needs no numbers."""
+    """Return the output, and one number per query as a kernel saves it. Opaque to compilers.
+
+    On a GPU the backward re-runs the kernel's forward and needs no such numbers.
+    """
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _contiguous_heads(output), _numbers(query, dropout_p)
+        return _kernel_layout(output), _empty_statistics(query, dropout_p)
     call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
     return call.forward(query.dtype)
 
@@ -84,7 +90,7 @@ def attention_dropout_backward(
     dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None,
     enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, and of the mask where it is asked for (else an empty tensor)."""
+    """Return the gradients of query, key, value and, if `of_mask`, of the mask (else an empty tensor)."""
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             return _backward_of_kernel(
@@ -93,7 +99,7 @@ def attention_dropout_backward(
     call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
     of_mask = of_mask and attn_mask is not None
     of_query, of_key, of_value, of_scores = call.backward(grad, largest, of_mask)
-    of_key, of_value = _of_groups(of_key, key), _of_groups(of_value, value)
+    of_key, of_value = _sum_groups(of_key, key), _sum_groups(of_value, value)
     if of_mask and attn_mask is not None:
         of_scores = of_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     return _like(of_query, query), _like(of_key, key), _like(of_value, value), of_scores
@@ -103,15 +109,15 @@ def _backward_of_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None, enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The kernel's, behind its forward once more. Inside, the generator is where it was at the forward."""
+    """Re-run the kernel's forward, then its backward. The caller has restored the forward's seed."""
     with recording_gradients():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-        towards = [query, key, value]
+        differentiated = [query, key, value]
         if attn_mask is not None and of_mask:
             attn_mask = attn_mask.detach().requires_grad_()
-            towards.append(attn_mask)
+            differentiated.append(attn_mask)
         output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        grads = torch.autograd.grad(output, towards, grad)
+        grads = torch.autograd.grad(output, differentiated, grad)
     of_query, of_key, of_value, *of_the_mask = (g.contiguous() for g in grads)
     return of_query, of_key, of_value, of_the_mask[0] if of_the_mask else grad.new_empty(0)
 
@@ -153,7 +159,7 @@ class _OnHost:
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the output, and the largest score of each query (zeros without a mask: each query attends then)."""
-        output = _contiguous_heads(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
+        output = _kernel_layout(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
         largest = self.query.new_zeros(self.query.shape[:-1])
         for sample, value in enumerate(self.value):
             scores = self._scores(sample)
@@ -202,7 +208,7 @@ class _OnHost:
         return weights
 
 
-def _of_groups(grad: Tensor, heads: Tensor) -> Tensor:
+def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
     """The gradient of heads that were repeated for several of queries."""
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
@@ -211,13 +217,13 @@ def _like(grad: Tensor, operand: Tensor) -> Tensor:
     return grad.to(operand.dtype).contiguous()
 
 
-def _contiguous_heads(output: Tensor) -> Tensor:
+def _kernel_layout(output: Tensor) -> Tensor:
     """Return an output with the memory layout of torch's kernels: [b, q, h, e], transposed."""
     return output.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
-def _numbers(query: Tensor, dropout_p: float) -> Tensor:
-    """Room for a number for every query, which a kernel's backward here does not read."""
+def _empty_statistics(query: Tensor, dropout_p: float) -> Tensor:
+    """Allocate the number per query, empty if the kernel's backward does not read it."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
 
@@ -226,7 +232,7 @@ def _numbers(query: Tensor, dropout_p: float) -> Tensor:
 def _like_output(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return _contiguous_heads(query.new_empty(*query.shape[:-1], value.size(-1))), _numbers(query, dropout_p)
+    return _kernel_layout(query.new_empty(*query.shape[:-1], value.size(-1))), _empty_statistics(query, dropout_p)
 
 
 @attention_dropout_backward.register_fake
@@ -239,7 +245,7 @@ def _like_operands(
     return dq, dk, dv, mask
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, attn_mask, ctx.dropout_p, seed, *ctx.others = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
@@ -251,7 +257,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
         return None, None, None, None, *rest
     check_differentiated_once(
         "attention with dropout",
-        "it makes its weights again in its backward, which has no gradient of its own",
+        "its backward recomputes the weights and is not differentiable",
         "attention that is written as matrix products and a softmax, or pm.eval()",
     )
     *tensors, seed = ctx.saved_tensors
@@ -260,4 +266,4 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     return *grads, mask if of_mask else None, *rest
 
 
-attention_dropout_forward.register_autograd(_backward, setup_context=_keep)
+attention_dropout_forward.register_autograd(_backward, setup_context=_save_operands)

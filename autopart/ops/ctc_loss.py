@@ -1,6 +1,7 @@
-"""Connectionist temporal classification (Graves et al., 2006) as an operator whose sizes do not depend on values.
+"""Connectionist temporal classification (Graves et al., 2006) as an operator with static sizes.
 
-Torch's own keeps a table that is as long as the longest target, which is a value: no trace can hold that.
+Torch's operator saves a table that is as long as the longest target. That size is data-dependent, so it cannot be
+traced.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ aten = torch.ops.aten
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """How unlikely each row's target is.
+    """Return the negative log-likelihood of each sample's target.
 
     Args:
-        log_probs: [time, rows, classes], of each class at each time.
-        targets: [rows, longest], or all of them one behind the other: [sum of target_lengths].
-        input_lengths, target_lengths: [rows], how much of each row counts.
-        blank: the class that stands for none.
-        zero_infinity: 0 in place of inf, without a gradient, where a target is longer than its input.
+        log_probs: [time, rows, classes], log-probability of each class at each time.
+        targets: [rows, longest], or all targets concatenated: [sum of target_lengths].
+        input_lengths, target_lengths: [rows], valid length of each sample.
+        blank: index of the blank class.
+        zero_infinity: replace inf by 0, without a gradient, if a target is longer than its input.
     Returns:
         [rows].
     """
@@ -40,7 +41,7 @@ def ctc_loss_grad(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
     zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `log_probs`, see `ctc_loss`."""
+    """Return the gradient of `log_probs`, see `ctc_loss`."""
     arguments = log_probs, targets, input_lengths, target_lengths
     loss, table = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)
     gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, *arguments, loss, table, blank, zero_infinity)
@@ -57,7 +58,7 @@ def _like_log_probs(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
@@ -66,9 +67,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 6
-    check_differentiated_once("a CTC loss", "its gradient has none of its own, as on one device", "another loss")
+    check_differentiated_once("a CTC loss", "its backward is not differentiable, as on one device", "another loss")
     return ctc_loss_grad(grad.contiguous(), *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *(None,) * 5
 
 
 OPERATORS = ("ctc_loss", "ctc_loss_grad")
-ctc_loss.register_autograd(_backward, setup_context=_keep)
+ctc_loss.register_autograd(_backward, setup_context=_save_operands)

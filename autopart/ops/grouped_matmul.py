@@ -1,5 +1,4 @@
-"""The matrix products of a mixture of experts, every row with the matrix of its own expert; and the way of rows to the
-ranks of their experts and back."""
+"""Grouped matrix products of a mixture of experts, and selection of rows for the experts of a rank."""
 
 from __future__ import annotations
 
@@ -13,36 +12,40 @@ from autopart.ir.facts import facts
 
 
 def expert_counts(graph: fx.Graph) -> list[int]:
-    """How many experts there are in every product of an annotated graph by the matrix of a row's expert."""
+    """Return the number of experts of every grouped product in an annotated graph."""
     patterns = [facts(node).get("pattern") for node in graph.nodes]
     return [pattern.sizes[pattern.lookup] for pattern in patterns if pattern and pattern.flops and pattern.lookup]
 
 
 @torch.library.custom_op("autopart::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> Tensor:
-    """Row `i` of `x` times the matrix of expert `expert[i]`.
+    """Multiply row `i` of `x` by the matrix of expert `expert[i]`.
 
     Args:
         x: [rows, inputs].
-        weight: [experts, inputs, outputs], of the experts from number `first` on.
-        expert: [rows], integers. A row whose expert is not among these gives zeros: a partial sum over expert shards.
+        weight: [experts, inputs, outputs], the experts from number `first` on.
+        expert: [rows], integers. A row of another expert returns zeros: a partial sum over expert shards.
+        first: number of the first local expert.
     Returns:
         [rows, outputs].
     """
-    rows, counts, mine = _by_expert(expert, first, weight.size(0))
+    rows, counts, is_local = _by_expert(expert, first, weight.size(0))
     if _has_kernel(x, weight):
         grouped = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
-        # Rows after the last group are memory that nobody has written: they may hold a NaN, which no factor makes zero.
-        return torch.where(mine.unsqueeze(-1), torch.zeros_like(grouped).index_copy(0, rows, grouped), 0)
-    parts = x[rows].split(_sizes(counts, rows))
-    products = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
-    products.append(x.new_zeros(parts[-1].size(0), weight.size(2)))
+        # Rows after the last group are uninitialised and may be NaN, which a factor of zero would keep.
+        return torch.where(is_local.unsqueeze(-1), torch.zeros_like(grouped).index_copy(0, rows, grouped), 0)
+    chunks = x[rows].split(_sizes(counts, rows))
+    products = [part @ matrix for part, matrix in zip(chunks, weight, strict=False)]
+    products.append(x.new_zeros(chunks[-1].size(0), weight.size(2)))
     return x.new_empty(x.size(0), weight.size(2)).index_copy_(0, rows, torch.cat(products))
 
 
 @torch.library.custom_op("autopart::expert_outer", mutates_args=())
 def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
-    """[experts, inputs, outputs]: for every expert the sum of `x[i] y[i]` over its own rows; see `expert_linear`."""
+    """Return [experts, inputs, outputs]: the sum of `x[i] y[i]` over the rows of each expert.
+
+    Arguments are as in `expert_linear`.
+    """
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
         return F.grouped_mm(x[rows].t(), y[rows], offs=counts.cumsum(0, dtype=torch.int32))
@@ -54,22 +57,25 @@ def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: 
 
 
 def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows in the order of their experts, those of other experts last; how many each expert has; whose they are."""
+    """Sort rows by expert, rows of other experts last.
+
+    Returns the row indices, the rows per expert, and a mask of the local rows.
+    """
     local = expert - first
-    mine = (local >= 0) & (local < num_experts)
-    local = torch.where(mine, local, num_experts)
+    is_local = (local >= 0) & (local < num_experts)
+    local = torch.where(is_local, local, num_experts)
     counts = (local.unsqueeze(-1) == torch.arange(num_experts, device=local.device)).sum(0)
-    return local.argsort(stable=True), counts, mine
+    return local.argsort(stable=True), counts, is_local
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """How many rows each expert has, and how many are others': the one value of a call that a GPU is waited for."""
+    """Return the rows of each local expert, then of all others. The only GPU synchronisation of a call."""
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]
 
 
 def _has_kernel(x: Tensor, y: Tensor) -> bool:
-    """Whether torch has one kernel for all experts: on CUDA, in bfloat16, rows of whole 16 bytes."""
+    """Return True if torch has a grouped kernel: CUDA, bfloat16, rows of a multiple of 16 bytes."""
     return x.is_cuda and x.dtype == y.dtype == torch.bfloat16 and x.size(-1) % 8 == y.size(-1) % 8 == 0
 
 
@@ -77,42 +83,45 @@ def _has_kernel(x: Tensor, y: Tensor) -> bool:
 def to_experts(
     x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1, rows: int = -1
 ) -> Tensor:
-    """Every row of `x` as often as it goes to an expert; on a rank that has some experts, those rows alone.
+    """Repeat each row for each of its experts, or select the rows of the local experts.
 
     Args:
         x: [tokens, ...].
         expert: [tokens * times], integers: the experts of the first token, then those of the second.
-        num_experts: of the model.
-        first, count: the experts that the rank has, up to the last there is; -1: all.
-        rows: how many rows are expected, where they are not counted.
+        times: number of experts per token.
+        num_experts: experts of the model.
+        first, count: range of the local experts, clamped to `num_experts`; count -1: all experts.
+        rows: expected number of local rows, used for meta tensors.
     Returns:
-        [tokens * times, ...], or as many rows as have an expert on the rank, in this order.
+        [tokens * times, ...], or the rows whose expert is local, in this order.
     """
     if expert.size(0) != x.size(0) * times:
-        raise ValueError(f"{expert.size(0)} experts for {x.size(0)} rows that go to {times} each")
+        raise ValueError(f"{expert.size(0)} experts for {x.size(0)} rows with {times} experts each")
     if count < 0:
         return x.repeat_interleave(times, 0)
-    return x[_own(expert, first, count, num_experts) // times]
+    return x[_local_rows(expert, first, count, num_experts) // times]
 
 
 @torch.library.custom_op("autopart::from_experts", mutates_args=())
 def from_experts(
     x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1
 ) -> Tensor:  # fmt: skip
-    """The way back: for every token the sum of its rows; of a rank that has some experts a partial sum.
+    """Sum the rows of every token: the inverse of `to_experts`. Local experts give a partial sum.
 
-    Args: as of `to_experts`, which makes `x`.
+    Args:
+        x: the output of `to_experts`, after the experts.
+        expert, times, num_experts, first, count: as in `to_experts`.
     Returns:
         [tokens, ...].
     """
     tokens = expert.size(0) // times
     if count < 0:
         return x.unflatten(0, (tokens, times)).sum(1)
-    return x.new_zeros(tokens, *x.shape[1:]).index_add_(0, _own(expert, first, count, num_experts) // times, x)
+    return x.new_zeros(tokens, *x.shape[1:]).index_add_(0, _local_rows(expert, first, count, num_experts) // times, x)
 
 
-def _own(expert: Tensor, first: int, count: int, num_experts: int) -> Tensor:
-    """The numbers of the rows whose expert is one of these."""
+def _local_rows(expert: Tensor, first: int, count: int, num_experts: int) -> Tensor:
+    """Return the indices of the rows whose expert is local."""
     return ((expert >= first) & (expert < min(first + count, num_experts))).nonzero().squeeze(-1)
 
 
@@ -128,7 +137,7 @@ def _(x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, c
     return x.new_empty(expert.size(0) // times, *x.shape[1:])
 
 
-def _keep_way(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _save_dispatch(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, expert, *ctx.way = inputs
     ctx.set_materialize_grads(False)
     ctx.rows = x.size(0)
@@ -149,8 +158,8 @@ def _back_to_experts(ctx: Any, grad: Tensor | None) -> tuple:
     return (to_experts(grad.contiguous(), expert, times, num_experts, first, count, ctx.rows), *[None] * 5)
 
 
-to_experts.register_autograd(_back_from_experts, setup_context=_keep_way)
-from_experts.register_autograd(_back_to_experts, setup_context=_keep_way)
+to_experts.register_autograd(_back_from_experts, setup_context=_save_dispatch)
+from_experts.register_autograd(_back_to_experts, setup_context=_save_dispatch)
 
 
 @expert_linear.register_fake
@@ -163,7 +172,7 @@ def _(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) ->
     return x.new_empty(num_experts, x.size(1), y.size(1))
 
 
-def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _save_operands(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, expert, ctx.first = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, expert)
@@ -179,7 +188,7 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple:
     return of_x, of_weight, None, None
 
 
-def _keep_sides(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _save_sides(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, y, expert, _, ctx.first = inputs
     ctx.save_for_backward(x, y, expert)
 
@@ -193,5 +202,5 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 OPERATORS = ("expert_linear", "expert_outer", "to_experts", "from_experts")
-expert_linear.register_autograd(_backward, setup_context=_keep)
-expert_outer.register_autograd(_outer_backward, setup_context=_keep_sides)
+expert_linear.register_autograd(_backward, setup_context=_save_operands)
+expert_outer.register_autograd(_outer_backward, setup_context=_save_sides)

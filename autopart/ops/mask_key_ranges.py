@@ -1,9 +1,8 @@
-"""What attention masks let be seen, as intervals of keys, without the masks: of a hundred thousand positions a mask of
-all pairs is no longer made.
+"""Key ranges that attention masks allow, computed without materialising the masks.
 
-A mask is mostly made of comparisons of a value that queries have with one that keys have: positions, the numbers of
-documents, what is padding. Where the keys' values are in order, every query sees the keys of one interval, and of two
-masks together the interval in which both overlap.
+For a hundred thousand tokens, a mask over all pairs would be too large to build. A mask mostly consists of comparisons
+between a value of the query and a value of the key: position, document number, padding. If the keys' values are sorted,
+every query attends one range of keys. Two combined masks attend the intersection of their ranges.
 """
 
 from __future__ import annotations
@@ -19,55 +18,55 @@ from autopart.ir.mask_structure import Band, Run
 from autopart.ir.sharding import Cut
 
 _LARGEST = 2**24
-"""Elements up to which a value is made as it is."""
+"""Most elements of a value to compute as a tensor."""
 
 _MOST_RUNS, _WORTH_IT = 64, 0.9
-"""How many calls attention may be made of, and which share of all keys they may read, for it to be worth it."""
+"""Most calls for one attention, and largest fraction of all keys that they may read, to be faster than a mask."""
 
 Told = Band | tuple[Run, ...]
-"""What a mask is: a band, or of some of the queries runs."""
+"""Mask structure: a sliding window, or runs of queries."""
 
 _COMPARED: Mapping[str, tuple[str, str]] = {
     "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
 }  # fmt: skip
-"""By a comparison of keys with a query: on which side of equal keys the interval begins and ends."""
+"""{comparison of a key with a query: the `searchsorted` sides at which the key range begins and ends}."""
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 _AND = {"__and__", "bitwise_and", "logical_and"}
 
 
 class Intervals(NamedTuple):
-    """Of every query the keys that it sees: from `first` to before `end`, both [..., queries], of `keys`."""
+    """Key ranges: each query attends keys `first` to before `end`, both [..., queries], of `keys` keys."""
 
     first: Tensor
     end: Tensor
     keys: int
 
     def also(self, other: Intervals) -> Intervals:
-        """What is seen through both masks."""
+        """Return the keys that both masks allow."""
         return Intervals(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
     def of_all_rows(self) -> tuple[Tensor, Tensor] | None:
-        """`first` and `end` [queries], if they are the same in all rows and every query sees a key."""
+        """Return `first` and `end` [queries], None if samples differ or some query attends no key."""
         rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
         first, end = (part[0] for part in rows)
-        is_alike = first.numel() and not any((part != part[:1]).any() for part in rows)
-        return (first, end) if is_alike and (end > first).all() else None
+        are_equal = first.numel() and not any((part != part[:1]).any() for part in rows)
+        return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[Run]:
-        """The queries in runs, if they are the same in all rows; else none."""
+        """Return the queries in runs, empty if samples differ."""
         bounds = self.of_all_rows()
         if bounds is None:
             return []
         first, end = (part.tolist() for part in bounds)
         runs, start = [], 0
         for stop in range(1, len(first) + 1):
-            if stop == len(first) or not _goes_on(first, end, start, stop):
+            if stop == len(first) or not _continues_run(first, end, start, stop):
                 runs.append(_run(first[start:stop], end[start:stop]))
                 start = stop
         return runs
 
     def band(self) -> Band | None:
-        """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
+        """Return the sliding window of the ranges, None if they are not one or samples differ."""
         bounds = self.of_all_rows()
         if bounds is None:
             return None
@@ -79,33 +78,38 @@ class Intervals(NamedTuple):
         return Band(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
 
 
-def _goes_on(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
-    """Whether the intervals of a run go on with this query's: beginnings stay, then rise by one each; ends rise by one
-    each, then stay."""
+def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
+    """Return True if this query's range continues the run.
+
+    Starts are constant, then increase by one per query. Ends increase by one per query, then are constant.
+    """
     begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
     has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]
     return begins in ((1,) if has_risen else (0, 1)) and ends in ((0,) if has_stayed else (0, 1))
 
 
 def _run(first: Sequence[int], end: Sequence[int]) -> Run:
-    """The run of these intervals, [first, end) of each query."""
+    """Return the run of these ranges, [first, end) of each query."""
     rises = sum(begin == first[0] for begin in first)
     begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
     return Run(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
 
 
 def told_of(intervals: Intervals, queries: int, keys: int) -> Told | None:
-    """What the masks of these intervals are for attention: a band, or runs where they leave out keys enough."""
+    """Return the mask structure to use in attention: a sliding window, or runs if they skip enough keys."""
     band = intervals.band()
     if band is not None and queries == keys:
         return band
     runs = tuple(intervals.runs())
-    seen = sum(run.queries * (run.high - run.low) for run in runs)
-    return runs if runs and len(runs) <= _MOST_RUNS and seen <= _WORTH_IT * queries * keys else band
+    num_read = sum(run.queries * (run.high - run.low) for run in runs)
+    return runs if runs and len(runs) <= _MOST_RUNS and num_read <= _WORTH_IT * queries * keys else band
 
 
 def intervals_of(mask: Tensor) -> Intervals | None:
-    """Those of a mask [..., queries, keys] of booleans; None where a query sees keys that are not side by side."""
+    """Return the key ranges of a boolean mask [..., queries, keys].
+
+    None if the keys of some query are not contiguous.
+    """
     keys, counts = mask.size(-1), mask.sum(-1)
     first = mask.to(torch.uint8).argmax(-1)
     end = torch.where(counts > 0, first + counts, first)
@@ -115,13 +119,13 @@ def intervals_of(mask: Tensor) -> Intervals | None:
 
 
 def intervals_of_band(band: Band, queries: int, keys: int) -> Intervals:
-    """Those of a band of attention with [queries, keys] scores."""
+    """Return the key ranges of a sliding window with [queries, keys] scores."""
     query = torch.arange(queries)
     return Intervals((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
 
 
 class Seen:
-    """What masks let be seen, from the values of what they are made of.
+    """Evaluator of masks as key ranges, from the values of their inputs.
 
     >>> Seen({}).of(mask)    # doctest: +SKIP
     Intervals(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
@@ -131,13 +135,19 @@ class Seen:
         self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """`values`: {node: its value}. `rank`: of a rank's graph, {axis: its place on it, and how many there are}."""
+        """Initialise with known values.
+
+        Args:
+            values: {node: its value}.
+            device: where tensors are created.
+            rank: for a rank's graph, {axis: (index of the rank, number of ranks)}.
+        """
         self.known: dict[fx.Node, Any] = dict(values)
         self.device, self.rank = torch.device(device), rank or {}
 
     @torch.no_grad()
     def of(self, mask: fx.Node) -> Intervals | None:
-        """The intervals of a mask; None where it is not known to be made of such."""
+        """Return the key ranges of a mask, None if they cannot be derived."""
         result = self.made(mask)
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.dim() >= 2:
             return intervals_of(result)
@@ -145,14 +155,14 @@ class Seen:
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
-        """A value as a tensor or as intervals; None where it is neither."""
+        """Return a value as a tensor or as key ranges, None if it is neither."""
         todo = [node]
         while todo:
-            one = todo[-1]
-            missing = [used for used in one.all_input_nodes if used not in self.known]
-            if one in self.known or not missing:
+            current = todo[-1]
+            missing = [used for used in current.all_input_nodes if used not in self.known]
+            if current in self.known or not missing:
                 todo.pop()
-                self.known.setdefault(one, None) if one.op != "call_function" else self._keep(one)
+                self.known.setdefault(current, None) if current.op != "call_function" else self._keep(current)
             else:
                 todo += missing
         return self.known[node]
@@ -160,14 +170,14 @@ class Seen:
     def _keep(self, node: fx.Node) -> None:
         if node not in self.known:
             read = [self.known[used] for used in node.all_input_nodes]
-            self.known[node] = None if any(each is None for each in read) else self._computed(node)
+            self.known[node] = None if any(each is None for each in read) else self._compute(node)
 
-    def _computed(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.known.__getitem__)
         name = operator_name(node).removeprefix("aten::")
         output = value(node)
         if name == "autopart::slice":
-            return self._part(args[0], *args[1:], dims=len(shape(node)))
+            return self._shard(args[0], *args[1:], dims=len(shape(node)))
         if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
             return _of_intervals(name, args, len(shape(node)))
         if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
@@ -180,10 +190,10 @@ class Seen:
             kwargs = {**kwargs, "device": self.device}
         return node.target(*args, **kwargs)
 
-    def _part(
+    def _shard(
         self, whole: Tensor | Intervals, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
     ) -> Any:
-        """A rank's shard: of intervals where it is of the queries, or of rows that are all alike."""
+        """Return a rank's shard. Key ranges can be sharded along queries, or along samples if all are equal."""
         index, ranks = self.rank[axis]
         if isinstance(whole, Tensor):
             return Cut(dim, size, tuple(sections), ranks).take(whole, index)
@@ -197,7 +207,7 @@ class Seen:
 
 
 def _compared(name: str, one: Any, other: Any) -> Intervals | None:
-    """The intervals of a comparison of what queries have [..., q, 1] with what keys have [..., 1, k]."""
+    """Return the key ranges of a comparison of query values [..., q, 1] with key values [..., 1, k]."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return None
     if one.size(-1) != 1:
@@ -220,18 +230,18 @@ def _compared(name: str, one: Any, other: Any) -> Intervals | None:
 
 
 def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
-    """What an operator makes of masks that are intervals."""
+    """Return the result of an operator on key ranges."""
     intervals = args[0] if isinstance(args[0], Intervals) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, Intervals))
-        one, other = (part if isinstance(part, Intervals) else _of_rows(part, keys) for part in args)
+        one, other = (part if isinstance(part, Intervals) else _ranges_of_constant(part, keys) for part in args)
         return one.also(other) if one is not None and other is not None else None
     if intervals is None:
         return None
     if name in ("to", "_to_copy", "expand"):
-        return intervals  # a mask is of as many rows as it broadcasts to
+        return intervals  # ranges broadcast over samples
     if name == "unsqueeze" and args[1] % dims < dims - 2:
-        at, before = args[1] % dims, dims - 2  # as many dims as the mask had, but for its keys
+        at, before = args[1] % dims, dims - 2  # dims of the mask before the new one, without its keys
         first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in intervals[:2])
         return Intervals(first, end, intervals.keys)
     if name == "where" and isinstance(args[1], (int, float)) and isinstance(args[2], (int, float)):
@@ -239,21 +249,21 @@ def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
     return None
 
 
-def _expanded(seen: Any, queries: int, keys: int) -> Intervals | None:
-    """A mask that is the same for all queries, for all keys or for both, spread over them."""
-    few = _of_rows(seen, keys)
-    if few is None:
+def _expanded(mask: Any, queries: int, keys: int) -> Intervals | None:
+    """Expand a mask that is equal for all queries, for all keys or for both."""
+    ranges = _ranges_of_constant(mask, keys)
+    if ranges is None:
         return None
-    first, end = (part.expand(*part.shape[:-1], queries) for part in few[:2])
+    first, end = (part.expand(*part.shape[:-1], queries) for part in ranges[:2])
     return Intervals(first, end, keys)
 
 
-def _of_rows(seen: Any, keys: int) -> Intervals | None:
-    """A mask that is the same for all queries, or for all keys, as intervals."""
-    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+def _ranges_of_constant(mask: Any, keys: int) -> Intervals | None:
+    """Return the key ranges of a mask that is equal for all queries, or for all keys."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
-    seen = seen.expand(1, 1) if seen.dim() == 0 else seen.unsqueeze(0) if seen.dim() == 1 else seen
-    if seen.size(-1) == 1:
-        some = seen.squeeze(-1).to(torch.int64)
-        return Intervals(torch.zeros_like(some), some * keys, keys)
-    return intervals_of(seen) if seen.size(-2) == 1 else None
+    mask = mask.expand(1, 1) if mask.dim() == 0 else mask.unsqueeze(0) if mask.dim() == 1 else mask
+    if mask.size(-1) == 1:
+        is_attended = mask.squeeze(-1).to(torch.int64)
+        return Intervals(torch.zeros_like(is_attended), is_attended * keys, keys)
+    return intervals_of(mask) if mask.size(-2) == 1 else None

@@ -1,5 +1,4 @@
-"""The custom operators `torch.ops.autopart.*` that stand in partitioned graphs: their schemas, and those that need no
-process group.
+"""The custom operators `torch.ops.autopart.*`: their schemas, and implementations of the local ones.
 
 Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
 
@@ -8,26 +7,25 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
     all_to_all                              (x, axis, source_dim, target_dim, source_sections, target_sections)
     axis_index                                                    (axis) -> int
 
-Rows go to the ranks of their experts and back (`routes.py`) by
+Expert parallelism dispatches rows to the ranks of their experts and combines them (`expert_dispatch.py`):
 
     exchange_counts (expert, axis, num_experts, num_ranks) -> [2, ranks], on the host
     dispatch        (x, axis, expert, counts, times, num_experts)
     combine         (x, axis, expert, counts, times, num_experts)
 
-Keys and values go around the ranks (`ring.py`) in
+Ring attention rotates keys and values around the ranks (`runtime/comm/ring.py`):
 
     ring_attention  (query, axis, key, value, mask, size, sections, scale, runs)
 
-Of a parameter in mixed precision conversions also have `dtype`, to which `x` is cast before it moves, and
-`grad_dtype`, to which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast`
-(x, dtype) is the same where nothing moves.
+In mixed precision, conversions of parameters have two more arguments. `x` is cast to `dtype` before it is communicated,
+and its gradient is cast to `grad_dtype` before it is reduced. The gradient of `x` has the dtype of `x`. `cast`
+(x, dtype) is the operator for a parameter that is not communicated.
 
-`size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
-they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
-(`embedding_shard`, `pick_class`, and `expert_linear` of `grouped_matmul.py`), draw what each shard drops (`dropout`,
-    and
-`attention_dropout` of the file of that name), leave out what a mask hides (`window_attention` of `attention.py`,
-`attention_runs` of `visits.py`), or say where a mask is true (`positions` of `selection.py`).
+`size` is the size of dim `dim` before it is sharded over this axis. In a program `axis` is the name of a mesh axis.
+`runtime/comm/collectives.py` implements these operators on process groups. The local operators take the start of the
+shard (`embedding_shard`, `pick_class`, and `expert_linear` of `grouped_matmul.py`), draw the dropout mask of a shard
+(`dropout`, and `attention_dropout`), skip masked keys (`window_attention` of `masked_attention.py`, `attention_runs` of
+`blockwise_attention.py`), or compute the indices of a mask's true elements (`positions` of `ir/selection.py`).
 """
 
 from __future__ import annotations
@@ -52,20 +50,27 @@ CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1, num_rows: int = -1) -> Tensor:
-    """Rows of an embedding table of which this rank holds rows [start, start + weight.size(0)).
+    """Look up rows of an embedding table of which this rank stores rows [start, start + weight.size(0)).
 
-    weight [rows, width], ids [...] in global numbering -> [..., width], zeros where the row is on another rank: a
-    partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient. An id that is none of the `num_rows`
-    rows of the whole table (-1: not checked) fails as it does in the whole table: IndexError, on a GPU an assertion.
+    Args:
+        weight: [rows, width], the local shard.
+        ids: [...], global row indices.
+        start: global index of the first local row.
+        padding_idx: global index of a row that gets no gradient; -1: none.
+        num_rows: rows of the full table; -1: ids are not checked.
+    Returns:
+        [..., width], zeros for rows of other ranks: a partial sum.
+
+    An id outside of the full table fails as in `F.embedding`: IndexError, on a GPU an assertion.
     """
     local = ids - start
-    mine = (local >= 0) & (local < weight.size(0))
-    if weight.size(0) == 0:  # a rank that holds no row runs the same operators
+    is_local = (local >= 0) & (local < weight.size(0))
+    if weight.size(0) == 0:  # a rank with an empty shard runs the same operators
         weight = F.pad(weight, (0, 0, 0, 1))
-    elsewhere: Tensor | int = 0
+    fallback: Tensor | int = 0
     if num_rows >= 0:
-        elsewhere = torch.where((ids >= 0) & (ids < num_rows), 0, weight.size(0))
-    rows = F.embedding(torch.where(mine, local, elsewhere), weight) * mine.unsqueeze(-1)
+        fallback = torch.where((ids >= 0) & (ids < num_rows), 0, weight.size(0))
+    rows = F.embedding(torch.where(is_local, local, fallback), weight) * is_local.unsqueeze(-1)
     if padding_idx < 0:
         return rows
     # The padding row keeps its value and loses its gradient.
@@ -73,30 +78,39 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator; None
-    where it is `with_salt`), `shard` (which shard of the value this is) and the form of `x`: the same on ranks that
-    hold the same value, else independent."""
+    """Apply dropout with a reproducible mask.
+
+    The mask depends only on the seed, the salt, the shard and the shape of `x`. So it is equal on ranks that replicate
+    the value, and independent on ranks that shard it.
+
+    Args:
+        x: the value.
+        p: probability to drop an element.
+        seed: the microbatch's seed, one number, or two numbers from `with_salt`.
+        salt: number of the operator; None if it is in `seed`.
+        shard: coordinates of the local shard.
+    """
     if type(x) is Tensor:
         return _seeded_dropout(x, p, seed, salt, shard)[0]
-    # A compiler's stand-in: it takes the draw as it is, and joins the product with what is around.
+    # A compiler's fake tensor: `draw_mask` is opaque to the compiler, the product can be fused.
     mask = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
     return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 
 def with_salt(seed: Tensor, salt: int) -> Tensor:
-    """A seed that has the salt of an operator as its second number."""
+    """Return a seed whose second number is the salt of an operator."""
     return torch.tensor([int(seed), salt])
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """The mask of `dropout` for a value like `x`, true for what is kept. A compiler does not look inside."""
+    """Return the mask of `dropout` for a value like `x`, true for elements to keep. Opaque to compilers."""
     return _seeded_dropout(x, p, seed, salt, shard)[1]
 
 
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The value without what is dropped, and the mask; on a GPU by torch's one kernel."""
+    """Return the value after dropout, and the mask. A GPU uses torch's one kernel."""
     if not x.numel():
-        return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
+        return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would return `x` itself
     if x.device.type != "cpu":
         with seeded(x.device, seed, salt, shard):
             return torch.native_dropout(x, p, True)
@@ -105,10 +119,10 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
 
 
 def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
-    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before.
+    """Apply dropout with given noise, 0 or 1 / (1 - p) for each element of `x`.
 
-    In 16 bits 1 / (1 - p) is rounded. A CPU's dropout rounds it as well; a GPU's multiplies in float32, so it is made
-    anew there.
+    In 16 bits 1 / (1 - p) is rounded. CPU dropout rounds it too. GPU dropout multiplies in float32, so on a GPU this
+    function computes the factor again in float32.
     """
     if not _multiplies_in_float(x) or p >= 1:
         return x * noise
@@ -120,28 +134,35 @@ def _multiplies_in_float(x: Tensor) -> bool:
 
 
 def pick_class(logits: Tensor, target: Tensor, start: int, num_classes: int = -1, ignored: int = -100) -> Tensor:
-    """Logit of each target on this rank's shard of the classes.
+    """Return the logit of each target from this rank's shard of the classes.
 
-    logits [..., local classes], target [...] in global numbering -> [...]: 0 if the target is on another rank or is
-    `ignored`. A target that is neither `ignored` nor one of the `num_classes` classes (-1: not checked) raises
-    IndexError as on one device; on a GPU it is an assertion.
+    Args:
+        logits: [..., local classes].
+        target: [...], global class indices.
+        start: global index of the first local class.
+        num_classes: number of all classes; -1: targets are not checked.
+        ignored: target to ignore.
+    Returns:
+        [...]: 0 if the target is on another rank or is `ignored`.
+
+    An invalid target raises IndexError as on a single device; on a GPU it is an assertion.
     """
     local = target - start
-    mine = (local >= 0) & (local < logits.size(-1))
-    elsewhere: Tensor | int = 0
+    is_local = (local >= 0) & (local < logits.size(-1))
+    fallback: Tensor | int = 0
     if num_classes >= 0:  # such a target is outside every shard too, so `gather` rejects it on every rank
         in_range = (target >= 0) & (target < num_classes) | (target == ignored)
-        elsewhere = torch.where(in_range, 0, target)
-    # One class more, so a rank that holds no class runs the same operators.
+        fallback = torch.where(in_range, 0, target)
+    # One class more, so that a rank with an empty shard runs the same operators.
     padded = F.pad(logits, (0, 1)) if logits.size(-1) == 0 else logits
     try:
-        picked = padded.gather(-1, torch.where(mine, local, elsewhere).unsqueeze(-1)).squeeze(-1)
+        picked = padded.gather(-1, torch.where(is_local, local, fallback).unsqueeze(-1)).squeeze(-1)
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
         bad = target[~in_range].flatten()[0].item()
         raise IndexError(f"Target {bad} is out of bounds: there are {num_classes} classes.") from error
-    return torch.where(mine, picked, torch.zeros_like(picked))
+    return torch.where(is_local, picked, torch.zeros_like(picked))
 
 
 def _define_operators() -> torch.library.Library:
@@ -193,14 +214,14 @@ def _define_operators() -> torch.library.Library:
     return library
 
 
-LIBRARY = _define_operators()  # the operators live as long as this object
+LIBRARY = _define_operators()  # torch unregisters the operators when this object dies
 
 autopart_ops = torch.ops.autopart
-"""The operators; a file that writes calls of them takes them from here, so that they are defined."""
+"""The operators. Import them from this file, so that they are registered."""
 
 
 def all_operators() -> list[str]:
-    """The names of all operators of the namespace."""
+    """Return the names of all operators of the namespace."""
     local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
              "attention_runs"]  # fmt: skip
     families = (grouped_matmul, selection, ctc_loss, attention_dropout)
@@ -218,8 +239,10 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 
 
 def stored_source(node: fx.Node) -> fx.Node | None:
-    """The parameter that a gather or a cast reads as it is stored, through conversions of its gradient alone; None
-    where it reads another value."""
+    """Return the stored parameter that a gather or cast reads, None if it reads another value.
+
+    Conversions that only affect the gradient may be in between.
+    """
     source = node.args[0]
     while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:
         source = source.args[0]
@@ -227,5 +250,5 @@ def stored_source(node: fx.Node) -> fx.Node | None:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether a node casts a parameter to what is computed in, and does nothing else."""
+    """Return True if a node only casts a parameter to its compute dtype."""
     return autopart_operator(node) == "cast" and stored_source(node) is not None

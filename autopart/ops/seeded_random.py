@@ -1,4 +1,4 @@
-"""What ranks draw where it is needed: a device's generator seeded by numbers that they know, and left as it was."""
+"""Random numbers that ranks draw locally from a generator that is seeded, and restored after."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ _CHUNK = 2**17
 
 @contextmanager
 def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Iterator[None]:
-    """Inside, the device's generator draws what follows from `seed` (one number, of the microbatch), `salt` (of the
-    operator; None where it is the second number of `seed`) and `shard` (which shard of the value is drawn for)."""
+    """Seed the device's generator within the context, and restore its state after.
+
+    Args:
+        device: device of the generator.
+        seed: the microbatch's seed, one number, or two numbers that include the salt.
+        salt: number of the operator; None if it is in `seed`.
+        shard: coordinates of the local shard.
+    """
     generator = _default_generator(device)
     before = generator.get_state()
-    generator.manual_seed(_joined(seed, salt, shard))
+    generator.manual_seed(_generator_seed(seed, salt, shard))
     try:
         yield
     finally:
@@ -28,24 +34,27 @@ def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence
 
 
 class Masks:
-    """Masks of dropout on the host, true for what is kept: the next part of one mask at every `draw`, so that a large
-    one is never there as a whole. Every element is decided by an integer of 32 bits of those that follow from the seed.
-    They are drawn two at a time, which takes a third of the time of `bernoulli_`."""
+    """Dropout masks on a CPU, true for elements to keep, drawn chunk by chunk.
+
+    Every `draw` returns the next chunk of one mask, so a large mask is never allocated in full. Each element is decided
+    by a 32-bit integer that follows from the seed. They are drawn in pairs, which takes a third of the time of
+    `bernoulli_`.
+    """
 
     def __init__(self, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]):
         self.p = p
         self.below = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
-        self.generator = torch.Generator().manual_seed(_joined(seed, salt, shard))
+        self.generator = torch.Generator().manual_seed(_generator_seed(seed, salt, shard))
         self.pairs = torch.empty(0, dtype=torch.int64)
         self.spare: int | None = None
-        """The second of a pair whose first was the last one read."""
+        """Second number of the last pair, if only the first has been used."""
 
     def draw(self, out: Tensor) -> Tensor:
         """Write the next elements of the mask into `out`."""
         if not 0 < self.p < 1:
             return out.fill_(self.p < 1)
-        number, has_spare = out.numel(), self.spare is not None
-        num_pairs = (number + 1 - has_spare) // 2
+        num_drawn, has_spare = out.numel(), self.spare is not None
+        num_pairs = (num_drawn + 1 - has_spare) // 2
         if self.pairs.numel() <= num_pairs:
             self.pairs = torch.empty(num_pairs + 1, dtype=torch.int64)
         self.pairs[1 : num_pairs + 1].random_(-(2**63), None, generator=self.generator)
@@ -53,13 +62,13 @@ class Masks:
         if self.spare is not None:
             numbers[1] = self.spare
         start = 2 - has_spare
-        stop = start + number
+        stop = start + num_drawn
         self.spare = int(numbers[stop]) if stop < 2 * num_pairs + 2 else None
         return torch.lt(numbers[start:stop].view(out.shape), self.below, out=out)
 
 
 def kept(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """The mask of dropout for a value on the host, true for what is kept."""
+    """Return the dropout mask of a value on a CPU, true for elements to keep."""
     masks = Masks(p, seed, salt, shard)
     mask = torch.empty(like.shape, dtype=torch.bool)
     for part in mask.view(-1).split(_CHUNK):
@@ -67,8 +76,8 @@ def kept(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
     return mask if like.is_contiguous() else torch.empty_like(like, dtype=torch.bool).copy_(mask)
 
 
-def _joined(seed: Tensor, salt: int | None, shard: Sequence[int]) -> int:
-    """The number that a generator is seeded by."""
+def _generator_seed(seed: Tensor, salt: int | None, shard: Sequence[int]) -> int:
+    """Hash the numbers to a seed of a generator."""
     numbers = seed.tolist() if salt is None else (int(seed), salt)
     packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

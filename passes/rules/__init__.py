@@ -1,4 +1,4 @@
-"""Sharding rules: what each operator may do on one mesh axis, as tables, and how a call finds its rule."""
+"""Sharding rules: tables of what each operator allows on one mesh axis, and their look-up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["Rule", "has_rule", "local_form", "pattern_for", "sends_rows"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
-    """The rule of this call fitted to its shapes, or None: then it runs on whole inputs on every rank."""
+    """Return the rule of this call fitted to its shapes.
+
+    None if it has no rule: then the call runs replicated on gathered inputs.
+    """
     inputs = tensor_inputs(node)
     if not inputs or not all(is_tensor(n) for n in inputs):
         return None
@@ -39,14 +42,19 @@ def pattern_for(node: fx.Node) -> Pattern | None:
 
 
 def sends_rows(node: fx.Node) -> bool:
-    """Whether a call sends rows to their experts: then it is a stage's work, also where it sends values of the inputs
-    alone (experts chosen by the number of a token)."""
+    """Return True if a call dispatches rows to their experts.
+
+    Such a call belongs to a stage, even if it only reads values of the inputs (experts chosen by token id).
+    """
     rule = LINES.get(operator_name(node)) if node.op == "call_function" else None
     return isinstance(rule, Rule) and rule.routes == "out"
 
 
 def local_form(node: fx.Node) -> LocalForm | None:
-    """How a call is written for one rank, where it is not the traced one on local operands."""
+    """Return the function that writes a call for one rank.
+
+    None if the traced call on local operands is right.
+    """
     pattern: Pattern | None = facts(node)["pattern"]
     by_rule = pattern.local if pattern is not None else None
     return by_rule or WITHOUT_RULE.get(operator_name(node))

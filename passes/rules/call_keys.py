@@ -1,6 +1,6 @@
-"""What of a call its rule can read, as a key: like calls of repeated blocks have the same, and share what follows.
+"""Keys of calls: everything that a rule can read. Equal calls of repeated blocks share results.
 
-`Kinds` serves one sweep over a graph that stays as it is: values of like nodes are mostly the same object.
+`Kinds` serves one pass over a graph that does not change: values of equal nodes are mostly the same object.
 """
 
 from __future__ import annotations
@@ -18,49 +18,55 @@ T = TypeVar("T")
 
 
 class Kinds:
-    """The kinds of calls, and what is known of each."""
+    """Cache of results by the key of a call."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, Hashable] = {}
-        self._known: dict[Hashable, Any] = {}
+        self._specs: dict[int, Hashable] = {}
+        self._results: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """What `find` gives for calls like this one; it may read operator, arguments, shapes, dtypes and
-        `positions_of` alone."""
+        """Return `find(node)`, computed once for equal calls.
+
+        `find` may only read the operator, arguments, shapes, dtypes and `positions_of`.
+        """
         key = find, self.of(node)
-        if key not in self._known:
-            self._known[key] = find(node)
-        return self._known[key]
+        if key not in self._results:
+            self._results[key] = find(node)
+        return self._results[key]
 
     def of(self, node: fx.Node) -> Hashable:
-        """The operator, its arguments with shapes and dtypes in place of tensors, and what it gives."""
-        places: dict[fx.Node, int] = {}
-        args = tuple([self._argument(a, places) for a in node.args])
-        kwargs = tuple([(name, self._argument(a, places)) for name, a in node.kwargs.items()])
+        """Return the key: the operator, its arguments with tensor specs instead of tensors, and its output."""
+        position_of: dict[fx.Node, int] = {}
+        args = tuple([self._argument(a, position_of) for a in node.args])
+        kwargs = tuple([(name, self._argument(a, position_of)) for name, a in node.kwargs.items()])
         return node.target, args, kwargs, self.form(value(node))
 
     def form(self, val: Any) -> Hashable:
-        """What is read of a value. It has to live as long as this object."""
-        form = self._forms.get(id(val))
+        """Return the spec of a value. The value must live as long as this object."""
+        form = self._specs.get(id(val))
         if form is None:
-            form = self._forms[id(val)] = _form(val)
+            form = self._specs[id(val)] = _spec_of(val)
         return form
 
-    def _argument(self, argument: Any, places: dict[fx.Node, int]) -> Hashable:
+    def _argument(self, argument: Any, position_of: dict[fx.Node, int]) -> Hashable:
         if isinstance(argument, fx.Node):
-            return places.setdefault(argument, len(places)), self.form(value(argument)), positions_of(argument)
+            return (
+                position_of.setdefault(argument, len(position_of)),
+                self.form(value(argument)),
+                positions_of(argument),
+            )
         if isinstance(argument, (list, tuple)):
-            return type(argument), *[self._argument(item, places) for item in argument]
+            return type(argument), *[self._argument(item, position_of) for item in argument]
         if isinstance(argument, dict):
-            return dict, *[(name, self._argument(item, places)) for name, item in argument.items()]
-        if isinstance(argument, (float, slice)):  # -0.0 is 0.0, and slices have no hash
+            return dict, *[(name, self._argument(item, position_of)) for name, item in argument.items()]
+        if isinstance(argument, (float, slice)):  # -0.0 equals 0.0, and slices are not hashable
             return type(argument), repr(argument)
         return type(argument), argument
 
 
-def _form(val: Any) -> Hashable:
+def _spec_of(val: Any) -> Hashable:
     if isinstance(val, torch.Tensor):
         return tuple(val.shape), val.stride(), val.dtype, val.requires_grad
     if isinstance(val, (list, tuple)):
-        return tuple(map(_form, val))
+        return tuple(map(_spec_of, val))
     return type(val), repr(val)

@@ -1,4 +1,4 @@
-"""What the functions of `views`, `reductions` and `joins` share: factors for the dims of a call."""
+"""Factors for the dims of a call, for rules that are functions of the call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ UNARY_LINEAR = ((0,),)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """One factor a dim: `d0`, `d1`, ..."""
+    """Return one factor per dim: `d0`, `d1`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
 def names_and_place(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
-    """One factor a dim of a call's first operand, and which of them an argument says. There has to be one."""
+    """Return one factor per dim of a call's first operand, and the dim in an argument.
+
+    The operand must have at least one dim.
+    """
     dims = names(len(shape(node.args[0])))
     return dims, argument(node, argument_name) % len(dims)
 
@@ -29,7 +32,7 @@ def pattern(
     node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (),
     known: Mapping[str, int] = MappingProxyType({}), **options: Any,
 ) -> Pattern:  # fmt: skip
-    """The pattern of these factors, their sizes read from the shapes of the call, but for those that are `known`."""
+    """Return the pattern of these factors. Sizes come from the call's shapes, unless they are in `known`."""
     sizes = dict(known)
     shapes = [shape(n) for n in tensor_inputs(node)] + output_shapes(node)
     for dims, sizes_of in zip((*inputs, *outputs), shapes, strict=True):

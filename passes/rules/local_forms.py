@@ -1,4 +1,7 @@
-"""How a call is written for one rank where it is not the traced call on local operands: what the local forms share."""
+"""Local forms: functions that write a call for one rank.
+
+They are for operators whose traced call would be wrong on local operands.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call to be written for one rank: the traced node, its local operands, its strategy on every axis and the axes'
-    sizes.
+    """A call to write for one rank: the traced node, local operands, and its strategy on every axis.
 
-    `emit(target, *args)` adds a node to the graph being written; `seed()` is the microbatch's random seed.
-    `balance`: as of `Decisions`.
+    `sizes`: {axis: number of ranks}. `emit(target, *args)` adds a node to the graph being written. `seed()` returns the
+    microbatch's random seed. `balance`: as in `Decisions`.
     """
 
     node: fx.Node
@@ -42,7 +44,7 @@ class LocalCall:
     balance: float = 1.0
 
     def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
-        """The traced call on local operands, with some arguments changed, by position."""
+        """Emit the traced call on local operands, with some positional arguments replaced."""
         args = [(changed or {}).get(i, argument) for i, argument in enumerate(self.args)]
         return self.emit(self.node.target, *args, **self.kwargs)
 
@@ -56,38 +58,40 @@ class LocalCall:
         return {axis: s.outputs[0] for axis, s in self.strategies.items()}
 
     def num_ranks(self, axes: str) -> int:
-        """How many ranks an axis has, or several joined in one."""
+        """Return the number of ranks of an axis, or of several axes flattened into one."""
         return math.prod(self.sizes[axis] for axis in parts_of(axes))
 
     def index(self, axes: str) -> fx.Node:
-        """Where this rank is on an axis, or on several joined in one."""
+        """Emit this rank's index on an axis, or on several axes flattened into one."""
         outermost, *inside = parts_of(axes)
         index = self.emit(autopart_ops.axis_index.default, outermost)
         for axis in inside:
-            others = self.emit(operator.mul, index, self.sizes[axis])
-            index = self.emit(operator.add, others, self.emit(autopart_ops.axis_index.default, axis))
+            outer_index = self.emit(operator.mul, index, self.sizes[axis])
+            index = self.emit(operator.add, outer_index, self.emit(autopart_ops.axis_index.default, axis))
         return index
 
     def first_row(self, axes: str, rows: int) -> fx.Node:
-        """The number of the first row that this rank holds of a table of `rows` rows, which is cut over an axis, or
-        over several joined in one."""
+        """Emit the index of this rank's first row of a table of `rows` rows.
+
+        `axes`: the axis, or flattened axes, over which the table is sharded.
+        """
         return self.emit(operator.mul, self.index(axes), -(-rows // self.num_ranks(axes)))
 
 
 LocalForm = Callable[[LocalCall], fx.Node | None]
-"""Writes a call for one rank; None where the traced call on local operands will do."""
+"""Function that writes a call for one rank. It returns None if the traced call on local operands is right."""
 
 
 def local_value(node: fx.Node) -> Any:
-    """What a node of a local form gives, without data: for the bytes and shapes that plans and prints show."""
+    """Return the meta output of a node of a local form, for the bytes and shapes in plans and prints."""
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):
         return None
     if node.target is aten.where.default:
         return most_positions(first)
     if getattr(node.target, "namespace", "") == "aten":
-        known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
-        return node.target(*fx.map_arg(node.args, value)) if known else None
+        are_known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
+        return node.target(*fx.map_arg(node.args, value)) if are_known else None
     if operator_name(node) == "autopart::ring_attention":
         return first.new_empty(*first.shape[:-1], value(node.args[3]).shape[-1])
     if operator_name(node) == "autopart::exchange_counts":
@@ -98,34 +102,34 @@ def local_value(node: fx.Node) -> Any:
 
 
 def takes_shape(pattern: Pattern | None) -> bool:
-    """Whether a call's second argument names its output's shape (a view)."""
+    """Return True if the call's second argument is its output's shape (a view)."""
     return pattern is not None and pattern.local is shape_argument
 
 
 def shape_argument(call: LocalCall) -> fx.Node:
-    """The second argument names the output's shape: the local one."""
+    """Replace the output shape in the second argument by the local shape."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
-    sizes, made_of = call.node.args[1], facts(call.node)["atoms"]
-    is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(sizes, made_of, strict=True)]
-    local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
-    for place in layout.values():
-        if place.is_routed:
-            local[place.dim] = -1  # as many rows as a rank's experts have
-    for axes, place in cut_together(layout).items():
-        if any(size % call.num_ranks(axes) for size in section_sizes(full[place.dim], place.sections)):
-            local[place.dim] = -1  # shards of unequal sizes
+    sizes, atoms_by_dim = call.node.args[1], facts(call.node)["atoms"]
+    is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(sizes, atoms_by_dim, strict=True)]
+    local = [-1 if open_ else size for open_, size in zip(is_open, local, strict=True)]
+    for placement in layout.values():
+        if placement.is_routed:
+            local[placement.dim] = -1  # data-dependent: the rows of the local experts
+    for axes, placement in cut_together(layout).items():
+        if any(size % call.num_ranks(axes) for size in section_sizes(full[placement.dim], placement.sections)):
+            local[placement.dim] = -1  # uneven shards
     return call.as_traced({1: local})
 
 
 def group_argument(call: LocalCall) -> fx.Node | None:
-    """An argument counts groups, factor `g`: those that the rank has."""
-    parts = call.num_parts("g")
-    if parts == 1:
+    """Replace the number of groups (factor `g`) by the local number."""
+    num_shards = call.num_parts("g")
+    if num_shards == 1:
         return None
     names = [declared.name for declared in call.node.target._schema.arguments]
     position = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
-    count: Any = call.args[position] // parts
-    if call.args[position] % parts:  # shards of unequal sizes: every rank reads it off its weight, a row a group
+    count: Any = call.args[position] // num_shards
+    if call.args[position] % num_shards:  # uneven shards: every rank has one row of the weight per group
         count = call.emit(aten.sym_size.int, call.args[1], 0)
     return call.as_traced({position: count})

@@ -1,8 +1,8 @@
-"""The notation of sharding rules: one einsum-like line per operator, written for one mesh axis.
+"""Notation of sharding rules: one einsum-like line per operator, written for one mesh axis.
 
-`"... k, n k -> ... n"` says: the first input has any leading dims and a dim `k`, and so on; dims with one name run over
-the same indices. `(g r)` is one dim that holds two factors, the outer one first. A factor of the inputs that no output
-has is summed over. `Rule.instantiate` fits a line to the shapes of one call and gives a `Pattern`.
+In `"... k, n k -> ... n"` the first input has any leading dims and a dim `k`. Dims with one name have the same indices.
+`(g r)` is one dim with two factors, the outer one first. A factor that only inputs have is summed over.
+`Rule.instantiate` fits a line to the shapes of one call and returns a `Pattern`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopart.passes.rules.local_forms import LocalForm
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry of the table: a line, and what a line cannot say.
+    """One entry of the table: a line, and what a line cannot express.
 
-    `whole`: the factors that may not be sharded. `linear`: the sets of inputs that may be partial sums together.
-    `matmul`: the products whose sizes, doubled, are the FLOPs (`("... k n",)`). `also`: other forms of the operator,
-    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments. `lookup`,
-    `local` and `routes`: those of the pattern.
+    `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once.
+    `matmul`: products whose doubled sizes are the FLOPs (`("... k n",)`). `also`: alternative lines, tried in turn
+    (without optional weights, with a mask). `when`: condition on the call's other arguments. `lookup`, `local` and
+    `routes`: as in `Pattern`.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Rule:
     routes: Literal["", "out", "back"] = ""
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
-        """The pattern for these shapes by the first line that fits them, or None.
+        """Return the pattern of the first line that fits these shapes, or None.
 
         >>> Rule("... k, n k -> ... n").instantiate([(2, 3, 8), (4, 8)], [(2, 3, 4)]).sizes
         {'...2': 2, '...1': 3, 'k': 8, 'n': 4}
@@ -65,24 +65,26 @@ class Rule:
             return None
         dims_of = []
         for i, (dims, shape) in enumerate(zip(fitted, (*inputs, *outputs), strict=True)):
-            kept = []
+            unbroadcast = []
             for dim, size in zip(dims or (), shape, strict=True):
                 full = math.prod(sizes[f] for f in dim)
-                if size != full and (size != 1 or i >= len(inputs)):  # inputs are broadcast, outputs are not
+                if size != full and (size != 1 or i >= len(inputs)):  # inputs may broadcast, outputs may not
                     return None
-                kept.append(dim if size == full else ())
-            dims_of.append(tuple(kept))
+                unbroadcast.append(dim if size == full else ())
+            dims_of.append(tuple(unbroadcast))
         flops = sum(2 * _product(term, sizes) for term in self.matmul)
         named = self.whole.split()
-        whole = frozenset(f for f in sizes if f in named or ("..." in named and f.startswith("...")))
+        unshardable = frozenset(f for f in sizes if f in named or ("..." in named and f.startswith("...")))
         split = len(inputs)
         operands = tuple(dims_of[:split]), tuple(dims_of[split:])
-        return Pattern(*operands, sizes, whole, self.linear, self.lookup, flops, local=self.local, routes=self.routes)
+        return Pattern(
+            *operands, sizes, unshardable, self.linear, self.lookup, flops, local=self.local, routes=self.routes
+        )
 
 
 @cache
 def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
-    """The operands of a line, left and right of the arrow, as tuples of dims; `("...",)` stands for any dims.
+    """Return the operands left and right of the arrow, as tuples of dims. `("...",)` matches any dims.
 
     >>> parse("(g r) d -> d")
     (((('g', 'r'), ('d',)),), ((('d',),),))
@@ -98,7 +100,7 @@ def _parse_operand(text: str) -> tuple[Dim, ...]:
 
 
 def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
-    """Replace `...` by as many named dims as the shape has to spare, counted from the right."""
+    """Replace `...` by named dims, numbered from the right, until the terms match the rank of the shape."""
     if ("...",) not in terms:
         return terms if len(terms) == len(shape) else None
     at = terms.index(("...",))
@@ -109,7 +111,7 @@ def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
 
 
 def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> bool:
-    """Find the size of a factor that appears only inside groups, from the others of its group."""
+    """Compute the size of each factor that appears only inside groups from the other factors of its group."""
     for dims, shape in zip(fitted, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
             unknown = [f for f in dim if f not in sizes]
@@ -121,6 +123,6 @@ def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> 
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
-    """The product of the named sizes; `...` stands for all ellipsis dims."""
+    """Return the product of the named sizes; `...` includes all ellipsis dims."""
     named = math.prod(sizes.get(f, 1) for f in term.split() if f != "...")
     return named * (math.prod(s for f, s in sizes.items() if f.startswith("...")) if "..." in term.split() else 1)

@@ -1,7 +1,7 @@
-"""Rules that users registered for their own operators (`autopart.rule`), for this process.
+"""Rules that users registered for custom operators (`autopart.rule`), in this process.
 
-Filled by explicit calls alone. A plan that used one of them names it (`Plan.rules`), so that a process without it says
-so.
+Only explicit calls fill the table. A plan that used a registered rule names it (`Plan.rules`), so that a process
+without the rule reports an error.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ REGISTERED: dict[str, Rule] = {}
 
 
 def has_rule(name: str) -> bool:
-    """Whether an operator has a rule, autopart's or a user's; its conditions may still refuse a call."""
+    """Return True if an operator has a rule, built-in or registered.
+
+    The conditions of the rule may still reject a call.
+    """
     return name in REGISTERED or name in LINES or name in SHAPED or name in POINTWISE
 
 
 def contracted(rule: Rule) -> list[str]:
-    """The factors that some output lacks and that may be sharded: sharding them leaves partial sums."""
+    """Return the shardable factors that some output lacks: sharding them leaves partial sums."""
     lacking: dict[str, None] = {}
     for text in (rule.text, *rule.also):
         left, right = parse(text)
-        inside = {factor for operand in left for dim in operand for factor in dim}
+        in_inputs = {factor for operand in left for dim in operand for factor in dim}
         for operand in right:
-            kept = {factor for dim in operand for factor in dim}
-            lacking |= dict.fromkeys(sorted(inside - kept - set(rule.whole.split())))
+            in_output = {factor for dim in operand for factor in dim}
+            lacking |= dict.fromkeys(sorted(in_inputs - in_output - set(rule.whole.split())))
     return list(lacking)
 
 
 def call_text(name: str, rule: Rule) -> str:
-    """The call of `autopart.rule` that registers this rule."""
+    """Return the call of `autopart.rule` that registers this rule."""
     texts = [f'"{text}"' for text in (name, rule.text, *rule.also)]
     options = [f'{key}="{text}"' for key, text in (("sum", " ".join(contracted(rule))), ("whole", rule.whole)) if text]
     options += [f"linear={rule.linear}"] * bool(rule.linear)
@@ -43,7 +46,7 @@ def call_text(name: str, rule: Rule) -> str:
 
 
 def as_data(rule: Rule) -> dict[str, Any]:
-    """A rule as a plan holds it; `from_data` is the inverse."""
+    """Return a rule as a plan stores it. `from_data` is the inverse."""
     data = {"lines": [rule.text, *rule.also], "whole": rule.whole, "linear": [list(s) for s in rule.linear],
             "flops": list(rule.matmul)}  # fmt: skip
     return {key: value for key, value in data.items() if value}

@@ -8,25 +8,25 @@ from autopart.ir.graph import argument, is_floating
 
 
 def of_class_indices(node: fx.Node) -> bool:
-    """A loss of every row alone whose labels are class indices."""
+    """Return True for an unreduced loss whose labels are class indices."""
     return argument(node, "reduction") == 0 and not is_floating(node.args[1])
 
 
 def of_class_probabilities(node: fx.Node) -> bool:
-    """A loss of every row alone whose labels are probabilities of all classes."""
+    """Return True for an unreduced loss whose labels are class probabilities."""
     return argument(node, "reduction") == 0 and is_floating(node.args[1])
 
 
 def gradients_as_they_are(node: fx.Node) -> bool:
-    """An embedding whose gradients are not scaled by how often a row is read in the whole batch."""
+    """Return True for an embedding that does not scale gradients by the frequency of a row in the batch."""
     return not argument(node, "scale_grad_by_freq")
 
 
 def writes_zeros_or_tensors(node: fx.Node) -> bool:
-    """A `scatter` that neither writes a number other than 0 nor multiplies."""
+    """Return True for a `scatter` that writes a tensor or zeros and does not multiply."""
     return argument(node, "reduce") is None and not argument(node, "value")
 
 
 def adds_to_itself(node: fx.Node) -> bool:
-    """A `scatter_reduce` that adds to what is there."""
+    """Return True for a `scatter_reduce` that adds to the existing values."""
     return argument(node, "reduce") == "sum" and argument(node, "include_self")

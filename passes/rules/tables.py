@@ -1,6 +1,6 @@
-"""What each operator may do: one line per operator, no logic. `rules.pattern_for` reads these tables.
+"""Tables of sharding rules: one line per operator, no logic. `rules.pattern_for` reads them.
 
-The notation: `notation.py`. Operators that work element by element: `pointwise.py`.
+`notation.py` explains the notation. Elementwise operators are in `operators/pointwise_rules.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopart.passes.rules.rule_conditions import (
 )
 
 _ATTENTION = ("... b g r q k d", "... b g r q k e")
-"""The two products of attention, with heads in groups or without (a factor that a line does not have counts once)."""
+"""The two products of attention, with or without grouped heads (a factor that a line lacks counts as 1)."""
 
 LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # matrix products
@@ -45,7 +45,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     "aten::_cdist_forward": Rule("... p m, ... r m -> ... p r", whole="m"),
     "aten::matmul": Rule("... m k, ... k n -> ... m n", linear=((0,), (1,)), matmul=("... m k n",), also=(
         "... k, k -> ...", "k, ... k n -> ... n")),
-    # every row by the matrix of its expert: rows of other ranks' experts give zeros
+    # mixture of experts: rows of other ranks' experts give zeros
     "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",),
         local=embedding_rules.expert_linear),
     "autopart::to_experts": Rule("t ..., (t k) -> (t k) ...", whole="k", linear=((0,),),
@@ -54,16 +54,16 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),),
         local=embedding_rules.from_experts,
         routes="back"),
-    # attention: q, k and v, with a mask (a causal one is written out before), with fewer heads of k and v
+    # attention: q, k and v; with a mask (a pass makes causal masks explicit); with grouped heads of k and v
     "aten::scaled_dot_product_attention": Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION,
         local=attention_rules.ring, also=(
         "... q d, ... k d, ... k e, ... q k -> ... q e",
         "b (g r) q d, b g k d, b g k e -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
-    # the sparse matrix is whole
+    # the sparse matrix is replicated
     "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
-    # tables and classes; embeddings are cut by rows, as the head that is tied to them
+    # tables and classes; embeddings are sharded by rows, like the head that may be tied to them
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,
         local=embedding_rules.embedding),
     "aten::cross_entropy_loss": (
@@ -84,7 +84,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # triangles
     "aten::tril": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
     "aten::triu": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
-    # pooling and resizing: space is whole
+    # pooling and resizing: spatial dims cannot be sharded
     **{f"aten::{name}": Rule(text, whole="x y z u v w", linear=linear) for text, linear, names in (
         ("... x -> ... u", (), "max_pool1d"),
         ("... x y -> ... u w", (), "max_pool2d"),
@@ -98,7 +98,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         ("... x y z -> ... u v w", ((0,),), "avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d"),
     ) for name in names.split()},
 }  # fmt: skip
-"""Operators whose factors do not depend on their arguments."""
+"""Rules of operators whose factors do not depend on their arguments."""
 
 MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::reshape": view_rules.view,
@@ -133,7 +133,7 @@ MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::index_select": indexing_rules.index_select,
     "aten::index": indexing_rules.index,
 }
-"""Operators that move elements and compute nothing; their factors depend on their arguments."""
+"""Rules of operators that move elements and compute nothing; their factors depend on their arguments."""
 
 SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     **MOVES,
@@ -162,7 +162,7 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     # products and windows
     "aten::einsum": einsum_rules.einsum,
     "aten::col2im": window_rules.col2im,
-    # writing at places
+    # writes at indices
     "aten::scatter": indexing_rules.scatter(writes_zeros_or_tensors),
     "aten::scatter_add": indexing_rules.scatter(lambda node: True),
     "aten::scatter_reduce": indexing_rules.scatter(adds_to_itself),
@@ -175,7 +175,7 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::isin": indexing_rules.isin,
     "autopart::positions": selection_rules.positions,
 }  # fmt: skip
-"""All operators whose factors depend on their arguments: functions of the call."""
+"""Rules of all operators whose factors depend on their arguments, as functions of the call."""
 
 LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::l1_loss",
                    "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
@@ -183,24 +183,24 @@ LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_l
 """Losses with a `reduction` argument: 0 none, 1 mean (the default), 2 sum."""
 
 OF_SPARSE = {"aten::_sparse_mm"}
-"""Operators whose rules hold for sparse tensors: the only ones."""
+"""The only operators whose rules hold for sparse tensors."""
 
 WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": view_rules.as_strided}
 """Local forms of operators that have no rule."""
 
 KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze", "aten::squeeze",
                    "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
-"""Operators that make of a weight another form of it, which is made wherever it is read."""
+"""Operators that convert a weight to another view or dtype. They are recomputed at each use."""
 
 KEEPING_MASKS = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape",
                  "aten::unsqueeze", "aten::squeeze", "aten::movedim"}  # fmt: skip
-"""Operators that make of a mask another form of it, which selects as many elements."""
+"""Operators that convert a mask and select as many elements."""
 
 PARTS = {"aten::select", "aten::eq"}
-"""Operators whose second argument says which part of the first they give: a slice, or what equals a number."""
+"""Operators whose second argument selects from the first: a slice, or the elements that equal a number."""
 
 WITHOUT_GRADIENT = {"aten::detach"}
-"""Operators whose result has no gradient, whatever they are given."""
+"""Operators whose result never has a gradient."""
 
 REMADE = (
     "aten::to", "aten::_to_copy", "aten::type_as", "aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten",
@@ -211,8 +211,8 @@ REMADE = (
     "aten::ones_like", "aten::full_like", "aten::pad", "aten::constant_pad_nd", "aten::tril", "aten::triu",
     "aten::one_hot", "aten::where", "aten::glu", "autopart::cast", "autopart::pick_class", "autopart::drop",
 )  # fmt: skip
-"""What torch.compile joins with other operators, and computes again in the backward where less is kept then, beside
-what works number by number and what makes views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
+"""Operators that torch.compile fuses with others, and recomputes in backward if that saves memory, in addition to
+elementwise operators and views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
 
 COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) | {
     "aten::cat": CostNotes(joins="copied"),
@@ -233,4 +233,4 @@ COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) |
     "aten::expand": CostNotes(gradients="repeated"),
     **dict.fromkeys(("aten::relu", "aten::leaky_relu", "aten::hardtanh"), CostNotes(keeps_sign=True)),
 }
-"""What of the cost of an operator, traced or of a local form, does not follow from the shapes of a call."""
+"""Cost properties of operators, traced or of local forms, that do not follow from the shapes of a call."""

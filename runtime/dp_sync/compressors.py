@@ -1,7 +1,7 @@
-"""Compressors: a vector as the bytes that are sent of it, and what is read from them.
+"""Compressors: encode a vector to the bytes that are sent, and decode them.
 
-Each is deterministic but for the numbers that it is given to draw with. Of `d` elements of `b` bytes they send
-`Compressor.size_bytes(d, b)` bytes, which the plan's figures count too (`autopart.ir.run.dp_sync.sent_bytes`).
+Each is deterministic except for the random numbers that it is passed. `Compressor.size_bytes` returns the bytes sent
+for a vector. Plans count the same bytes (`autopart.ir.run.dp_sync.sent_bytes`).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 from autopart.ir.run.dp_sync import Method, sent_bytes, sent_elements
 
 Draw = Callable[[int], Tensor]
-"""So many numbers from [0, 1), float64."""
+"""Function of a count that returns random numbers from [0, 1), float64."""
 
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """A map of vectors [d] of which less is sent than of the vector."""
+    """Lossy or lossless encoding of vectors [d]."""
 
     method: Method
 
     @abstractmethod
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
-        """[d] -> uint8 [bytes]."""
+        """Encode [d] to uint8 [bytes]."""
 
     @abstractmethod
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """uint8 [bytes] -> [d], of the dtype and length of `like`."""
+        """Decode uint8 [bytes] to [d], with the dtype and length of `like`."""
 
     def size_bytes(self, like: Tensor) -> int:
-        """How many bytes are sent of a vector like this one."""
+        """Return the bytes sent for a vector like this one."""
         return sent_bytes(self.method, like.numel(), like.dtype.itemsize)
 
 
 class Whole(Compressor):
-    """All of it."""
+    """Identity: sends every element."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         return _bytes(x)
@@ -50,32 +50,32 @@ class Whole(Compressor):
 
 
 class TopK(Compressor):
-    """The largest k = max(1, round(ratio d)) elements by magnitude with their places; of equal ones the first."""
+    """The k = max(1, round(ratio d)) elements of largest magnitude, with indices; ties go to the first."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
-        places = _largest(x.abs(), sent_elements(self.method, x.numel()))
-        return torch.cat([_bytes(x[places]), _bytes(places.to(torch.int32))])
+        indices = _largest(x.abs(), sent_elements(self.method, x.numel()))
+        return torch.cat([_bytes(x[indices]), _bytes(indices.to(torch.int32))])
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         split = sent_elements(self.method, like.numel()) * like.dtype.itemsize
-        values, places = _read(sent[:split], like.dtype), _read(sent[split:], torch.int32)
-        return like.new_zeros(like.numel()).index_copy_(0, places.long(), values)
+        values, indices = _read(sent[:split], like.dtype), _read(sent[split:], torch.int32)
+        return like.new_zeros(like.numel()).index_copy_(0, indices.long(), values)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest of [d], in order; of equal ones the first."""
+    """Return the sorted indices of the `count` largest of [d]; ties go to the first."""
     if count >= sizes.numel():
         return torch.arange(sizes.numel(), device=sizes.device)
     least = sizes.topk(count).values[-1]
     above, equal = sizes > least, sizes == least
-    places = (above | (equal & (equal.cumsum(0) <= count - above.sum()))).nonzero().view(-1)
-    if places.numel() != count:  # where some are not numbers
-        places = sizes.argsort(descending=True, stable=True)[:count]
-    return places
+    indices = (above | (equal & (equal.cumsum(0) <= count - above.sum()))).nonzero().view(-1)
+    if indices.numel() != count:  # if some are NaN
+        indices = sizes.argsort(descending=True, stable=True)[:count]
+    return indices
 
 
 class Sign(Compressor):
-    """The signs times |x|_2 / sqrt(d); that of zero is +."""
+    """Signs times |x|_2 / sqrt(d); the sign of zero is +."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         scale = torch.linalg.vector_norm(x) / math.sqrt(x.numel())
@@ -87,8 +87,11 @@ class Sign(Compressor):
 
 
 class Qsgd(Compressor):
-    """|x|_2 sign(x) l / s with s = 2^(bits-1) - 1 levels, l = s |x| / |x|_2 rounded at random to a whole number, so
-    that its mean is x (Alistarh et al. 2017, arXiv:1610.02132, section 3.1, without the Elias code)."""
+    """|x|_2 sign(x) l / s with s = 2^(bits-1) - 1 levels.
+
+    l = s |x| / |x|_2 is rounded stochastically to an integer, so that the mean is x (Alistarh et al. 2017,
+    arXiv:1610.02132, section 3.1, without the Elias code).
+    """
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         bits: int = self.method.bits
@@ -108,15 +111,18 @@ class Qsgd(Compressor):
 
 @dataclass(frozen=True)
 class Repeated(Compressor):
-    """What is left out is compressed again, `rounds` times in all (Huang et al. 2022, arXiv:2206.03665, section 4)."""
+    """Repeated compression of the residual (Huang et al. 2022, arXiv:2206.03665, section 4).
+
+    The method has `rounds` compressions in all.
+    """
 
     once: Compressor
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
-        left, sent = x, []
+        residual, sent = x, []
         for _ in range(self.method.rounds):
-            sent.append(self.once.encode(left, draw))
-            left = left - self.once.decode(sent[-1], x)
+            sent.append(self.once.encode(residual, draw))
+            residual = residual - self.once.decode(sent[-1], x)
         return torch.cat(sent)
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
@@ -125,7 +131,7 @@ class Repeated(Compressor):
 
 
 def compressor_of(method: Method) -> Compressor:
-    """What a method sends of a vector."""
+    """Return the compressor of a method."""
     if method.name == "double_squeeze":
         return compressor_of(method.compressor)
     if method.name == "neolithic":
@@ -140,19 +146,19 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _read(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements that bytes are; these may begin anywhere in what was received."""
+    """Reinterpret bytes as elements. The copy aligns them: they may start anywhere in the received buffer."""
     return sent.clone().view(dtype)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [d] below 2^bits -> uint8 [ceil(d bits / 8)]."""
+    """Pack uint8 [d] below 2^bits into uint8 [ceil(d bits / 8)]."""
     each = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     flat = torch.nn.functional.pad(each.view(-1), (0, -each.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `_packed`, of `count` codes."""
+    """Unpack `count` codes: the inverse of `_packed`."""
     flat = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     each = flat.view(-1)[: count * bits].view(count, bits)
     return (each << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(1, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""What the data-parallel ranks of one module send each other in place of a sum of gradients, and what they remember.
+"""Data-parallel synchronisation of one module: runs its `dp_sync` methods and keeps their state.
 
-Where a rank stores parts of parameters (`zero=1`), a method is given the whole gradients, as without, and each rank
-keeps its parts of what comes of them: so all that methods remember and draw is the same for both.
+If parameters are stored sharded (`zero=1`), a method still gets full gradients, and each rank keeps its shard of the
+result. So the state and the random numbers of methods do not depend on ZeRO.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from autopart.runtime.shards.shard_state import stored_cuts
 
 
 class DataSync:
-    """The methods of one module, on this rank. `steps`: how often gradients were brought together. `updates`: how many
-    steps the attached optimizer has made. `state`: what methods remember.
+    """Data-parallel synchronisation of one module on this rank.
 
-    `stored`: {name: this rank's parameter}. `wholes`: {name: what stands for all of one that is stored in parts; it has
-    no memory, and between a step's backward and its end the whole gradient}. `parameters`: the stored ones, or their
-    wholes.
+    `steps`: number of gradient synchronisations. `updates`: number of steps of the attached optimizer. `state`: state
+    of the methods. `stored`: {name: this rank's parameter}. `wholes`: {name: unsharded stand-in of a sharded
+    parameter}. A stand-in has no storage; its `.grad` has the full gradient from a step's backward to its end.
+    `parameters`: stored parameters, or their stand-ins.
     """
 
     def __init__(self, process: Process):
@@ -46,88 +46,102 @@ class DataSync:
         self.stored: Mapping[str, Tensor] = {}
         self.wholes: dict[str, Tensor] = {}
         self.cuts: dict[str, tuple[Cut, int]] = {}
-        """{name: how its whole is cut, and which shard this rank stores}"""
+        """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
-        """How parameters are stored, those of `wholes` as if each were whole."""
+        """Storage of parameters, of those in `wholes` as if they were unsharded."""
         self.methods: dict[str, Method] = {}
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
         self.powersgd: dict[int, Any] = {}
-        """{rank of the approximation: torch's state}"""
+        """{rank of the approximation: torch's PowerSGD state}"""
         self.state: State = {}
         self.steps = self.updates = 0
         self.is_attached = self.is_in_backward = False
         self.wire: Group | None = None
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Take the module's newest program, which has the parameters of all before it: {name: local parameter}."""
+        """Use the module's newest program. It contains the parameters of all earlier programs.
+
+        Args:
+            program: the program.
+            parameters: {name: local parameter}.
+        """
         self.sync, self.stored = program.dp_sync, parameters
         layouts = {name: program.parameters[name] for name in program.parameters if name in parameters}
-        self.methods = {name: one.method for name, one in layouts.items() if one.method is not None}
+        self.methods = {
+            name: stored_tensor.method for name, stored_tensor in layouts.items() if stored_tensor.method is not None
+        }
         for name in self.methods:
-            whole = layouts[name].whole_to_send(program.mesh)
-            if whole is not None:
-                self._stand_in(name, layouts[name], program.mesh)
-                layouts[name] = whole
+            unsharded = layouts[name].whole_to_send(program.mesh)
+            if unsharded is not None:
+                self._create_unsharded(name, layouts[name], program.mesh)
+                layouts[name] = unsharded
         self.layouts, self.parameters = layouts, self.with_wholes(parameters)
-        here = self.process.coordinates
-        self.parts = {name: " ".join(f"{axis}{here[axis]}" for axis, _ in stored_cuts(layouts[name], program.mesh))
+        coordinates = self.process.coordinates
+        self.parts = {name: " ".join(f"{axis}{coordinates[axis]}"
+                                     for axis, _ in stored_cuts(layouts[name], program.mesh))
                       for name in self.methods}  # fmt: skip
         if self.methods and self.wire is None:
             self.wire = Group(self.process.groups[program.mesh.along("rows")[0]])
         self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
 
-    def _stand_in(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
-        """What stands for the whole of a parameter that is stored in parts."""
-        over = mesh.stored_over(stored.layout)
-        cut, part = dict(stored_cuts(stored, mesh))[str(over)], self.stored[name]
-        self.cuts[name] = cut, mesh.index(self.process.coordinates, str(over))
+    def _create_unsharded(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
+        """Create the unsharded stand-in of a sharded parameter."""
+        zero_axis = mesh.stored_over(stored.layout)
+        cut, shard = dict(stored_cuts(stored, mesh))[str(zero_axis)], self.stored[name]
+        self.cuts[name] = cut, mesh.index(self.process.coordinates, str(zero_axis))
         if name not in self.wholes:
-            shape = (*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :])
-            self.wholes[name] = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+            shape = (*shard.shape[: cut.dim], cut.size, *shard.shape[cut.dim + 1 :])
+            self.wholes[name] = nn.Parameter(shard.new_empty(shape), requires_grad=shard.requires_grad)
             self.wholes[name].untyped_storage().resize_(0)
 
     def with_wholes(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """{name: parameter}, of those that are stored in parts what has the whole gradient."""
+        """Return {name: parameter}, with the stand-in that has the full gradient for each sharded parameter."""
         if not self.wholes:
             return parameters
-        for name, whole in self.wholes.items():
-            whole.requires_grad_(self.stored[name].requires_grad)
+        for name, unsharded in self.wholes.items():
+            unsharded.requires_grad_(self.stored[name].requires_grad)
         return {name: self.wholes.get(name, parameter) for name, parameter in parameters.items()}
 
     def let_go(self) -> None:
-        """Forget the whole gradients of a step that has ended."""
-        for whole in self.wholes.values():
-            whole.grad = None
+        """Free the full gradients after a step."""
+        for unsharded in self.wholes.values():
+            unsharded.grad = None
 
     @property
     def changes_models(self) -> bool:
-        """Whether every data rank has a model of its own."""
+        """True if every data rank has its own model."""
         return self.sync.changes_models and bool(self.methods)
 
     def check_attached(self) -> None:
-        """Raises UsageError before a second step whose replicas nothing brings together."""
+        """Raise UsageError before a second step if no attached optimizer averages the replicas."""
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
                 f"dp_sync='{self.sync}' and no optimizer is attached",
-                why="every data rank has a model of its own; they are brought together after the optimizer's step",
+                why="every data rank has its own model; the method averages the models after the optimizer's step",
                 hint="pm.attach(optimizer), once, before the first step",
             )
 
     def check_gradients(self, asked: str) -> None:
-        """Raises UsageError where there is no one gradient to give."""
+        """Raise UsageError if replicas differ, so that there is no global gradient to return."""
         if self.changes_models:
-            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has a model of its own, and "
-                             "the gradient of its own rows", hint="p.grad of this rank's parameters")  # fmt: skip
+            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
+                             "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Why hooks on gradients would see other ones; the same on every rank. `in_step`: they are held back."""
+        """Return an error if gradient hooks would see unsynchronised gradients, else None.
+
+        The result is equal on every rank.
+
+        Args:
+            in_step: True if hooks run only after synchronisation.
+        """
         has_own_backward = not in_step and "pp" not in self.process.groups
         for name in self.methods if has_own_backward else ():
             if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and a backward of your own",
-                    why="ranks bring gradients together when the backward has ended, and the hook would run before",
+                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and your own backward",
+                    why="ranks synchronise gradients when the backward has ended, and the hook would run before",
                     hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
                     "optimizer.step()",
                 )
@@ -135,20 +149,23 @@ class DataSync:
 
     @torch.no_grad()
     def bring_together(self, loss_scale: float = 1.0) -> None:
-        """Complete every `.grad` that holds this rank's part of a gradient times `loss_scale`. A collective call."""
+        """Synchronise every `.grad`, which has this rank's partial gradient times `loss_scale`.
+
+        A collective call.
+        """
         if self.wire is None:
             return
         for method, names in self._buckets():
-            parts = {name: gradient_of(self.parameters[name]) for name in names}
+            partial = {name: gradient_of(self.parameters[name]) for name in names}
             if loss_scale != 1.0:
-                parts = {name: part / loss_scale for name, part in parts.items()}
-            gradients = self._made(method, parts)
+                partial = {name: part / loss_scale for name, part in partial.items()}
+            gradients = self._synchronise(method, partial)
             for name, value in gradients.items():
-                self._hand_on(name, value if loss_scale == 1.0 else value * loss_scale)
+                self._store_gradient(name, value if loss_scale == 1.0 else value * loss_scale)
         self.steps += 1
 
-    def _hand_on(self, name: str, value: Tensor) -> None:
-        """Put what a method has made of a gradient in its place."""
+    def _store_gradient(self, name: str, value: Tensor) -> None:
+        """Store the synchronised gradient."""
         gradient = self.parameters[name].grad
         assert gradient is not None
         if name not in self.wholes:
@@ -159,17 +176,21 @@ class DataSync:
         self.wholes[name].grad = None
 
     def watched(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
-        """The outputs of a differentiable call, whose backward brings the gradients together that it makes, once.
-        `leave`: whether it leaves them as they are, to be brought together by a later one."""
+        """Hook the outputs of a differentiable call, so that its backward synchronises gradients once.
+
+        Args:
+            outputs: the outputs.
+            leave: returns True if a later backward is to synchronise the gradients (`no_sync`).
+        """
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._backward_begins(leave))
+                output.register_hook(lambda _: self._start_backward(leave))
         return tuple(outputs)
 
-    def _backward_begins(self, leave: Callable[[], bool]) -> None:
+    def _start_backward(self, leave: Callable[[], bool]) -> None:
         check_differentiated_once(
             f"dp_sync='{self.sync}'",
-            "ranks bring gradients together when a backward has ended, and that has no derivative",
+            "ranks synchronise gradients when a backward has ended, and that has no derivative",
             "dp_sync='all_reduce'",
         )
         if self.is_in_backward or leave():
@@ -187,7 +208,7 @@ class DataSync:
 
         at_end_of_backward(ends)
 
-    def _made(self, method: Method, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _synchronise(self, method: Method, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert self.wire is not None
         if method.changes == "models":
             return {name: part * self.wire.num_ranks for name, part in parts.items()}
@@ -203,7 +224,7 @@ class DataSync:
         return synchronised(method, [parts], [self.state], self.wire, draws)[0]
 
     def _powersgd(self, method: Method) -> tuple[Any, Hook]:
-        """torch's PowerSGD, which begins with two exact steps (its memory cannot begin before)."""
+        """Return torch's PowerSGD, which starts with at least two exact steps (it does not support fewer)."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         assert self.wire is not None
@@ -215,77 +236,81 @@ class DataSync:
         return self.powersgd[method.rank], powerSGD_hook.powerSGD_hook
 
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
-        """What is brought together now, by method and dtype; what was before and has no gradient now counts as zero. A
-        hook gets all in one go, the last parameter first, as from DDP."""
-        due = {name: self.parameters[name] for name in self.methods
+        """Return the gradients to synchronise, by method and dtype.
+
+        A parameter that has state but no gradient counts as zero. A hook gets all parameters at once, the last
+        parameter first, as in DDP.
+        """
+        candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
         buckets = list[tuple[Method, Sequence[str]]]()
-        for names in alike(due, self.methods, most_bytes=None):
+        for names in alike(candidates, self.methods, most_bytes=None):
             method = self.methods[names[0]]
             is_hook = method == HOOK or method.name == "powersgd"
-            chunks = [names[::-1]] if is_hook else alike({name: due[name] for name in names})
+            chunks = [names[::-1]] if is_hook else alike({name: candidates[name] for name in names})
             buckets += [(method, chunk) for chunk in chunks]
         return buckets
 
     def served(self) -> set[str]:
-        """The parameters whose server this rank is."""
+        """Return the parameters whose server this rank is."""
         if self.wire is None:
             return set()
-        own, names = self._own(), set[str]()
-        for row in alike(own, self.methods):
-            home = servers(self.methods[row[0]], {name: own[name].numel() for name in row}, self.wire.num_ranks)
-            names |= {name for name in row if home[name] == self.wire.here[0]}
+        parameters, names = self._parameters_with_method(), set[str]()
+        for row in alike(parameters, self.methods):
+            server_of = servers(
+                self.methods[row[0]], {name: parameters[name].numel() for name in row}, self.wire.num_ranks
+            )
+            names |= {name for name in row if server_of[name] == self.wire.here[0]}
         return names
 
-    def _own(self) -> dict[str, Tensor]:
-        """The parameters that have a method."""
+    def _parameters_with_method(self) -> dict[str, Tensor]:
         return {name: self.parameters[name] for name in self.methods}
 
     # --- Models
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer's steps bring replicas together."""
+        """Hook an optimizer's steps to average the replicas."""
         self.is_attached = True
-        optimizer.register_step_pre_hook(lambda *_: self._before())
-        optimizer.register_step_post_hook(lambda *_: self._after())
+        optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
+        optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
 
     @on_local_values
     @torch.no_grad()
-    def _before(self) -> None:
+    def _before_optimizer(self) -> None:
         if self.changes_models and self.wire is not None:
-            for parameter in self._own().values() if self.sync.method.name == "gradient_tracking" else ():
+            for parameter in (
+                self._parameters_with_method().values() if self.sync.method.name == "gradient_tracking" else ()
+            ):
                 gradient_of(parameter)
-            for names in self._alike():
+            for names in self._same_dtype_buckets():
                 before_step(self.sync.method, [names], [self.state], self.wire, self.updates)
 
     @on_local_values
     @torch.no_grad()
-    def _after(self) -> None:
+    def _after_optimizer(self) -> None:
         if self.changes_models and self.wire is not None:
-            for names in self._alike():
+            for names in self._same_dtype_buckets():
                 after_step(self.sync.method, [names], [self.state], self.wire, self.updates)
             self.updates += 1
 
-    def _alike(self) -> list[dict[str, Tensor]]:
-        """The parameters of one dtype each, which are sent together."""
-        own = self._own()
-        return [{name: own[name] for name in row} for row in alike(own)]
+    def _same_dtype_buckets(self) -> list[dict[str, Tensor]]:
+        parameters = self._parameters_with_method()
+        return [{name: parameters[name] for name in row} for row in alike(parameters)]
 
     @torch.no_grad()
     def mean_of_replicas(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """{name: the mean over the data ranks} where every data rank has a model of its own, else the values."""
+        """Return {name: mean over the data ranks} if every data rank has its own model, else the values."""
         if not self.changes_models or self.wire is None:
             return dict(values)
-        own = {name: values[name].detach() for name in self.methods if name in values}
-        rows = [{name: own[name] for name in row} for row in alike(own, most_bytes=None)]
+        replicated = {name: values[name].detach() for name in self.methods if name in values}
+        rows = [{name: replicated[name] for name in row} for row in alike(replicated, most_bytes=None)]
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     def register_hook(self, state: Any, hook: Hook) -> None:
-        """Take the user's hook; the program's parameters have `HOOK` for their method."""
+        """Register the user's hook. The method of the program's parameters is `HOOK`."""
         assert self.wire is not None
         self.hook = in_group(state, hook, self.wire.group), hook
 
 
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
-    """A hook's buckets, of at most `BUCKET_BYTES`."""
     return [{name: parts[name] for name in row} for row in alike(parts)]

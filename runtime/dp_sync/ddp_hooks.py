@@ -1,6 +1,6 @@
-"""DistributedDataParallel's communication hooks, run on the gradients of a partitioned model.
+"""DDP communication hooks on the gradients of a partitioned model.
 
-A hook is called `hook(state, bucket)` and gives a future of the bucket's new values (torch.distributed.GradBucket,
+A hook is called as `hook(state, bucket)` and returns a future of the bucket's new values (torch.distributed.GradBucket,
 torch.distributed.algorithms.ddp_comm_hooks).
 """
 
@@ -19,34 +19,34 @@ from autopart.runtime.gradients.reducer import flatten, unflatten
 Hook = Callable[..., Any]
 
 NEEDS_DDP = ("optimizer_overlap_hooks", "ddp_zero_hook", "mixed_precision_hooks")
-"""The modules of torch's hooks that reach into DistributedDataParallel itself."""
+"""Modules of torch's hooks that access internals of DistributedDataParallel."""
 
 
 class Bucket:
-    """What a hook is given of a bucket, as `torch.distributed.GradBucket`: gradients that are sent together."""
+    """Gradients that are sent together, with the interface of `torch.distributed.GradBucket`."""
 
     def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], gradients: Sequence[Tensor]):
         self._index, self._is_last, self._parameters = index, is_last, list(parameters)
         self._buffer = flatten(gradients)
 
     def index(self) -> int:
-        """Its number, from 0."""
+        """Return its number, from 0."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of a step."""
+        """Return True for the last bucket of a step."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, one behind the other: one dim."""
+        """Return all gradients, flattened and concatenated: one dim."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put another tensor in the buffer's place."""
+        """Replace the buffer."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer in the shapes of the parameters."""
+        """Return views of the buffer in the shapes of the parameters."""
         return unflatten(self._buffer, self._parameters)
 
     def parameters(self) -> list[Tensor]:
@@ -54,15 +54,15 @@ class Bucket:
 
 
 def check_hook(hook: Any, state: Any) -> None:
-    """Raises UsageError for what cannot be a hook of a partitioned model."""
+    """Raise UsageError for a hook that a partitioned model cannot run."""
     module = getattr(hook, "__module__", "") or ""
     if not callable(hook):
-        raise UsageError(f"hook={hook!r} is not a function", hint="pm.register_comm_hook(state, hook), as of DDP")
+        raise UsageError(f"hook={hook!r} is not a function", hint="pm.register_comm_hook(state, hook), as in DDP")
     if module.rpartition(".")[2] in NEEDS_DDP:
         raise UsageError(
-            f"the hook {getattr(hook, '__qualname__', hook)} reaches into DistributedDataParallel",
-            why="a partitioned model has no reducer or bucket views of DDP to hand out",
-            hint="a hook of gradients alone, as those of default_hooks and powerSGD_hook",
+            f"the hook {getattr(hook, '__qualname__', hook)} needs DistributedDataParallel",
+            why="it accesses DDP's reducer or bucket views, which a partitioned model does not have",
+            hint="a hook that only reads and writes gradients, as in default_hooks and powerSGD_hook",
         )
     names = list(inspect.signature(hook).parameters)
     if len(names) != 2:
@@ -71,8 +71,10 @@ def check_hook(hook: Any, state: Any) -> None:
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
-    """The state with which a hook runs among the data-parallel ranks, where it does not say whom it is for: a group of
-    None stands for all ranks of the world."""
+    """Return the hook's state, with the data-parallel process group if it has none.
+
+    For a DDP hook the group None means all ranks of the world, which would be wrong.
+    """
     first = next(iter(inspect.signature(hook).parameters), "")
     if state is None and first == "process_group":
         return group
@@ -84,8 +86,17 @@ def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
 def run_hook(
     state: Any, hook: Hook, buckets: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor], num_ranks: int
 ) -> dict[str, Tensor]:
-    """{name: its new gradient} of buckets of {name: this rank's part of it}. A hook divides by the number of ranks, and
-    is given so many times the part. One bucket waits for another: on gloo ranks would mix them up."""
+    """Return {name: new gradient} after running the hook on every bucket.
+
+    Hooks divide by the number of ranks, so they get `num_ranks` times the partial gradient. Buckets run one at a time,
+    because gloo could mix up concurrent collectives of different buckets.
+
+    Args:
+        state, hook: the state and hook.
+        buckets: {name: this rank's partial gradient} for each bucket.
+        parameters: {name: parameter}.
+        num_ranks: data-parallel size.
+    """
     new_gradients: dict[str, Tensor] = {}
     for bucket in buckets:  # torch's own hooks cannot view a matrix of no elements
         new_gradients |= {name: gradient for name, gradient in bucket.items() if not gradient.numel()}
@@ -99,8 +110,8 @@ def run_hook(
         future = hook(state, hook_bucket)
         values = future.wait() if hasattr(future, "wait") else future
         values = values[0] if isinstance(values, (list, tuple)) else values
-        pieces = unflatten(values.view(-1), owners)
+        chunks = unflatten(values.view(-1), owners)
         new_gradients |= {
-            name: piece.to(owner.dtype) for name, piece, owner in zip(bucket, pieces, owners, strict=True)
+            name: piece.to(owner.dtype) for name, piece, owner in zip(bucket, chunks, owners, strict=True)
         }
     return new_gradients

@@ -1,7 +1,8 @@
-"""Who averages with whom: rows of doubly stochastic mixing matrices.
+"""Doubly stochastic mixing matrices of gossip, by row.
 
-`w[i]` is what rank i averages, ((rank, weight), ...), in the order of ranks. Assran et al. 2019 (arXiv:1811.10792) and
-Ying et al. 2021 (arXiv:2110.13363) have the exponential graphs; Xiao and Boyd 2004 the Metropolis weights of the grid.
+`w[i]` is what rank i averages, ((rank, weight), ...), in rank order. Sources of the exponential graphs: Assran et al.
+2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363); of the Metropolis weights of the grid: Xiao and Boyd
+2004.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from autopart.runtime.dp_sync.transports import Weights
 
 
 def mixing(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
-    """The rows of the matrix of a graph, at a step (from 0) where it changes with them."""
+    """Return the rows of a graph's matrix at a step (from 0). Only `one_peer` depends on the step."""
     if num_ranks == 1:
         return [((0, 1.0),)]
     if graph == "complete":
@@ -23,16 +24,16 @@ def mixing(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
     rows: list[Weights] = []
     for rank in range(num_ranks):
         if graph == "one_peer" and _is_power_of_two(num_ranks):
-            others = {rank ^ offsets[0]}
+            peers = {rank ^ offsets[0]}
         else:
-            others = {(rank - offset) % num_ranks for offset in offsets}
-        weight = 1 / (1 + len(others))
-        rows.append(tuple((other, weight) for other in sorted({rank, *others})))
+            peers = {(rank - offset) % num_ranks for offset in offsets}
+        weight = 1 / (1 + len(peers))
+        rows.append(tuple((other, weight) for other in sorted({rank, *peers})))
     return rows
 
 
 def receivers(rows: list[Weights]) -> list[list[int]]:
-    """Whom each rank sends its values: those that average them."""
+    """Return the ranks to which each rank sends its values: those that average them."""
     num_ranks = len(rows)
     return [[i for i in range(num_ranks) if i != rank and rank in dict(rows[i])] for rank in range(num_ranks)]
 
@@ -42,7 +43,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _offsets(graph: str, num_ranks: int, step: int) -> list[int]:
-    """How far away those are whose values a rank gets."""
+    """Return the rank offsets of the neighbours whose values a rank receives."""
     if graph == "ring":
         return [1] if num_ranks == 2 else [1, num_ranks - 1]
     powers = [2**k for k in range(math.ceil(math.log2(num_ranks)))]
@@ -50,7 +51,10 @@ def _offsets(graph: str, num_ranks: int, step: int) -> list[int]:
 
 
 def _grid(num_ranks: int) -> list[Weights]:
-    """Neighbours in a grid, as square as it goes and open at its sides: 1 / max(|N_i|, |N_j|), counting themselves."""
+    """Return Metropolis weights of a nearly square grid without wrap-around.
+
+    They are 1 / max(|N_i|, |N_j|), where neighbourhoods include the rank itself.
+    """
     height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
     width = num_ranks // height
 

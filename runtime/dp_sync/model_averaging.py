@@ -1,7 +1,7 @@
-"""Methods with which every data rank has its own model: what they do before and after an optimizer's step.
+"""Methods of models: every data rank has its own model, averaged before or after an optimizer step.
 
-Each is one function of all replicas that are here, so that it is the same on processes and in one process. `State` is
-as in `gradients.py`; parameters are changed in place.
+Each method is one function over all local replicas, so it is the same for processes and for one process. `State` is as
+in `gradient_methods.py`. Parameters are changed in place.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from autopart.runtime.dp_sync.mixing_matrices import mixing, receivers
 from autopart.runtime.dp_sync.transports import Wire
 
 Parameters = Mapping[str, Tensor]
-"""{name: this rank's parameter}, of one dtype, in the same order on every rank."""
+"""{name: this rank's parameter}, of one dtype, in equal order on every rank."""
 
 
 def before_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire, step: int
 ) -> None:
-    """What is done before an optimizer's step of this number (from 0), with `.grad` complete."""
+    """Run the method before optimizer step number `step` (from 0), when `.grad` is complete."""
     if method.name == "gradient_tracking":
-        _track(method, parameters, states, wire)
+        _gradient_tracking(method, parameters, states, wire)
     elif method.name == "exact_diffusion":
         for replica, state in zip(parameters, states, strict=True):
             for name, parameter in replica.items():
-                known = state.setdefault(name, {})
-                known["ahead"] = _copy(parameter) - known.get("adapted", _copy(parameter))
+                memory = state.setdefault(name, {})
+                memory["ahead"] = _flat_copy(parameter) - memory.get("adapted", _flat_copy(parameter))
     elif method.name == "diloco":
         for replica, state in zip(parameters, states, strict=True):
             for name, parameter in replica.items():
                 if name not in state:
-                    state[name] = {"anchor": _copy(parameter), "velocity": torch.zeros_like(parameter).view(-1)}
+                    state[name] = {"anchor": _flat_copy(parameter), "velocity": torch.zeros_like(parameter).view(-1)}
 
 
 def after_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire, step: int
 ) -> None:
-    """What is done after an optimizer's step of this number (from 0)."""
+    """Run the method after optimizer step number `step` (from 0)."""
     if method.name == "gossip":
         is_global = method.every and (step + 1) % method.every == 0
         _mix("complete" if is_global else method.graph, parameters, wire, step)
@@ -54,41 +54,43 @@ def after_step(
     elif method.name in ("exact_diffusion", "gradient_tracking"):
         for replica, state in zip(parameters, states, strict=True):
             for name, parameter in replica.items():
-                known = state[name]
+                memory = state[name]
                 if method.name == "exact_diffusion":
-                    known["adapted"] = _copy(parameter)
-                parameter.add_(known.pop("ahead").view(parameter.shape))
+                    memory["adapted"] = _flat_copy(parameter)
+                parameter.add_(memory.pop("ahead").view(parameter.shape))
         if method.name == "exact_diffusion":
             _mix(method.graph, parameters, wire, step, halfway=True)
 
 
 def means(values: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str, Tensor]]:
-    """The means over all replicas, on every rank."""
+    """Return the means over all replicas, on every rank."""
     flat = wire.sum([_flat(list(replica.values())) for replica in values])
-    return [_named(total / wire.num_ranks, replica) for total, replica in zip(flat, values, strict=True)]
+    return [_by_name(total / wire.num_ranks, replica) for total, replica in zip(flat, values, strict=True)]
 
 
 def _mix(graph: str, parameters: Sequence[Parameters], wire: Wire, step: int, halfway: bool = False) -> None:
-    """x_i = sum_j w_ij x_j; `halfway`: with (I + W) / 2."""
+    """Set x_i = sum_j w_ij x_j; with `halfway`, use (I + W) / 2 instead of W."""
     for replica, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
         for name, parameter in replica.items():
             parameter.copy_((parameter + mixed[name]) / 2 if halfway else mixed[name])
 
 
 def _mixed(graph: str, values: Sequence[Mapping[str, Tensor]], wire: Wire, step: int) -> list[dict[str, Tensor]]:
-    """sum_j w_ij v_j on every rank i. What all average with all is a sum, which takes less than all sending all."""
+    """Return sum_j w_ij v_j on every rank i. The complete graph uses an all-reduce, which is cheaper."""
     if graph == "complete":
         return means(values, wire)
     rows = mixing(graph, wire.num_ranks, step)
-    to = receivers(rows)
+    receivers_of = receivers(rows)
     flat = [_flat(list(replica.values())) for replica in values]
-    mixed = wire.exchange(flat, [rows[rank] for rank in wire.here], [to[rank] for rank in wire.here])
-    return [_named(one, replica) for one, replica in zip(mixed, values, strict=True)]
+    mixed = wire.exchange(flat, [rows[rank] for rank in wire.here], [receivers_of[rank] for rank in wire.here])
+    return [_by_name(one, replica) for one, replica in zip(mixed, values, strict=True)]
 
 
-def _track(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
-    """x = W x - step(q) with q = W q + g - g of the step before, and q = g at first: an optimizer is given q in place
-    of g, and W x - x is added after its step. Parameters and q are sent in one message."""
+def _gradient_tracking(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
+    """Run gradient tracking: x = W x - step(q), q = W q + g - (g of the step before), and q = g at first.
+
+    The optimizer gets q in place of g, and W x - x is added after its step. Parameters and q are sent in one message.
+    """
     sent: list[dict[str, Tensor]] = []
     for replica, state in zip(parameters, states, strict=True):
         tracked = {name: state.get(name, {}).get("tracked") for name in replica}
@@ -98,32 +100,34 @@ def _track(method: Method, parameters: Sequence[Parameters], states: Sequence[St
         )
     for replica, state, mixed in zip(parameters, states, _mixed(method.graph, sent, wire, 0), strict=True):
         for name, parameter in replica.items():
-            gradient = _copy(parameter.grad)
-            known, followed = state.setdefault(name, {}), gradient
+            gradient = _flat_copy(parameter.grad)
+            memory, target = state.setdefault(name, {}), gradient
             if f"{name}." in mixed:
-                followed = mixed[f"{name}."].reshape(-1) + gradient - known["before"]
-            known["tracked"], known["before"] = followed, gradient
-            known["ahead"] = mixed[name].reshape(-1) - _copy(parameter)
-            parameter.grad.copy_(followed.view(parameter.shape))
+                target = mixed[f"{name}."].reshape(-1) + gradient - memory["before"]
+            memory["tracked"], memory["before"] = target, gradient
+            memory["ahead"] = mixed[name].reshape(-1) - _flat_copy(parameter)
+            parameter.grad.copy_(target.view(parameter.shape))
 
 
 def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
-    """The mean of what replicas have moved from the anchor is the gradient of an outer SGD with Nesterov's momentum;
-    all begin anew where it leads."""
+    """Run the outer optimizer of DiLoCo, SGD with Nesterov momentum.
+
+    Its gradient is the mean distance that replicas have moved from the anchor. All replicas restart at the new anchor.
+    """
     moved = [
         {name: state[name]["anchor"].view(parameter.shape) - parameter for name, parameter in model.items()}
         for model, state in zip(parameters, states, strict=True)
     ]
     for replica, state, mean in zip(parameters, states, means(moved, wire), strict=True):
         for name, parameter in replica.items():
-            known, gradient = state[name], mean[name].reshape(-1)
-            known["velocity"] = method.outer_momentum * known["velocity"] + gradient
-            ahead = gradient + method.outer_momentum * known["velocity"]
-            known["anchor"] = known["anchor"] - method.outer_lr * ahead
-            parameter.copy_(known["anchor"].view(parameter.shape))
+            memory, gradient = state[name], mean[name].reshape(-1)
+            memory["velocity"] = method.outer_momentum * memory["velocity"] + gradient
+            ahead = gradient + method.outer_momentum * memory["velocity"]
+            memory["anchor"] = memory["anchor"] - method.outer_lr * ahead
+            parameter.copy_(memory["anchor"].view(parameter.shape))
 
 
-def _copy(tensor: Tensor | None) -> Tensor:
+def _flat_copy(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
 
@@ -132,6 +136,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _named(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_name(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = flat.split([tensor.numel() for tensor in like.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}

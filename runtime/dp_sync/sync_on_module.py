@@ -1,4 +1,4 @@
-"""What a partitioned module offers of `dp_sync`."""
+"""Methods of a partitioned module for `dp_sync`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopart.runtime.shards.shard_owners import parameters_of
 
 
 class SyncsData:
-    """What a module can do whose data-parallel ranks send each other something else than sums of gradients."""
+    """Mixin of `ParallelModule` for data-parallel communication other than an all-reduce of gradients."""
 
     _process: Process
     _local_parameters: Mapping[str, nn.Parameter]
@@ -35,32 +35,32 @@ class SyncsData:
 
     @on_local_values
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let this optimizer's steps bring the replicas together, where `dp_sync` gives every data rank a model of its
-        own (`"gossip:ring"`, `"local:16"`, ...). Once, before the first step; with other methods it does nothing.
+        """Hook this optimizer's steps to average the replicas.
 
-        Raises UsageError for an optimizer of other parameters.
+        Needed for `"gossip:ring"`, `"local:16"` and other methods of models, once, before the first step. With other
+        methods it does nothing. Raises UsageError for an optimizer of other parameters.
 
         Example: `pm.attach(optimizer); pm.step(**batch); optimizer.step()`
         """
         self._traced("attach()")
-        held = set(map(id, parameters_of(optimizer)))
-        if not any(id(parameter) in held for parameter in self._local_parameters.values()):
+        optimized = set(map(id, parameters_of(optimizer)))
+        if not any(id(parameter) in optimized for parameter in self._local_parameters.values()):
             raise UsageError("attach() of an optimizer that has none of this module's parameters",
                              hint="optimizer = torch.optim.AdamW(pm.parameters()); pm.attach(optimizer)")  # fmt: skip
         if self._data_sync.changes_models:
             if self._data_sync.is_attached:
-                raise UsageError("attach() of a second optimizer", why="replicas would be brought together twice",
+                raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
                                  hint="one optimizer for all parameters")  # fmt: skip
             self._data_sync.attach(optimizer)
 
     @on_local_values
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Run a communication hook of DistributedDataParallel, unchanged, in place of the sum of gradients over the
-        data ranks: `hook(state, bucket)` gives a future of one tensor.
+        """Register a DDP communication hook that replaces the gradient all-reduce over the data ranks.
 
-        It is called once a step for every bucket of this rank's parameters, after their sums over other axes (`cp`,
-        tied parameters). A state, or `process_group`, that names no group gets that of the data ranks. Raises
-        UsageError where the hook cannot run here, OptionError beside another `dp_sync`.
+        The hook is unchanged: `hook(state, bucket)` returns a future of one tensor. It runs once a step for every
+        bucket of this rank's parameters, after their gradients are reduced over other axes (`cp`, tied parameters). A
+        state, or `process_group`, without a group gets that of the data ranks. Raises UsageError for a hook that cannot
+        run, OptionError in addition to another `dp_sync`.
 
         Example:
             state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2)
@@ -69,21 +69,21 @@ class SyncsData:
         program = self._traced("register_comm_hook()")
         check_hook(hook, state)
         if self._data_sync.hook is not None:
-            raise UsageError("a second communication hook", why="each would send gradients in its own way",
+            raise UsageError("a second communication hook", why="each would reduce the gradients",
                              hint="one hook that does both")  # fmt: skip
         if not program.dp_sync.is_default:
-            raise OptionError(f"a communication hook beside dp_sync='{program.dp_sync}'", hint="one of the two",
-                              why="both say what data-parallel ranks send each other")  # fmt: skip
+            raise OptionError(f"a communication hook with dp_sync='{program.dp_sync}'", hint="one of the two",
+                              why="both define what data-parallel ranks send each other")  # fmt: skip
         axis = next(iter(program.mesh.along("rows")), "")
         if not axis:
             raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
                              hint="a mesh with dp: 'dp2'")  # fmt: skip
-        over = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
-        cut = [name for name, axes in over.items() if axes is not None and axis in parts_of(axes)]
-        if cut:
-            raise OptionError(f"a communication hook where parameters are stored in parts over {axis}",
-                              why=f"the gradient of '{cut[0]}' is summed as it is cut",
-                              hint="zero=0, or a mesh 'dpr2,dp2': parts over dp, the hook over dpr")  # fmt: skip
+        zero_axis_of = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
+        sharded = [name for name, axes in zero_axis_of.items() if axes is not None and axis in parts_of(axes)]
+        if sharded:
+            raise OptionError(f"a communication hook with parameters stored sharded over {axis}",
+                              why=f"the gradient of '{sharded[0]}' is reduce-scattered",
+                              hint="zero=0, or a mesh 'dpr2,dp2': shards over dp, the hook over dpr")  # fmt: skip
         hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)
                   for name, stored in program.parameters.items()}  # fmt: skip
         self._program = replace(program, parameters=hooked)
@@ -93,16 +93,17 @@ class SyncsData:
 
     @meeting
     def dp_sync_state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
-        """What the methods of `dp_sync` remember: {"steps": ..., "name.error": tensor, ...}, to be saved beside the
-        model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh: what every data rank has of its
-        own is [data ranks, *shape], the memory of gradients in units of a rank's mean gradient.
+        """Return the state of the `dp_sync` methods: {"steps": ..., "name.error": tensor, ...}.
+
+        Save it with the model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh. State that
+        differs between data ranks is [data ranks, *shape]. State of gradients is in units of a rank's mean gradient.
 
         Args:
-            data_ranks: to load what so many data ranks have saved, where that is another number than here.
+            data_ranks: number of data ranks that saved the checkpoint, to load it on another number.
 
         Example:
             torch.distributed.checkpoint.save({"sync": pm.dp_sync_state_dict()}, checkpoint_id="step100")
-            state = {"sync": pm.dp_sync_state_dict(data_ranks=4)}  # which four have saved
+            state = {"sync": pm.dp_sync_state_dict(data_ranks=4)}  # saved by four data ranks
             torch.distributed.checkpoint.load(state, checkpoint_id="step100")
             pm.load_dp_sync_state_dict(state["sync"])
         """
@@ -111,13 +112,16 @@ class SyncsData:
 
     @meeting
     def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `dp_sync_state_dict` gave, after the model's own state. Of another number of data ranks each takes
-        the mean of all. Raises CheckpointError where it does not fit."""
+        """Load the result of `dp_sync_state_dict`, after the model's state.
+
+        If another number of data ranks saved it, each rank takes the mean of all. Raises CheckpointError if it does not
+        fit.
+        """
         self._traced("load_dp_sync_state_dict()")
         load_state(self._data_sync, state)
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along an axis of the mesh. Raises UsageError for one of a single rank."""
+        """Return this rank's process group along a mesh axis. Raises UsageError if the axis has one rank."""
         if axis not in self._process.groups:
             raise UsageError(f"no process group of axis '{axis}'", why=f"the mesh is {self._process.mesh}",
                              hint=f"one of {', '.join(self._process.groups) or 'none: there is one rank'}")  # fmt: skip

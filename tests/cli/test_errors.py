@@ -169,8 +169,9 @@ def no_whole_number(name: str, given: Any) -> str:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # meshes
     "mesh: int": (lambda: autopart.Mesh.parse(4),
-        "MeshError: mesh=4 gives a number of devices but no axes\n  why    plan and parallelize search for them; here "
-        "they must be named\n  try    mesh='tp4', mesh={'dp': 4}, or that of autopart.plan(model, 4, ...)"),
+        "MeshError: mesh=4 gives a number of devices but no axes\n  why    only plan and parallelize choose the "
+        "axes; this function needs their names\n  try    mesh='tp4', mesh={'dp': 4}, "
+        "or that of autopart.plan(model, 4, ...)"),
     "mesh: no devices": (plan(0),
         "OptionError: devices=0 is not a number of devices\n  why    it must be an integer from 1"),
     "mesh: bool": (plan(True),
@@ -186,9 +187,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, "
         "'tp': 2}"),
     "mesh: size 0": (plan("tp0"),
-        "MeshError: mesh axis 'tp' has size 0\n  why    a size must be an integer from 1"),
+        "MeshError: mesh axis 'tp' has size 0\n  why    a size is an integer from 1"),
     "mesh: text size": (plan({"tp": "2"}),
-        "MeshError: mesh axis 'tp' has size '2'\n  why    a size must be an integer from 1"),
+        "MeshError: mesh axis 'tp' has size '2'\n  why    a size is an integer from 1"),
     "mesh: cp": (plan("cp2"),
         "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input "
         "[8, 4]\n  try    leave cp out of the mesh; dp cuts the rows of any batch"),
@@ -227,7 +228,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
         "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
     "recompute: no word": (skip("dp2", recompute={"layers.0": "all"}), "OptionError: recompute of 'layers.0' is 'all'\n"
-        "  why    it is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
+        "  why    a mode is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
         "  try    recompute={'model.layers.[0-3]': 'full', '*': 'none'}"),
     "recompute: no block": (skip("dp2", recompute="layers.9=full"),
         "OptionError: recompute of 'layers.9' matches no block of the model\n"
@@ -288,9 +289,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "equal numbers, and no formula separates the random numbers from the values\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
-        "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "
-        "its input is not positive, so the values decide\n  where  uniform at test_errors.py:{leaky_line} (leak)\n  "
-        "try    rng='fast'"),
+        "OptionError: rng='exact' cannot reproduce the random numbers of a single device\n  why    one device "
+        "draws a slope only where its input is not positive, so the values decide\n  "
+        "where  uniform at test_errors.py:{leaky_line} (leak)\n  try    rng='fast'"),
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
         "OptionError: unknown local_batch='mine'\n  try    True (each data rank passes its own samples) or False"),
     "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),

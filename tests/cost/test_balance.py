@@ -85,8 +85,8 @@ REFUSED = {
     "endless": ({"balance": float("inf")}, "OptionError: balance=inf is not an expert load\n"
                 "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
                 "  try    balance=1.25"),
-    "large": ({"balance": 3}, "OptionError: balance=3 cannot be on ep2\n"
-              "  why    a rank that has all rows has 2 times the mean of 2\n"
+    "large": ({"balance": 3}, "OptionError: balance=3 is too large for ep2\n"
+              "  why    a rank that has all rows has 2 times the mean over 2 ranks\n"
               "  try    balance=2, or less"),
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_what_cannot_be(planned, options, text):
 
 def test_a_plan_and_its_formula_keep_to_it(planned):
     plan = planned("ep4", balance=1.5)
-    with pytest.raises(AutopartError, match=r"balance=1\.5 cannot be on one device"):
+    with pytest.raises(AutopartError, match=r"balance=1\.5 is too large for one device"):
         plan.cost.at(ep=1)
     model, batch = mixture()
     plan = autopart.plan(model, "ep2", example_kwargs=batch, balance=1.5)

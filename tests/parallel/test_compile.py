@@ -193,8 +193,8 @@ def test_a_plan_says_that_it_is_compiled(tmp_path):
 @pytest.mark.parametrize(("options", "text"), [
     ({"compile": "yes"}, "compile='yes' is not a choice\n  try    compile=True, or False"),
     ({"compile": True, "schedule": "zbv"},
-     "compile=True with schedule='zbv'\n  why    the schedule runs the backward in two parts, and a compiled stage has "
-     "one\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),
+     "compile=True with schedule='zbv'\n  why    the schedule splits the backward in two, and a compiled stage cannot"
+     "\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),
 ])  # fmt: skip
 def test_what_cannot_be_compiled(options, text):
     model, batch = example()

@@ -374,8 +374,8 @@ def refused(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("full_grads", "every data rank has a model of its own"), ("beside", "both say what data-parallel ranks send"),
-     ("arguments", "it is called with a state and a bucket"), ("ddp", "reaches into DistributedDataParallel"),
+    [("full_grads", "every data rank has its own model"), ("beside", "both define what data-parallel ranks send"),
+     ("arguments", "it is called with a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
      ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
      ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
 )  # fmt: skip

@@ -277,8 +277,8 @@ REFUSED = {
         "  why    a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there\n"
         "  try    leave compile out, or the pins that cut experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
-        "OptionError: balance=5 cannot be on ep2,tp2\n"
-        "  why    a rank that has all rows has 4 times the mean of 4\n"
+        "OptionError: balance=5 is too large for ep2,tp2\n"
+        "  why    a rank that has all rows has 4 times the mean over 4 ranks\n"
         "  try    balance=4, or less"),
 }  # fmt: skip
 

@@ -324,7 +324,7 @@ REFUSED = {
     "no pipeline": ("dp2", {}, OptionError, "schedule='1f1b_2bw' needs a pipeline"),
     "few microbatches": ("pp2", {"microbatches": 1}, StageError, "it needs at least 2 microbatches"),
     "stages": ("pp2", {"virtual_stages": 2}, StageError, "it runs one stage per rank, not 2"),
-    "zero": ("dp2,pp2", {"zero": 1}, StageError, "with parameters stored in parts over dp .zero=."),
+    "zero": ("dp2,pp2", {"zero": 1}, StageError, "with parameters stored sharded over dp .zero=."),
     "fp16": ("pp2", {"precision": "fp16"}, StageError, "with precision='fp16'"),
 }
 

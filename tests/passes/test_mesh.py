@@ -79,8 +79,8 @@ def test_ranks_are_those_of_a_device_mesh():
 
 
 @pytest.mark.parametrize(("mesh", "text"), [
-    (device_mesh(("tp", "dp"), (2, 2)), "the DeviceMesh orders its dims ('tp', 'dp')\n  why    ranks are counted with "
-     "pp outermost, then dp, cp, ep, and tp innermost\n  try    give the dims in that order"),
+    (device_mesh(("tp", "dp"), (2, 2)), "the DeviceMesh orders its dims ('tp', 'dp')\n  why    ranks are numbered with "
+     "pp outermost, then dp, cp, ep, and tp innermost\n  try    pass the dims in this order"),
     (device_mesh(None, (2, 2)), "the DeviceMesh has no named dims\n  why    autopart finds its axes by name\n"
      "  try    init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"),
     (device_mesh(("dp", "model"), (2, 2)), "unknown mesh axis 'model'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n"
@@ -89,8 +89,8 @@ def test_ranks_are_those_of_a_device_mesh():
      "mesh='dp2;tp2' cannot be read\n  why    'dp2;tp2' is not an axis name followed by a size\n"
      "  try    mesh='dp2,tp2'"),
     ("", "mesh='' cannot be read\n  why    '' is not an axis name followed by a size\n  try    mesh='dp2,tp2'"),
-    ({"tp": True}, "mesh axis 'tp' has size True\n  why    a size must be an integer from 1"),
-    ({"tp": -2}, "mesh axis 'tp' has size -2\n  why    a size must be an integer from 1"),
+    ({"tp": True}, "mesh axis 'tp' has size True\n  why    a size is an integer from 1"),
+    ({"tp": -2}, "mesh axis 'tp' has size -2\n  why    a size is an integer from 1"),
 ], ids=str)  # fmt: skip
 def test_what_is_no_mesh_is_told(mesh, text):
     with pytest.raises(MeshError) as error:

@@ -250,7 +250,7 @@ REFUSED = {
   why    what comes by in its backward has no gradient of its own
   try    context="ulysses" or context="gather\"""",
     ("dp2", "dp_sync"): """create_graph=True with dp_sync='top_k:0.5'
-  why    ranks bring gradients together when a backward has ended, and that has no derivative
+  why    ranks synchronise gradients when a backward has ended, and that has no derivative
   try    dp_sync='all_reduce'""",
     ("dp2", "no_sync"): """create_graph=True with gradients of parameters inside no_sync()
   why    each rank has a partial gradient until the last call reduces them

@@ -113,7 +113,7 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "axes of data, 'dpr2,dp4': parts over dp, the method over dpr"),
     "zero: 1 with a method, read in two layouts": (read_twice,
         "OptionError: dp_sync='*.bias=all_reduce,*=top_k:0.1' with zero=1 for 'rows'\n  why    it is read in more than "
-        "one layout, so its parts are gathered, and its gradient summed, at every use\n  try    zero=0, or its exact "
+        "one layout, so every use gathers its shards and reduces its gradient\n  try    zero=0, or an exact "
         "sum: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
     # plans edited by hand
     "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),

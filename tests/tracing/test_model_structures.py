@@ -423,7 +423,7 @@ def test_memory_of_another_value_is_not_read():
         def forward(self, x):
             return self.first(x)[:, 1:].as_strided((4, 8), (8, 1)).square().mean()
 
-    with pytest.raises(autopart.AutopartError, match="as_strided reads memory that is not its input's own"):
+    with pytest.raises(autopart.AutopartError, match="as_strided reads memory outside of its input"):
         autopart.plan(Slice(False).double(), "tp2", example_kwargs={"x": torch.randn(4, 6, 8).double()})
 
 

@@ -1,5 +1,8 @@
-"""What `measure` times on a GPU beside what it times everywhere: products of the shapes that models have, attention,
-copies, norms and optimizers. A call is a description, and a function that makes what is to be timed on a device."""
+"""Calls to measure on a GPU in addition to those of all devices.
+
+They are products with the shapes of models, attention, copies, norms and optimizers. A call is a description, and a
+function that creates the callable to time on a device.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,23 @@ SKINNY = (8, 16, 32, 64, 128, 256)
 ODD = (1000, 2047, 2050, 3000, 3002, 4095, 4097, 4100, 4104, 4160, 5000, 5004, 7168)
 VOCABULARIES = (30522, 32000, 50257, 50304, 128256)
 MOST_FLOPS = 2e13
-"""Larger ones are left out: they take as long as all others."""
+"""Largest product to measure. Larger ones take as long as all others together."""
 
 BYTES_PER_FLOP = 1e-3
-"""Read and written beside products, as much as GPT-2 and Llama do in eager steps: a third of their time."""
+"""Bytes of elementwise operators per FLOP of products, as in eager steps of GPT-2 and Llama: a third of their time."""
 
 HELD_OUT = 3
-"""One in so many of these measurements is kept out of every fit."""
+"""One in this many measurements is held out of every fit."""
 
 WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gradient", "causal", "dropped"
 
 
 def shapes() -> list[Shape]:
-    """(m, k, n) of products, over 300: the linear layers of hidden sizes as ranks of `tp` cut them, products that are
-    skinny in each dim, sizes beside those of a kernel's tiles, and heads of vocabularies."""
+    """Return more than 300 (m, k, n) of products.
+
+    They are linear layers of several hidden sizes as `tp` shards them, products that are skinny in one dim, sizes next
+    to those of kernel tiles, and vocabulary heads.
+    """
     layers = [
         shape for tokens in TOKENS for hidden in HIDDEN for ranks in TENSOR_RANKS
         for shape in ((tokens, hidden, 3 * hidden // ranks), (tokens, hidden // ranks, hidden),
@@ -47,12 +53,12 @@ def shapes() -> list[Shape]:
     odd = [shape for size in ODD for shape in around(size)]
     squares = [(size, size, size) for size in (*SKINNY, 512, 1024, 1536, 2048, 3072, *ODD, 8192)]
     heads = [(tokens, hidden, size) for tokens in TOKENS for hidden in HIDDEN[:4] for size in VOCABULARIES]
-    every = dict.fromkeys([*layers, *skinny, *odd, *squares, *heads])
-    return [shape for shape in every if 2 * shape[0] * shape[1] * shape[2] <= MOST_FLOPS]
+    all_shapes = dict.fromkeys([*layers, *skinny, *odd, *squares, *heads])
+    return [shape for shape in all_shapes if 2 * shape[0] * shape[1] * shape[2] <= MOST_FLOPS]
 
 
 def around(size: int, usual: int = 4096) -> Iterator[Shape]:
-    """Each dim once of this size, the others as usual."""
+    """Yield three shapes: each dim has this size once, the others the usual size."""
     yield from ((size, usual, usual), (usual, size, usual), (usual, usual, size))
 
 
@@ -63,8 +69,10 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
 
 
 def between() -> Iterator[tuple[Measured, Maker, Maker]]:
-    """Products as they come in a step, after operators that compute little and so let the device's power recover: the
-    two together, and the latter alone."""
+    """Yield products after operators that compute little and let the device's power recover.
+
+    Each item has the product, and the other operator alone.
+    """
     for tokens in (8192, 16384):
         for hidden in (1024, 2048, 4096, 8192):
             for shape in ((tokens, hidden, 4 * hidden), (tokens, 4 * hidden, hidden)):
@@ -82,14 +90,14 @@ def in_turn(first: Maker, second: Maker) -> Maker:
 
 
 def products() -> Iterator[tuple[Measured, Maker]]:
-    every = shapes()
-    for shape in every:
+    all_shapes = shapes()
+    for shape in all_shapes:
         yield Measured("matmul", dtype="bfloat16", shape=shape), product(shape, torch.bfloat16)
     for dtype, form in ((torch.float16, ""), (torch.bfloat16, INPUT_GRADIENT), (torch.bfloat16, WEIGHT_GRADIENT)):
-        for shape in every[::3]:
+        for shape in all_shapes[::3]:
             name = str(dtype).removeprefix("torch.")
             yield Measured("matmul", dtype=name, shape=shape, form=form), product(shape, dtype, form)
-    for shape in every[1::3]:
+    for shape in all_shapes[1::3]:
         if not any(size % 16 for size in shape):
             yield Measured("matmul", dtype="float8_e4m3fn", shape=shape), scaled_product(shape)
 
@@ -99,7 +107,7 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
-    """A linear layer's, or those of its backward, which have the transposed operands of one."""
+    """Return the product of a linear layer, or of its backward, which has transposed operands."""
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -116,7 +124,7 @@ def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
 
 
 def scaled_product(shape: Shape) -> Maker:
-    """In float8, with one scale a tensor."""
+    """Return a product in float8, with one scale per tensor."""
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -128,7 +136,7 @@ def scaled_product(shape: Shape) -> Maker:
 
 
 def attention() -> Iterator[tuple[Measured, Maker]]:
-    """Forward, and backward, of some 16,384 tokens and 2,048 features."""
+    """Yield attention forward and backward, with about 16,384 tokens and 2,048 features."""
     for width in (64, 128):
         for tokens in (1024, 2048, 4096, 8192, 16384, 32768):
             for form in (CAUSAL, ""):
@@ -158,8 +166,10 @@ def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool,
 
 
 def pointwise() -> Iterator[tuple[Measured, Maker]]:
-    """By the bytes that operators in bfloat16 read and write: those that go through a tensor value by value ("copy"),
-    and those that look at rows ("norm"), forward and backward."""
+    """Yield operators in bfloat16 by the bytes that they read and write.
+
+    "copy": elementwise operators. "norm": operators over rows, forward and backward.
+    """
     bf16, f32 = torch.bfloat16, torch.float32
     for elements in (2**16, 2**20, 2**22, 2**24, 2**26, 2**28):
         rows, size = elements // 4096, float(elements)
@@ -194,7 +204,7 @@ def scaled(x: Tensor) -> Tensor:
 def of_matrix(
     rows: int, dtype: torch.dtype, function: Callable[..., object], count: int = 1, columns: int = 4096
 ) -> Maker:
-    """Of so many matrices."""
+    """Return a call of a function on `count` matrices."""
 
     def make(device: torch.device) -> Call:
         matrices = [random(device, dtype, rows, columns) for _ in range(count)]
@@ -204,12 +214,12 @@ def of_matrix(
 
 
 def heads_in_front(x: Tensor) -> Tensor:
-    """Of rows of 32 heads with 128 features."""
+    """Transpose rows of 32 heads with 128 features to put the head dim first."""
     return x.view(-1, 32, 128).transpose(0, 1).contiguous()
 
 
 def norm_backward(rows: int) -> Maker:
-    """Of a layer norm with a weight and a bias."""
+    """Return the backward of a layer norm with a weight and a bias."""
 
     def make(device: torch.device) -> Call:
         x = random(device, torch.bfloat16, rows, 4096).requires_grad_()
@@ -226,7 +236,7 @@ def log_softmax_backward(gradient: Tensor, out: Tensor) -> Tensor:
 
 
 def optimizers() -> Iterator[tuple[Measured, Maker]]:
-    """Fused AdamW over tensors of 2,048 x 2,048."""
+    """Yield fused AdamW over tensors of 2,048 x 2,048."""
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 8, 64):
             size, name = float(count * 2**22 * dtype.itemsize), str(dtype).removeprefix("torch.")

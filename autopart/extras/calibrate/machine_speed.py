@@ -1,9 +1,10 @@
-"""Measures the machine it runs on: matrix products, memory, the launch of an operator, and collectives where there are
-several ranks, all of which measure at once, as they compute at once in a step.
+"""Measurements of this machine: matrix products, memory, launch overhead and collectives.
 
-`torch.utils.benchmark.Timer` times what one rank does alone on a CPU, with one thread by that thread's processor time,
-from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row, as a CUDA graph.
-Every measurement is made several times, some time apart, and the fastest counts: other work can only slow it.
+All ranks measure at once, as they compute at once in a step.
+
+`torch.utils.benchmark.Timer` times what one rank does alone on a CPU. With one thread it uses that thread's CPU time,
+which other processes do not affect. On a GPU many calls run in a row, as a CUDA graph. Every measurement is repeated
+after some time, and the fastest counts, because other work can only slow it down.
 """
 
 from __future__ import annotations
@@ -34,33 +35,33 @@ from autopart.ir.sharding import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, connect, reduce_over_all
 
-_CHAIN = 100  # operators in a row whose launch is measured
-_CALLS = 4  # of a collective, between two barriers
-_RECORDED_S = 2e-4  # of the calls in one CUDA graph
-_BURSTS = 4  # of calls on a GPU, of which the fastest counts
-_STEADY_S = 0.1  # after which what runs in turn takes the power that it will take
-_SUSTAINED_S = 0.5  # after which a GPU's clock has come down to what its power allows
-_GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
+_CHAIN = 100  # operators in a row to measure launch overhead
+_CALLS = 4  # calls of a collective between two barriers
+_RECORDED_S = 2e-4  # duration of the calls in one CUDA graph
+_BURSTS = 4  # bursts of calls on a GPU, of which the fastest counts
+_STEADY_S = 0.1  # duration after which the power of alternating calls is steady
+_SUSTAINED_S = 0.5  # duration after which a GPU's clock has dropped to its power limit
+_GROUPS = {"link": "tp", "node_link": "dp"}  # {kind of link: axis of the mesh from `_nodes`}
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and for how long."""
+    """Sizes to measure, and durations of measurements."""
 
     widths: tuple[int, ...]
-    """Of square products; others of as many FLOPs are tall, wide and deep."""
+    """Widths of square products. Tall, wide and deep products have equal FLOPs."""
     tensor_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     kept_bytes: int
-    """What operators in a row write before anything is freed, as the forward of a training step does."""
+    """Bytes that a chain of operators writes before it frees anything, as the forward of a training step does."""
     run_s: float
-    """Of one call repeated. On a GPU a millisecond, after which its power limit lowers the clock: in a step products
-    come between operators that take less power."""
+    """Duration of one repeated call. A millisecond on a GPU: after that its power limit lowers the clock, but in a step
+    products alternate with operators that use less power."""
     rounds: int
     repeats: int
-    """Of a collective in a round."""
+    """Repetitions of a collective in a round."""
     is_of_gpus: bool = False
-    """Measures what `gpu_calls` has, too."""
+    """Also measure the calls of `gpu_calls`."""
 
     @staticmethod
     def of(quick: bool, on_gpu: bool) -> Effort:
@@ -88,11 +89,11 @@ class Bench:
         return self.process.device
 
     def tasks(self) -> list[Task]:
-        """What there is to measure, the same on every rank, and how to measure it once."""
+        """Return all measurements, equal on every rank, each with a function that makes it once."""
         return [*self.products(), *self.memory(), *self.launches(), *self.of_gpus(), *self.collectives()]
 
     def alone(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call that no other rank takes part in. All ranks begin at once."""
+        """Return the seconds of a call without communication. All ranks start at once."""
         if self.device.type == "cuda":
             return self.on_gpu(lambda _: call, self.effort.run_s)
         self.barrier()
@@ -102,20 +103,22 @@ class Bench:
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def issued(self, call: Callable[[], Any]) -> float:
-        """Seconds of one of many calls in a row that the host issues: of the kernel, or of that where it is longer."""
+        """Return the seconds per call of many calls: kernel time or host issue time, whichever is longer."""
         self.barrier()
-        seconds(call, 2)  # kernels are chosen and loaded
+        seconds(call, 2)  # warm-up: torch selects and loads kernels
         return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
 
     def on_gpu(self, maker: Maker, run_s: float) -> float:
-        """Seconds of one of many calls in a row on the GPU alone: they are recorded as a CUDA graph, which one call
-        replays. Infinite where the device has no such thing, as float8 before Hopper, or not the memory for it."""
+        """Return the GPU seconds per call of many calls in a row, recorded as a CUDA graph and replayed.
+
+        Infinite if the device does not support the call, as float8 before Hopper, or lacks the memory.
+        """
         self.barrier()
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
                 call = maker(self.device)
-                call()  # kernels are chosen and loaded
+                call()  # warm-up: torch selects and loads kernels
                 count = most_calls(_RECORDED_S, seconds(call, 3))
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(count):
@@ -134,11 +137,11 @@ class Bench:
                 yield what, partial(self.after, other, maker)
 
     def after(self, other: Maker, maker: Maker) -> float:
-        """Seconds of a call each time another one has run, in many of both."""
+        """Return the seconds of a call each time after another call has run."""
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call that all ranks take part in."""
+        """Return the seconds of a call that all ranks take part in."""
         return min(self._together_once(call) for _ in range(self.effort.repeats))
 
     def _together_once(self, call: Callable[[], Any]) -> float:
@@ -156,7 +159,7 @@ class Bench:
             dist.barrier(group=self.process.host_group)
 
     def wait(self) -> None:
-        """For what was launched on a GPU."""
+        """Wait for kernels on a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -176,7 +179,7 @@ class Bench:
         def run() -> float:
             rows, inner, columns = shape
             x, weight = self.random(rows, inner, dtype=dtype), self.random(columns, inner, dtype=dtype)
-            weight.requires_grad_()  # as a step records it
+            weight.requires_grad_()  # autograd records the product, as in a step
             return self.alone(lambda: F.linear(x, weight))
 
         return run
@@ -188,18 +191,21 @@ class Bench:
         yield Measured("memory in place", size_bytes=3.0 * size), self.in_place(size)
 
     def fresh(self, size: int) -> Callable[[], float]:
-        """Products with a number and sums of two tensors, 2.5 values read or written on average, whose results are kept
-        as a forward keeps them."""
+        """Return a measurement of elementwise operators that allocate their results.
+
+        They multiply by a number and add two tensors in turn, with 2.5 values read or written on average. All results
+        stay allocated, as in a forward.
+        """
         count = 2 * max(1, min(500, self.effort.kept_bytes // size // 2))
 
         def run() -> float:
             x = self.random(size // 4)
 
             def chain() -> None:
-                kept = [x]
+                results = [x]
                 for _ in range(count // 2):
-                    kept.append(kept[-1] * 0.5)
-                    kept.append(kept[-1] + x)
+                    results.append(results[-1] * 0.5)
+                    results.append(results[-1] + x)
 
             return self.alone(chain) / count
 
@@ -213,7 +219,7 @@ class Bench:
         return run
 
     def launches(self) -> Iterator[Task]:
-        """An operator on one value, forward and backward, as autograd issues them."""
+        """Yield measurements of an operator on one value, forward and backward, as autograd issues them."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device, requires_grad=True)
@@ -234,7 +240,7 @@ class Bench:
         yield Measured("launch"), self.smallest()
 
     def smallest(self) -> Callable[[], float]:
-        """An operator on one value, alone."""
+        """Return a measurement of an operator on one value, alone."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device)
@@ -253,7 +259,7 @@ class Bench:
                     yield Measured(kind, size_bytes=size, link=link, num_ranks=group.size()), call
 
     def collective(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """A collective over an array of `size` bytes, as programs run it."""
+        """Return a measurement of a collective on an array of `size` bytes, as programs run it."""
 
         def run() -> float:
             count = size // 4 // group.size() * group.size()
@@ -264,8 +270,10 @@ class Bench:
         return run
 
     def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """There and back between neighbours, half of which is one send; through the host where the group is gloo's, as
-        stages send."""
+        """Return a measurement of one send: half of a round trip between neighbours.
+
+        If the group uses gloo, values of a GPU go through the host, as in pipeline stages.
+        """
         through_host = self.device.type == "cuda" and is_gloo(group, self.device)
 
         def run() -> float:
@@ -288,7 +296,7 @@ class Bench:
 
 
 def seconds(call: Callable[[], Any], count: int) -> float:
-    """Of one of so many calls in a row, until a GPU has done them."""
+    """Return the seconds per call of `count` calls in a row, including GPU work."""
     torch.cuda.synchronize()
     start_s = time.perf_counter()
     for _ in range(count):
@@ -302,18 +310,21 @@ def most_calls(in_s: float, one_s: float) -> int:
 
 
 def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, list[Measured]]:
-    """Measures this machine: alone, or on every process that torchrun has started, which then all get the same figures,
-    means over the ranks.
+    """Measure this machine: one process, or all processes of torchrun.
+
+    All processes return the same figures, means over the ranks.
 
     Args:
         quick: few sizes, once.
-        progress: wraps the measurements that are to be made, in their order, as tqdm does.
+        progress: wraps the sequence of measurements, as tqdm does.
+    Returns:
+        The device, and the finite measurements.
     """
     process = connect(_nodes(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     effort = Effort.of(quick, process.device.type == "cuda")
     tasks = Bench(process, effort).tasks()
     times: dict[Measured, float] = {}
-    gc.freeze()  # torch collects garbage before each CUDA graph, through all that has been made so far
+    gc.freeze()  # torch collects garbage before each CUDA graph, which would visit all existing objects
     try:
         for what, run in progress(tasks * effort.rounds):
             times[what] = min(run(), times.get(what, math.inf))
@@ -328,7 +339,7 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
 
 
 def device_of(process: Process) -> Device:
-    """What there is to say of this rank's device."""
+    """Return the description of this rank's device."""
     local = process.mesh.size("tp")
     if process.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(process.device)
@@ -341,20 +352,20 @@ def device_of(process: Process) -> Device:
 
 
 def _nodes() -> Mesh:
-    """The processes of torchrun as a mesh: those of one node on `tp`, nodes on `dp`."""
+    """Return the processes of torchrun as a mesh: processes of one node on `tp`, nodes on `dp`."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     return Mesh.parse({"dp": ranks // local, "tp": local})
 
 
 def _shapes(width: int) -> list[tuple[int, int, int]]:
-    """Of as many FLOPs: square, tall, wide, deep."""
+    """Return shapes with equal FLOPs: square, tall, wide, deep."""
     half, four = width // 2, 4 * width
     return [(width, width, width), (four, half, half), (half, half, four), (half, four, half)]
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """What the device has units for. On CPUs 16 bits are often emulated, so they are left out."""
+    """Return the dtypes to measure. CPUs often emulate 16-bit dtypes, so those are left out."""
     if device.type != "cuda":
         return [torch.float32, torch.float64]
     bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []

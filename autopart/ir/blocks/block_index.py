@@ -1,4 +1,4 @@
-"""Which repeated block of the model every operator of a traced graph is in."""
+"""The repeated block of each operator of a traced graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autopart.ir.graph import on_parameters, parents
 
 
 def blocks(traced: fx.Graph) -> dict[str, str]:
-    """{key of an operator that depends on parameters: its repeated block, "" for none}.
+    """Return {key of an operator that depends on parameters: its repeated block, "" outside of blocks}.
 
-    A block is a module whose path ends in a number and which has at least half of its operators in common with another
-    number; where blocks are in blocks, the outermost. Without any, it is a stretch of operators that comes again and
-    again (`passes/facts/find_blocks.py`), such as one layer called many times.
+    A block is a module whose path ends in a number and which shares at least half of its operators with another number.
+    Of nested blocks the outermost counts. If no module is a block, a block is a sequence of operators that repeats
+    (`passes/facts/find_blocks.py`), such as one layer that is called many times.
     """
     nodes = {facts(node)["key"]: node for node in on_parameters(traced)}
     inside: dict[str, set[str]] = defaultdict(set)
@@ -27,8 +27,8 @@ def blocks(traced: fx.Graph) -> dict[str, str]:
         siblings[path.rpartition(".")[0]].append(path)
 
     def repeats(path: str) -> bool:
-        others = (inside[other] for other in siblings[path.rpartition(".")[0]] if other != path)
-        return any(2 * len(inside[path] & other) >= len(inside[path]) for other in others)
+        siblings_of_path = (inside[other] for other in siblings[path.rpartition(".")[0]] if other != path)
+        return any(2 * len(inside[path] & other) >= len(inside[path]) for other in siblings_of_path)
 
     repeated = {path for path in inside if repeats(path)}
     if not repeated:

@@ -1,4 +1,4 @@
-"""Graphs in which one block of a long chain of like blocks stands for many of them."""
+"""Block deduplication: one block of a chain of equal blocks represents several of them in a graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ T = TypeVar("T")
 
 
 class NotFoldable(AutopartError):
-    """What is asked of a folded trace can be told of the whole one alone. No user sees it: the whole one is planned."""
+    """A request that a deduplicated trace cannot serve. The planner then uses the full trace."""
 
 
 class Fold(NamedTuple):
-    """Of the blocks `path.0`, `path.1`, ..., the one of this `number` stands for `times` of them, `number` to
-    `number + times - 1`. Those behind it keep their names.
+    """Block `number` of a chain, which represents the blocks `number` to `number + times - 1`.
+
+    The blocks of the chain are `path.0`, `path.1`, ...
+
+    Later blocks keep their names.
 
     >>> fold = Fold("model.layers", 3, 10)
     >>> fold.original("model.layers.7.mlp.up.weight"), fold.original("model.layers.13.mlp.up.weight")
@@ -28,27 +31,27 @@ class Fold(NamedTuple):
     times: int
 
     def original(self, name: str) -> str:
-        """What stands for a module, parameter or operator of this name: itself, outside of the blocks left out."""
+        """Return the name in the graph that represents a module, parameter or operator of the model."""
         number, rest = self._placed(name)
         if number is None or not self.number < number < self.number + self.times:
             return name
         return f"{self.path}.{self.number}{rest}"
 
     def later(self, name: str, blocks: int) -> str:
-        """The name of the same so many blocks later, of what is in the block."""
+        """Return the corresponding name so many blocks later, for a name in the representing block."""
         number, rest = self._placed(name)
         return name if number != self.number else f"{self.path}.{number + blocks}{rest}"
 
     def holds(self, name: str) -> bool:
-        """Whether a module, parameter or operator of the graph is in the block that stands for others."""
+        """Return True if a module, parameter or operator is in the block that represents several."""
         return self._placed(name)[0] == self.number
 
     def block(self, name: str) -> int | None:
-        """The number of the block that a module, parameter or operator is in; None of others."""
+        """Return the block number of a module, parameter or operator, None outside the chain."""
         return self._placed(name)[0]
 
     def _placed(self, name: str) -> tuple[int | None, str]:
-        """The block that a name is in, and what follows."""
+        """Split a name into its block number and the rest."""
         if not name.startswith(f"{self.path}."):
             return None, ""
         rest = name[len(self.path) + 1 :]
@@ -58,48 +61,50 @@ class Fold(NamedTuple):
 
 
 Folds = tuple[Fold, ...]
-"""Of a trace. Two chains have no block in common."""
+"""Deduplicated blocks of a trace. Two chains have no block in common."""
 
 
 def original(folds: Folds, name: str) -> str:
-    """The name in the graph of what stands for this one."""
+    """Return the name in the graph that represents this name."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
 def names_of(folds: Folds, name: str) -> list[str]:
-    """All the names that one in the graph stands for."""
+    """Return all names that a name in the graph represents."""
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 
 
 def later(folds: Folds, name: str, blocks: int) -> str:
-    """The name of the same so many blocks later, of what is in a block that stands for others."""
+    """Return the corresponding name so many blocks later, for a name in a block that represents several."""
     for fold in folds:
         name = fold.later(name, blocks)
     return name
 
 
 def unrolled(folds: Folds, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]) -> Iterator[T]:
-    """Items in their order, those of a block that stands for others once for each of them.
+    """Yield the items in order. Repeat those of a representing block for each block that it represents.
 
     Args:
-        name: of an item, in the graph.
-        at: the same item so many blocks later.
-    Raises NotFoldable where the items of such a block do not lie together.
+        items: objects that each belong to a name in the graph.
+        name: returns the name of an item.
+        at: returns the corresponding item so many blocks later.
+
+    Raises NotFoldable if the items of such a block are not consecutive.
     """
-    place = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
-    start, seen = 0, set[Fold]()
+    fold_of_item = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
+    start, yielded = 0, set[Fold]()
     while start < len(items):
-        fold, stop = place[start], start + 1
-        while stop < len(items) and fold is not None and place[stop] == fold:
+        fold, stop = fold_of_item[start], start + 1
+        while stop < len(items) and fold is not None and fold_of_item[stop] == fold:
             stop += 1
         if fold is None:
             yield items[start]
-        elif fold in seen:
-            raise NotFoldable(f"the block {fold.path}.{fold.number} is not in one piece")
+        elif fold in yielded:
+            raise NotFoldable(f"the operators of block {fold.path}.{fold.number} are not consecutive")
         else:
-            seen.add(fold)
+            yielded.add(fold)
             yield from (at(item, i) for i in range(fold.times) for item in items[start:stop])
         start = stop

@@ -1,10 +1,10 @@
-"""Which parameters travel together: one collective for each block of a model, which runs beside the work of another.
+"""Buckets of parameters: one collective per block of a model, overlapped with compute.
 
-A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller
-than `LEAST_BYTES` share one, and a larger one may be split. What is read first is split most: its gradients come last,
-and little is left to compute beside which they could be sent. A large gradient that is summed whole does not wait for
-others. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the reasons for buckets; Zhao et al. 2023, arXiv:2304.11277,
-section 3.3, for blocks.)
+A bucket contains consecutive parameters of one repeated block, in the order in which a stage reads them. Blocks smaller
+than `LEAST_BYTES` share a bucket, and a larger block may be split. The parameters that are read first are split most:
+their gradients come last, when little compute remains to overlap with. A large gradient that is all-reduced waits for
+no other gradient. (Li et al. 2020, arXiv:2006.15704, section 3.2, motivates buckets; Zhao et al. 2023,
+arXiv:2304.11277, section 3.3, blocks.)
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
     from torch import Tensor, fx
 
 LEAST_BYTES = 2**20
-"""Blocks are put together until they have so much: a message of less takes hardly less time."""
+"""Least size of a bucket of several blocks. A smaller message takes hardly less time."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed, and wholes that live for a step gathered, in buckets of at most so much, which are copied."""
+"""Largest bucket of gradients to reduce, or of parameters to gather for a step. These buckets are copied."""
 
 ALONE_BYTES = 4 * LEAST_BYTES
-"""A gradient of so much is summed by itself: as soon as it is there, and in place."""
+"""Least size of a gradient that is reduced alone: as soon as it is computed, and in place."""
 
 UNDER_WAY, SUMS_UNDER_WAY = 1, 2
-"""How many buckets of gradients are sent at a time, of parts and of whole sums, if each holds a copy of its gradients,
-or of parts what it gets; those may be whole blocks, sums fill `BUCKET_BYTES` at most. One of those before is waited for
-where the next is complete, before that is copied."""
+"""Buckets of gradients in flight: of reduce-scattered gradients, and of all-reduced gradients.
+
+The limit is for buckets that copy their gradients, or that allocate their reduced shards. A reduce-scatter bucket may
+be a full block; an all-reduce bucket has at most `BUCKET_BYTES`. When the next bucket is complete, the reducer waits
+for an earlier one before it copies."""
 
 
 def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
-    """Those of the `names` that a stage graph reads, by their first use."""
+    """Return the `names` that a stage graph reads, by their first use."""
     wanted = set(names)
     read = (
         str(used.target)
@@ -44,7 +46,7 @@ def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
 
 
 def block_of(name: str) -> str:
-    """The repeated block that a parameter is in; "" for none.
+    """Return the repeated block of a parameter, "" if there is none.
 
     >>> block_of("model.layers.3.mlp.up.weight"), block_of("lm_head.weight")
     ('model.layers.3', '')
@@ -54,7 +56,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Of every parameter, in which run of consecutive ones of a block it is.
+    """Number the runs of consecutive parameters of one block. Return the run of each parameter.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]
@@ -71,9 +73,14 @@ def bucketed(
     sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES,
     alone_bytes: float = math.inf,
 ) -> list[tuple[str, ...]]:  # fmt: skip
-    """The buckets of parameters, {name: bytes} in the order of their use; with `most_bytes` None no block is
-    split, else the first bucket has `least_bytes` at most, and each other twice as much as the one before. With
-    `least_bytes` infinite a bucket goes on from block to block. What has `alone_bytes` is in a bucket of its own.
+    """Return the buckets of parameters.
+
+    Args:
+        sizes: {name: bytes}, in the order of use.
+        most_bytes: largest bucket. The first bucket has at most `least_bytes`, and each next one twice as much as the
+            one before. None: no block is split.
+        least_bytes: smallest bucket. If it is infinite, buckets continue from block to block.
+        alone_bytes: a parameter of at least this size gets a bucket of its own.
 
     >>> mega = 2**20
     >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
@@ -101,7 +108,7 @@ def bucketed(
 
 
 def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
-    """Names by their kind, in order."""
+    """Group names by their kind, by first appearance."""
     rows: dict[object, list[str]] = {}
     for name in names:
         rows.setdefault(kind[name], []).append(name)
@@ -111,7 +118,7 @@ def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
 def alike(
     tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
 ) -> list[tuple[str, ...]]:
-    """Names of tensors that may be sent as one, by {name: kind} if there is one, and dtype, whatever their blocks."""
+    """Bucket tensors by dtype and by {name: kind}, regardless of blocks. Return the names of each bucket."""
     kind_and_dtype = {name: (kind[name] if kind else None, tensor.dtype) for name, tensor in tensors.items()}
     rows = list[tuple[str, ...]]()
     for names in kinds(list(tensors), kind_and_dtype):

@@ -1,4 +1,4 @@
-"""What a schedule that leaves the gradient of the batch before asks of a program."""
+"""Requirements of schedules that return the gradient of the previous batch (PipeDream-2BW)."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from autopart.ir.program import Program
 from autopart.ir.run.schedules import DELAYED, check_schedule
 from autopart.ir.run.unshard_policy import storing_axes
 
-_OTHER = "schedule='1f1b', which finishes each batch"
+_FLUSHING = "schedule='1f1b', which finishes each batch"
 
 
 def check_delayed(schedule: str | None, program: Program) -> None:
-    """Raises StageError where a schedule begins a batch before the last is finished, and the program cannot."""
+    """Raise StageError if the schedule overlaps two batches and the program does not allow it."""
     if schedule is None or schedule not in DELAYED:
         return
     check_schedule(schedule, len(program.stages), program.mesh.size("pp"), program.microbatches)
-    cut = storing_axes(program)
-    if cut:
+    sharding_axes = storing_axes(program)
+    if sharding_axes:
         raise StageError(
-            f"schedule='{schedule}' with parameters stored in parts over {cut[0]} (zero=)",
-            why="each of its two versions of the weights is held whole", hint=f"zero=0, or {_OTHER}",
+            f"schedule='{schedule}' with parameters stored sharded over {sharding_axes[0]} (zero=)",
+            why="the schedule needs two unsharded versions of the weights", hint=f"zero=0, or {_FLUSHING}",
         )  # fmt: skip
     updates = [update.name for stage in program.stages for update in stage.updates]
     written = [f"buffer '{name}'" for name in updates] + [f"weight '{name}'" for name in program.weight_updates]
     if written:
         raise StageError(
             f"schedule='{schedule}' of a model whose forward writes {written[0]}",
-            why="the first microbatches of a batch run before the last of the batch before have written it",
-            hint=f"model.eval() where that stops the writing, or {_OTHER}",
+            why="the first microbatches of a batch run before the last ones of the previous batch have written it",
+            hint=f"model.eval() if that stops the writing, or {_FLUSHING}",
         )  # fmt: skip

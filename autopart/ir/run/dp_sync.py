@@ -1,19 +1,19 @@
-"""What data-parallel ranks send each other: a method, for all parameters or by their names.
+"""Methods of data-parallel communication, for all parameters or by name.
 
 ```python
-dp_sync = "all_reduce"  # the sum of all gradients, as without
-dp_sync = "top_k:0.01"  # the largest hundredth of every gradient, with a memory of what was left out
-dp_sync = "*norm*=all_reduce,*.bias=all_reduce,*=top_k:0.01"  # by name: what matches first holds
+dp_sync = "all_reduce"  # the sum of all gradients: the default
+dp_sync = "top_k:0.01"  # the largest hundredth of every gradient, with error feedback
+dp_sync = "*norm*=all_reduce,*.bias=all_reduce,*=top_k:0.01"  # by name: the first match applies
 dp_sync = {"strategy": "qsgd", "bits": 4, "from_step": 100, "seed": 1}  # exact for the first 100 steps
-dp_sync = "gossip:ring"  # every rank its own model, averaged with its neighbours'
+dp_sync = "gossip:ring"  # every rank has its own model, averaged with its neighbours
 ```
 
-Methods of *gradients* change `.grad` alone: replicas of the model stay equal, bit for bit. With methods of *models*
-every data rank has its own parameters, which are brought closer after the optimizer's step (`pm.attach(optimizer)`).
+Methods of *gradients* change only `.grad`: model replicas stay bitwise identical. With methods of *models* every data
+rank has its own parameters, which the method averages after the optimizer step (`pm.attach(optimizer)`).
 
-The axis is `dp`; on a mesh with `dpr` beside it, it is `dpr`, and over `dp` gradients are summed as they are: exact
-inside a node, the method between nodes (`across="node"` asks for that in words). With `zero=1` methods of gradients are
-given whole gradients, and do what they do without.
+The method runs over `dp`. On a mesh that also has `dpr`, it runs over `dpr`, and gradients are all-reduced over `dp`:
+exact within a node, the method between nodes (`across="node"` requires this). With `zero=1` methods of gradients get
+unsharded gradients and work as without ZeRO.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from autopart.ir.mesh import Mesh
 
 GRAPHS = ("ring", "grid", "exp", "one_peer", "complete")
-"""Who averages with whom: neighbours on a ring, on a grid, those a power of two away, one of these after the other
-(Ying et al. 2021, arXiv:2110.13363), all."""
+"""Communication graphs of gossip: neighbours on a ring, neighbours on a grid, ranks a power of two away, one of these
+per step (Ying et al. 2021, arXiv:2110.13363), all ranks."""
 
 FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'*.bias': 'all_reduce'}}"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What there is to say of a method beside its name: what it changes, and the numbers that it takes, in order, with
-    their defaults (None: it has to be given)."""
+    """Specification of a method: what it changes, and its parameters in order.
+
+    `takes`: {parameter: default}; None marks a required parameter.
+    """
 
     changes: Literal["gradients", "models"]
     takes: Mapping[str, Any] = field(default_factory=dict)
@@ -64,19 +66,19 @@ METHODS: dict[str, Kind] = {
     "local": Kind("models", {"every": None}),
     "diloco": Kind("models", {"every": None, "outer_lr": 0.7, "outer_momentum": 0.9}),
 }
-"""Every method. PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132). top_k, sign: error
+"""All methods. PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132). top_k, sign: error
 feedback, MEM-SGD (Stich et al. 2018, arXiv:1809.07599). DoubleSqueeze: Tang et al. 2019 (arXiv:1905.05957). EF21:
 Richtarik et al. 2021 (arXiv:2106.05203), with momentum Fatkhullin et al. 2023 (arXiv:2305.15155). NEOLITHIC: Huang et
 al. 2022 (arXiv:2206.03665). PowerSGD: Vogels et al. 2019 (arXiv:1905.13727). Gossip: decentralized SGD, Lian et al.
-2017 (arXiv:1705.09056), with an average of all `every` so many steps Chen et al. 2021 (arXiv:2105.09080). Exact
+2017 (arXiv:1705.09056), with a global average `every` so many steps Chen et al. 2021 (arXiv:2105.09080). Exact
 diffusion: Yuan et al. 2019 (arXiv:1702.05122). Gradient tracking: Nedic et al. 2017 (arXiv:1607.03218). Local SGD:
 Stich 2019 (arXiv:1805.09767). DiLoCo: Douillard et al. 2023 (arXiv:2311.08105)."""
 
 COMPRESSORS = ("top_k", "sign", "qsgd")
-"""What `double_squeeze` may send."""
+"""Compressors of `double_squeeze`."""
 
 _NUMBERS: dict[str, tuple[type, Any, str]] = {
-    "bits": (int, lambda bits: 2 <= bits <= 8, "a number of bits from 2 to 8, the sign among them"),
+    "bits": (int, lambda bits: 2 <= bits <= 8, "a number of bits from 2 to 8, including the sign"),
     "ratio": (float, lambda ratio: 0 < ratio <= 1, "a share of the elements, above 0 and at most 1"),
     "memory": (bool, lambda memory: True, "true or false"),
     "momentum": (float, lambda momentum: 0 < momentum <= 1, "the weight of a new gradient, above 0 and at most 1"),
@@ -90,10 +92,10 @@ _NUMBERS: dict[str, tuple[type, Any, str]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One method and its numbers, `{"ratio": 0.01}`, complete.
+    """One method with all its parameters, `{"ratio": 0.01}`.
 
     >>> str(Method.parse("neolithic:0.05,2")), Method.parse("double_squeeze:sign").compressor
-    ('neolithic:0.05,2', Method(name='sign', numbers=(('memory', True),)))
+    ('neolithic:0.05', Method(name='sign', numbers=(('memory', True),)))
     """
 
     name: str
@@ -106,8 +108,8 @@ class Method:
             raise AttributeError(name) from None
 
     def __str__(self) -> str:
-        takes = METHODS[self.name].takes
-        shown = [takes[name] is None or number != takes[name] for name, number in self.numbers]
+        defaults = METHODS[self.name].takes
+        shown = [defaults[name] is None or number != defaults[name] for name, number in self.numbers]
         last = max((index for index, is_shown in enumerate(shown) if is_shown), default=-1)
         texts = [str(number).lower() for _, number in self.numbers[: last + 1]]
         return ":".join([self.name, *([",".join(texts)] if texts else [])])
@@ -119,12 +121,12 @@ class Method:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the sum of all gradients comes of it."""
+        """True if the method computes the exact sum of all gradients."""
         return self.name in ("all_reduce", "parameter_server")
 
     @staticmethod
     def parse(method: Any) -> Method:
-        """From `"top_k:0.01"` or `{"strategy": "top_k", "ratio": 0.01}`. Raises OptionError for anything else."""
+        """Return the method of `"top_k:0.01"` or `{"strategy": "top_k", "ratio": 0.01}`. Raises OptionError."""
         if isinstance(method, Method):
             return method
         if isinstance(method, str):
@@ -134,17 +136,17 @@ class Method:
             name, _, rest = str(method["strategy"]).partition(":")
             numbers = {**_numbers_of(name, rest), **{key: value for key, value in method.items() if key != "strategy"}}
         else:
-            raise OptionError(f"dp_sync={method!r} is no method", hint=FORM)
-        takes = _kind_of(name).takes
+            raise OptionError(f"dp_sync={method!r} is not a method", hint=FORM)
+        defaults = _kind_of(name).takes
         for key in numbers:
-            if key not in takes:
-                raise OptionError(f"dp_sync '{name}' has no {key}", why=f"it takes {', '.join(takes) or 'nothing'}",
+            if key not in defaults:
+                raise OptionError(f"dp_sync '{name}' has no {key}", why=f"it takes {', '.join(defaults) or 'nothing'}",
                                   hint=FORM)  # fmt: skip
-        complete = {**takes, **numbers}
+        complete = {**defaults, **numbers}
         return Method(name, tuple((key, _checked(name, key, value)) for key, value in complete.items()))
 
     def as_data(self) -> dict[str, Any]:
-        """In the form that `parse` reads, as a plan has it."""
+        """Return a mapping that `parse` reads, as plans store it."""
         shown = {key: str(value) if isinstance(value, Method) else value for key, value in self.numbers}
         return {"strategy": self.name, **shown}
 
@@ -156,21 +158,21 @@ def _kind_of(name: str) -> Kind:
 
 
 def _numbers_of(name: str, text: str) -> dict[str, Any]:
-    """The numbers after a method's name: `0.05,2`; of `double_squeeze` all of it is the other method."""
-    takes = list(_kind_of(name).takes)
+    """Parse the parameters after a method's name: `0.05,2`; for `double_squeeze` a compressor."""
+    parameters = list(_kind_of(name).takes)
     if not text:
         return {}
-    if takes[:1] == ["compressor"]:
+    if parameters[:1] == ["compressor"]:
         return {"compressor": text}
-    parts = text.split(",")
-    if len(parts) > len(takes):
-        why = f"'{name}' takes {', '.join(takes) or 'nothing'}"
-        raise OptionError(f"dp_sync='{name}:{text}' says too much", why=why, hint=FORM)
-    return dict(zip(takes, parts, strict=False))
+    values = text.split(",")
+    if len(values) > len(parameters):
+        why = f"'{name}' takes {', '.join(parameters) or 'nothing'}"
+        raise OptionError(f"dp_sync='{name}:{text}' has too many parameters", why=why, hint=FORM)
+    return dict(zip(parameters, values, strict=False))
 
 
 def _checked(name: str, key: str, value: Any) -> Any:
-    """A number of a method, as it is meant. Raises OptionError where it cannot be."""
+    """Validate and convert one parameter of a method."""
     if key == "compressor":
         if value is None or (method := Method.parse(value)).name not in COMPRESSORS:
             why = f"it is one of {', '.join(COMPRESSORS)}"
@@ -178,20 +180,20 @@ def _checked(name: str, key: str, value: Any) -> Any:
         return method
     if key == "graph":
         if value not in GRAPHS:
-            raise OptionError(f"dp_sync '{name}' knows no graph '{value}'", why=f"there are {', '.join(GRAPHS)}",
+            raise OptionError(f"dp_sync '{name}' has no graph '{value}'", why=f"the graphs are {', '.join(GRAPHS)}",
                               hint=f"dp_sync='{name}:ring'")  # fmt: skip
         return value
-    kind, fits, words = _NUMBERS[key]
+    type_, is_valid, requirement = _NUMBERS[key]
     if key == "every" and METHODS[name].takes[key] is None:
-        fits, words = (lambda every: every >= 1), "a number of optimizer steps from 1"
-    number = _read(kind, value)
-    if number is None or not fits(number):
-        raise OptionError(f"dp_sync '{name}' with {key}={value}", why=f"it is {words}", hint=FORM)
+        is_valid, requirement = (lambda every: every >= 1), "a number of optimizer steps from 1"
+    number = _read(type_, value)
+    if number is None or not is_valid(number):
+        raise OptionError(f"dp_sync '{name}' with {key}={value}", why=f"it is {requirement}", hint=FORM)
     return number
 
 
 def _read(kind: type, value: Any) -> Any:
-    """A number from what a user gives; None where it is not one of this kind."""
+    """Convert a user's value to a number of this type, None if it is not one."""
     if isinstance(value, str):
         value = value.removesuffix("bit") if kind is int else value
         value = {"true": True, "false": False}.get(value.lower(), value)
@@ -206,13 +208,16 @@ def _read(kind: type, value: Any) -> Any:
 
 EXACT = Method("all_reduce")
 HOOK = Method("hook")
-"""In the place of a method: what a hook of the user's does."""
+"""Placeholder for a communication hook that the user registers."""
 
 
 @dataclass(frozen=True)
 class DpSync:
-    """A method for all parameters, and others for some: {pattern of names (`fnmatch`): method}; what matches first
-    holds. `from_step`: gradients are summed exactly in so many first steps. `seed`: of what methods draw."""
+    """Method for all parameters, and exceptions by name.
+
+    `only`: (pattern of names (`fnmatch`), method); the first match applies. `from_step`: number of first steps that
+    all-reduce gradients exactly. `seed`: seed of the random numbers of methods.
+    """
 
     method: Method = EXACT
     only: tuple[tuple[str, Method], ...] = ()
@@ -226,7 +231,7 @@ class DpSync:
 
     @staticmethod
     def parse(dp_sync: Any) -> DpSync:
-        """From text, or a mapping as in a plan. Raises OptionError for what cannot be meant."""
+        """Parse text, or a mapping as in a plan. Raises OptionError for invalid values."""
         if dp_sync is None or isinstance(dp_sync, DpSync):
             return dp_sync or ALL_REDUCE
         if isinstance(dp_sync, str):
@@ -240,15 +245,13 @@ class DpSync:
         base = {key: value for key, value in dp_sync.items() if key not in reserved}
         only = dp_sync.get("only", {})
         if not isinstance(only, Mapping):
-            raise OptionError(f"dp_sync only={only!r} is not methods by name", hint=FORM)
+            raise OptionError(f"dp_sync only={only!r} is not a mapping of names to methods", hint=FORM)
         named = [(str(name), Method.parse(method)) for name, method in only.items()]
         method = Method.parse(base) if base else next((parsed for name, parsed in named if name == "*"), EXACT)
         named = [(name, parsed) for name, parsed in named if name != "*"]
         from_step, seed = _read(int, dp_sync.get("from_step", 0)), _read(int, dp_sync.get("seed", 0))
         if from_step is None or from_step < 0 or seed is None:
-            raise OptionError(
-                "dp_sync from_step and seed are whole numbers", hint="{'strategy': ..., 'from_step': 100}"
-            )
+            raise OptionError("dp_sync from_step and seed are integers", hint="{'strategy': ..., 'from_step': 100}")
         across = dp_sync.get("across", "all")
         if across not in ("all", "node"):
             raise OptionError(
@@ -257,14 +260,14 @@ class DpSync:
         return _complete(DpSync(method, tuple(named), across, from_step, seed))
 
     def as_data(self) -> dict[str, Any]:
-        """As a plan has it, in the form that `parse` reads."""
+        """Return a mapping that `parse` reads, as plans store it."""
         if self.is_default:
             return self.method.as_data()
         data = {**self.method.as_data(), "across": self.across, "from_step": self.from_step, "seed": self.seed}
         return data | ({"only": {name: str(method) for name, method in self.only}} if self.only else {})
 
     def of(self, name: str) -> Method:
-        """The method for a parameter."""
+        """Return the method of a parameter."""
         return next((method for pattern, method in self.only if fnmatchcase(name, pattern)), self.method)
 
     @property
@@ -273,35 +276,39 @@ class DpSync:
 
     @property
     def changes_models(self) -> bool:
-        """Whether every data rank has a model of its own."""
+        """True if every data rank has its own model."""
         return self.method.changes == "models"
 
     def axis(self, mesh: Mesh) -> str:
-        """The axis whose ranks the method is for; "" where there is none. Raises OptionError where `across` asks for
-        one that is not there."""
+        """Return the axis that the method communicates over, "" if there is none.
+
+        Raises OptionError if `across` needs an axis that the mesh lacks.
+        """
         rows = mesh.along("rows")
         if self.across == "node" and len(rows) < 2:
             raise OptionError(
-                f"dp_sync across='node' on {mesh}", why="which ranks share a node is said by two axes of data",
+                f"dp_sync across='node' on {mesh}", why="two data axes must say which ranks share a node",
                 hint="mesh='dpr2,dp4': the method over dpr, exact sums over dp",
             )  # fmt: skip
         return rows[0] if rows else ""
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises OptionError for a pattern that is for none of the parameters."""
-        known = list(names)
+        """Raise OptionError for a pattern that matches no parameter."""
+        parameters = list(names)
         for pattern, _ in self.only:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise OptionError(f"dp_sync of '{pattern}' matches no parameter", why=f"they are {first_of(known)}",
-                                  hint="names as in model.named_parameters()")  # fmt: skip
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                raise OptionError(
+                    f"dp_sync of '{pattern}' matches no parameter", why=f"the parameters are {first_of(parameters)}",
+                    hint="names as in model.named_parameters()",
+                )  # fmt: skip
 
 
 ALL_REDUCE = DpSync()
-"""All gradients are summed as they are."""
+"""The default: an exact all-reduce of all gradients."""
 
 
 def _complete(sync: DpSync) -> DpSync:
-    """The same, checked as a whole. Raises OptionError where methods do not go together."""
+    """Return `sync` after checking that its methods are compatible. Raises OptionError if they are not."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
         raise OptionError(f"dp_sync='{sync}' mixes models with gradients", why="a method of models is for all "
                           "parameters: every data rank has its own", hint=f"dp_sync='{sync.method}'")  # fmt: skip
@@ -312,10 +319,10 @@ def _complete(sync: DpSync) -> DpSync:
 
 
 def neighbours(graph: str, num_ranks: int) -> int:
-    """How many ranks one exchanges with, where it is most.
+    """Return the largest number of ranks that one rank exchanges with.
 
     >>> [neighbours(graph, 8) for graph in GRAPHS]
-    [2, 4, 3, 1, 7]
+    [2, 3, 3, 1, 7]
     """
     height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
     counts = {
@@ -326,7 +333,7 @@ def neighbours(graph: str, num_ranks: int) -> int:
 
 
 def sent_elements(method: Method, numel: int) -> int:
-    """k of a method that sends the k largest of so many elements: max(1, round(ratio numel)).
+    """Return k of a method that sends the k largest elements: max(1, round(ratio * numel)).
 
     >>> sent_elements(Method.parse("top_k:0.01"), 1000), sent_elements(Method.parse("top_k:0.01"), 4)
     (10, 1)
@@ -335,8 +342,9 @@ def sent_elements(method: Method, numel: int) -> int:
 
 
 def sent_bytes(method: Method, numel: int, itemsize: int) -> int:
-    """The bytes of what a rank makes of a vector of so many elements to send it: values and their places in 32 bits,
-    or a scale and so many bits an element.
+    """Return the bytes that a rank sends for a vector of `numel` elements.
+
+    They are values with 32-bit indices, or a scale and a number of bits per element.
 
     >>> sent_bytes(Method.parse("top_k:0.01"), 1000, 4), sent_bytes(Method.parse("qsgd:4bit"), 1000, 4)
     (80, 504)

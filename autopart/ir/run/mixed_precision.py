@@ -1,8 +1,8 @@
-"""In which precision a model computes and its gradients are summed, where that is not the one its parameters have.
+"""Mixed precision: the dtypes of compute and of gradient reduction.
 
-Mixed precision (Micikevicius et al. 2018, arXiv:1710.03740) as FSDP2's `MixedPrecisionPolicy(param_dtype,
-reduce_dtype, output_dtype=float32, cast_forward_inputs=True)` has it: a parameter is stored, trained and summed as it
-is, and cast where it is read, before it is gathered.
+Mixed precision (Micikevicius et al. 2018, arXiv:1710.03740) works as FSDP2's `MixedPrecisionPolicy(param_dtype,
+reduce_dtype, output_dtype=float32, cast_forward_inputs=True)`. A parameter is stored and trained in its own dtype. It
+is cast where it is read, before it is gathered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: what parameters and inputs are cast to. `reduce`: what gradients are cast to before ranks sum them."""
+    """Dtype of compute (parameters and inputs), and dtype in which ranks reduce gradients."""
 
     compute: torch.dtype
     reduce: torch.dtype = torch.float32
 
     @staticmethod
     def parse(name: str | None, reduce_name: str | None = None) -> Precision | None:
-        """Of options or a plan; None where the model's own dtypes are computed in.
+        """Return the precision from options or a plan, None if the model computes in its own dtypes.
 
         >>> Precision.parse("bf16")
         Precision(compute=torch.bfloat16, reduce=torch.float32)
@@ -41,14 +41,14 @@ class Precision:
         return _NAMES[self.reduce]
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What a parameter or an input of this dtype is computed in: integers and complex numbers stay."""
+        """Return the compute dtype of a parameter or input. Integers and complex numbers stay as they are."""
         return self.compute if dtype.is_floating_point else dtype
 
     def cast(self, value: Tensor) -> Tensor:
-        """An input as the model gets it."""
+        """Cast an input to the dtype that the model gets."""
         return value.to(self.computed(value.dtype))
 
 
 def as_output(value: Tensor) -> Tensor:
-    """An output as the caller gets it: float32."""
+    """Cast an output to the dtype that the caller gets: float32."""
     return value.float() if value.is_floating_point() else value

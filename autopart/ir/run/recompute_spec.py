@@ -1,4 +1,4 @@
-"""What the backward computes again, said of all repeated blocks in one word or of some by name.
+"""Activation checkpointing: one mode for all repeated blocks, or modes by block name.
 
 ```python
 recompute = "full"
@@ -6,7 +6,7 @@ recompute = {"transformer.h.[0-3]": "full", "transformer.h.*": "selective"}  # o
 recompute = "transformer.h.[0-3]=full,transformer.h.*=selective"  # the same as text
 ```
 
-Names are patterns as in `fnmatch`; what matches a block first holds for it. `"*"` also stands for what is in no block.
+Names are patterns as in `fnmatch`; the first match applies. `"*"` also matches operators outside of blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args
 from autopart.errors import OptionError
 
 Word = Literal["none", "selective", "full"]
-"""What the backward computes again in place of keeping it: nothing, the core of attention (what is between two products
-of activations), the whole block. The nodes of a stage graph that are run again together have the same number as
-`region`, from 0 in every stage; all others have none."""
+"""Recompute mode: nothing, the core of attention (from one product of activations to the next), or the full block.
+
+The nodes of a stage graph that are recomputed together share a number, their `region`, from 0 in every stage. All other
+nodes have no region."""
 
 Recompute = Word | Mapping[str, Word]
 
@@ -29,7 +30,7 @@ WORDS = "'none', 'selective' (the core of attention) or 'full' (every repeated b
 
 
 def parse_recompute(recompute: Any) -> Recompute:
-    """A word, or words by pattern, as a mapping or as text. Raises OptionError for anything else."""
+    """Parse a mode, or modes by pattern, as a mapping or as text. Raises OptionError for anything else."""
     if recompute in get_args(Word):
         return recompute
     if isinstance(recompute, str) and "=" in recompute:
@@ -38,12 +39,12 @@ def parse_recompute(recompute: Any) -> Recompute:
         raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={WORDS}")
     for name, word in recompute.items():
         if not isinstance(name, str) or not name or word not in get_args(Word):
-            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"it is {WORDS}", hint=FORM)
+            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"a mode is {WORDS}", hint=FORM)
     return dict(recompute)
 
 
 def word_of(recompute: Recompute, block: str) -> Word:
-    """What holds for a block, by its name; for what is in no block, with "".
+    """Return the recompute mode of a block by its name; pass "" for operators outside of blocks.
 
     >>> word_of({"h.[0-3]": "full", "*": "selective"}, "h.4")
     'selective'
@@ -54,27 +55,27 @@ def word_of(recompute: Recompute, block: str) -> Word:
 
 
 def words_of(recompute: Recompute) -> set[Word]:
-    """All the words that are said."""
+    """Return the recompute modes used in a spec."""
     return {recompute} if isinstance(recompute, str) else set(recompute.values())
 
 
 def text_of(recompute: Recompute) -> str:
-    """In the form that `parse_recompute` reads."""
+    """Return the text that `parse_recompute` reads."""
     return recompute if isinstance(recompute, str) else ",".join(f"{name}={word}" for name, word in recompute.items())
 
 
 def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") -> None:
-    """Raises OptionError for a pattern that is for none of the blocks."""
-    known = list(dict.fromkeys(filter(None, blocks)))
+    """Raise OptionError for a pattern that matches no block."""
+    block_names = list(dict.fromkeys(filter(None, blocks)))
     for name in recompute if isinstance(recompute, Mapping) else ():
-        if name != "*" and not any(fnmatchcase(block, name) for block in known):
-            why = f"its blocks are {', '.join(_runs(known))}" if known else "it has no repeated blocks"
-            hint = "" if known else "'none', 'selective' or 'full' for the whole model"
+        if name != "*" and not any(fnmatchcase(block, name) for block in block_names):
+            why = f"its blocks are {', '.join(_runs(block_names))}" if block_names else "it has no repeated blocks"
+            hint = "" if block_names else "'none', 'selective' or 'full' for the whole model"
             raise OptionError(f"recompute of '{name}' matches no block of the model", why=why, where=where, hint=hint)
 
 
 def _runs(blocks: Iterable[str]) -> list[str]:
-    """`transformer.h.0 to transformer.h.11`: the first and last of every container."""
+    """Return `transformer.h.0 to transformer.h.11`: the first and last block of every container."""
     by_container: dict[str, list[str]] = {}
     for block in blocks:
         by_container.setdefault(block.rpartition(".")[0], []).append(block)

@@ -13,18 +13,19 @@ MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
     "gathered",
 )  # fmt: skip
-"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory_kinds.RankMemory` says what each is."""
+"""Kinds of memory in the rows of `Plan.memory`, in bytes; `autopart.cost.memory_kinds.RankMemory` defines each."""
 
 
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
-"""What the stages of `Plan.timing` count, each in seconds by kind of work."""
+"""Kinds of work in `Plan.timing`, in seconds per stage."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in one module: `count` of them in all repeated blocks, `bytes` sent by one rank in all.
+    """Collectives of one kind in one module, counted over all repeated blocks.
 
-    `microbatch`: once a microbatch, or (gradients of parameters) once a step.
+    `count`: number of calls. `bytes`: bytes that one rank sends in all of them.
+    `per`: `"microbatch"`, or `"step"` for gradients of parameters.
     """
 
     where: str

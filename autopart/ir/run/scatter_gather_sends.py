@@ -1,9 +1,9 @@
-"""Which values pipeline stages send in parts (scatter-gather: Narayanan et al. 2021, arXiv:2104.04473, section 4.1).
+"""Scatter-gather sends between pipeline stages (Narayanan et al. 2021, arXiv:2104.04473, section 4.1).
 
-Ranks that differ on the feature axes alone and hold the same value would each send all of it over the slow link between
-stages. Instead each sends a part, and the receivers gather the parts over the fast link between them: `R` becomes
-`S(d)` before the send (a slice, whose backward is an all-gather) and `R` again after it (an all-gather, whose backward
-is a slice).
+Without it, ranks that differ only on the feature axes would each send the same replicated value over the slow link
+between stages. With it, each sends one shard, and the receivers gather the shards over the fast link between them. `R`
+becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again after it (an all-gather, whose
+backward is a slice).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autopart.ir.mesh import Mesh
 
 
 def in_parts(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] | None:
-    """The layout in which a traced value is sent; None where it is sent in the layout that it has.
+    """Return the layout in which a traced value is sent, None if it is sent in the layout that it has.
 
-    That is where ranks of a feature axis do not hold it alike (`R(grad P)` would need a reduce-scatter), or where no
-    dim can be cut: one that no axis cuts yet, of a size that is known and divides by the ranks. The last such dim is
-    taken.
+    A value is sent as it is if it is not replicated on a feature axis (`R(grad P)` would need a reduce-scatter), or if
+    no dim can be sharded. A dim can be sharded if no axis shards it yet, its size is static and the ranks divide it.
+    The last such dim is used.
     """
     axes = mesh.along("features")
     if not axes or any(layout.get(axis, R) != R for axis in axes):
         return None
-    taken = {place.dim for place in layout.values() if place.is_shard} | {*facts(node).get("shares", ())}
+    unusable_dims = {place.dim for place in layout.values() if place.is_shard} | {*facts(node).get("shares", ())}
     for dim, size in reversed(list(enumerate(shape(node)))):
         divides = size > 0 and size % mesh.feature_ranks == 0 and not selections_in(facts(node)["atoms"][dim])
-        if dim not in taken and divides:
+        if dim not in unusable_dims and divides:
             return {**layout, **dict.fromkeys(axes, shard(dim))}
     return None

@@ -1,4 +1,4 @@
-"""What a pipeline schedule runs on each rank, in order, as the schedules of `torch.distributed.pipelining` say it."""
+"""The actions of a pipeline schedule on each rank, in the terms of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from autopart.ir.run.schedules import SINGLE_STAGE
 
 
 class Action(NamedTuple):
-    """`"F"` forward, `"B"` whole backward, `"I"` backward of the inputs, `"W"` of the weights; of one microbatch.
+    """One action on one microbatch.
 
-    `joined`: torch runs it as one with the next action, and sends what it makes after both (DualPipeV's pairs).
+    `kind`: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
+
+    `joined`: torch runs it together with the next action and sends its results after both (DualPipeV's pairs).
     """
 
     stage: int
@@ -25,7 +27,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What the rank at each `pp` coordinate runs, in order; without a pipeline each microbatch forward and backward.
+    """Return the ordered actions of each `pp` coordinate. One stage: forward, backward per microbatch.
 
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -41,7 +43,7 @@ def _plain(order: list[Any]) -> Iterator[Action]:
     for action in order:
         if action is None:
             continue
-        if action.sub_actions is not None:  # a forward and a backward that overlap: torch runs one after the other
+        if action.sub_actions is not None:  # an overlapped forward and backward: torch runs them one after the other
             *first, last = _plain(action.sub_actions)
             yield from (a._replace(joined=True) for a in first)
             yield last
@@ -50,56 +52,57 @@ def _plain(order: list[Any]) -> Iterator[Action]:
 
 
 def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
-    """With the microbatches as the step counts them, which is in order: torch's own text of 1F1B numbers the forwards
-    of the last stage from 1."""
+    """Renumber the microbatches in order, as the step does.
+
+    In torch's own 1F1B the forwards of the last stage start at 1.
+    """
     counts = {kind: count() for kind in "FB"}
     return tuple(Action(action.stage, action.kind, next(counts[action.kind])) for action in order)
 
 
 class Held(NamedTuple):
-    """The most that is held at one time: its bytes, and how many microbatches of each stage that are."""
+    """Peak memory of saved activations: its bytes, and the microbatches then in flight by stage."""
 
     size_bytes: int
     in_flight: dict[int, int]
 
 
 def most_held(order: tuple[Action, ...], activations: Mapping[int, int], delayed: Mapping[int, int]) -> Held:
-    """The most that a rank holds for backwards while it runs its actions.
+    """Return the peak memory that a rank saves for backward while it runs its actions.
 
     Args:
-        activations: bytes that a microbatch holds by stage, from its forward to the end of its backward.
-        delayed: bytes of gradients that wait for the backward of the weights where that is split off.
+        activations: {stage: bytes that a microbatch saves from its forward to the end of its backward}.
+        delayed: {stage: bytes of gradients that wait for a separate weight backward}.
     """
-    most = Held(-1, {})
-    for _, held, waiting in _while_running(order, activations):
-        size = sum(activations[s] * held[s] + delayed.get(s, 0) * waiting[s] for s in held)
-        if size > most.size_bytes:
-            most = Held(size, dict(held))
-    return most
+    peak = Held(-1, {})
+    for _, in_flight, waiting in _while_running(order, activations):
+        size = sum(activations[s] * in_flight[s] + delayed.get(s, 0) * waiting[s] for s in in_flight)
+        if size > peak.size_bytes:
+            peak = Held(size, dict(in_flight))
+    return peak
 
 
 def _while_running(
     order: Iterable[Action], stages: Iterable[int]
 ) -> Iterator[tuple[Action, Mapping[int, int], Mapping[int, int]]]:
-    """Each action, with how many microbatches every stage holds while it runs, and for how many of them the backward of
-    the weights is still to come."""
-    held = dict.fromkeys(stages, 0)
-    waiting = dict(held)
+    """Yield each action with the microbatches in flight by stage, and those awaiting weight backward."""
+    in_flight = dict.fromkeys(stages, 0)
+    waiting = dict(in_flight)
     for action in order:
-        held[action.stage] += action.kind == "F"
+        in_flight[action.stage] += action.kind == "F"
         waiting[action.stage] += action.kind == "I"
-        yield action, held, waiting
-        held[action.stage] -= action.kind in "BW"
+        yield action, in_flight, waiting
+        in_flight[action.stage] -= action.kind in "BW"
         waiting[action.stage] -= action.kind == "W"
 
 
 class StageBytes(NamedTuple):
-    """What a microbatch of a stage takes on a rank, in bytes.
+    """Memory of one microbatch of a stage on a rank, in bytes.
 
-    `held`: from its forward to the end of its backward. `delayed`: gradients that wait from the backward of the inputs
-    for that of the weights. `forward`, `backward`: how far either goes beyond that. `first_backward`: how far the first
-    backward of a step goes beyond it, with the weights' gradients that have come into being so far. `gradients`: of the
-    stage's weights.
+    `held`: saved from its forward to the end of its backward. `delayed`: gradients that wait from the input backward to
+    the weight backward. `forward`, `backward`: peak above `held` during either. `first_backward`: peak above `held`
+    during the first backward of a step, which includes the weight gradients allocated so far. `gradients`: gradients of
+    the stage's weights.
     """
 
     held: int
@@ -111,19 +114,25 @@ class StageBytes(NamedTuple):
 
 
 def most_at_once(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
-    """The most that activations and gradients take at one time while a rank runs its actions, which begin without
-    gradients.
+    """Return the peak bytes of activations and gradients while a rank runs its actions.
+
+    The rank starts without gradients.
 
     Args:
-        gradients: bytes of those of all the rank's weights; two of its stages may share some.
+        order: the actions of the rank.
+        stages: memory of each stage.
+        gradients: bytes of the gradients of all the rank's weights. Two of its stages may share some.
     """
-    begun: set[int] = set()
-    most = 0
-    for action, held, waiting in _while_running(order, stages):
-        one, first = stages[action.stage], action.stage not in begun
-        size = sum(stages[s].held * held[s] + stages[s].delayed * waiting[s] for s in stages)
-        size += min(gradients, sum(stages[s].gradients for s in begun))
-        most = max(most, size + (one.forward if action.kind == "F" else one.first_backward if first else one.backward))
+    with_gradients: set[int] = set()
+    peak = 0
+    for action, in_flight, waiting in _while_running(order, stages):
+        memory, is_first = stages[action.stage], action.stage not in with_gradients
+        size = sum(stages[s].held * in_flight[s] + stages[s].delayed * waiting[s] for s in stages)
+        size += min(gradients, sum(stages[s].gradients for s in with_gradients))
+        peak = max(
+            peak,
+            size + (memory.forward if action.kind == "F" else memory.first_backward if is_first else memory.backward),
+        )
         if action.kind != "F":
-            begun.add(action.stage)
-    return most
+            with_gradients.add(action.stage)
+    return peak

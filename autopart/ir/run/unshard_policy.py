@@ -1,5 +1,4 @@
-"""How stage graphs read parameters that are stored in parts: which are held whole for a step, which are gathered block
-by block, and which travel together."""
+"""Unshard policy: which parameters stay unsharded for a step, and which are gathered together."""
 
 from __future__ import annotations
 
@@ -17,26 +16,32 @@ from autopart.ir.program import Program, Stage
 from autopart.ir.run.buckets import block_runs
 
 GATHERS = {"all_gather": False, "all_gather_sum": True}
-"""{operator that gathers: whether its backward sums}."""
+"""{operator that all-gathers: True if its backward is a reduce-scatter}."""
 
 
 def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
-    """Whether a node gathers a parameter over one of these axes (in a bound graph: groups of processes)."""
+    """Return True if a node all-gathers a parameter over one of these axes.
+
+    In a bound graph the axes are process groups.
+    """
     gathers = autopart_operator(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None
     return isinstance(source, fx.Node) and source.op == "get_attr"
 
 
 def storing_axes(program: Program) -> list[str]:
-    """The axes, joined ones as one, over which a program stores parameters in parts, in the order of their names."""
+    """Return the sorted (flattened) axes over which a program stores parameters sharded."""
     mesh = program.mesh
     axes = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
     return sorted(axis for axis in axes if axis is not None and mesh.size(axis) > 1)
 
 
 class Way(NamedTuple):
-    """How a parameter is gathered: by which operator, over which axis, along which dim, which has this size and these
-    sections on a rank's share of other axes; in mixed precision the dtypes of the whole and of its gradient's sum."""
+    """All-gather of a parameter: its operator, axis and dim.
+
+    `size`, `sections`: those of the dim in the rank's shard over the other axes. `dtype`, `grad_dtype`: in mixed
+    precision, dtypes of the unsharded parameter and of the gradient reduction.
+    """
 
     operator: str
     axis: str
@@ -48,54 +53,61 @@ class Way(NamedTuple):
 
 
 def way_of(node: fx.Node) -> Way:
-    """How a node gathers a parameter."""
+    """Return how a node gathers a parameter."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
     return Way(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
 
 
 def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
-    """{parameter: how it is gathered} of those whose whole lives for a step (ZeRO 1 and 2): all that these stages read
-    in one way, whole over the axes that store parameters."""
+    """Return {parameter: its all-gather} for parameters that stay unsharded for a step (ZeRO 1 and 2).
+
+    They are those that these stages always read through the same all-gather, unsharded over the storing axes.
+    """
     if program.zero not in (1, 2):
         return {}
-    read: dict[str, set[Way | None]] = {}
+    gathers_by_name: dict[str, set[Way | None]] = {}
     axes = storing_axes(program)
     for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
         for user in node.users:
-            way = way_of(user) if gathers_stored(user, axes) else None
-            read.setdefault(str(node.target), set()).add(way)
-    return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
+            gather = way_of(user) if gathers_stored(user, axes) else None
+            gathers_by_name.setdefault(str(node.target), set()).add(gather)
+    return {
+        name: gather
+        for name, gathers in gathers_by_name.items()
+        if len(gathers) == 1 and (gather := next(iter(gathers))) is not None
+    }
 
 
 def check_sent_whole(program: Program) -> None:
-    """Raises OptionError for a parameter whose whole gradient data-parallel ranks bring together by a method, and whose
-    whole is not held for a step."""
-    sent = [name for name, one in program.parameters.items() if one.whole_to_send(program.mesh)]
-    if not sent:
+    """Raise OptionError if a `dp_sync` method needs the full gradient of a parameter gathered per use."""
+    needs_full_gradient = [name for name, one in program.parameters.items() if one.whole_to_send(program.mesh)]
+    if not needs_full_gradient:
         return
-    graphs, held = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
+    graphs, gathers_for_step = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
     read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
-    apart = [name for name in sent if name in read and name not in held]
-    if apart:
+    gathered_per_use = [name for name in needs_full_gradient if name in read and name not in gathers_for_step]
+    if gathered_per_use:
         sync = program.dp_sync
-        others = str(sync) if sync.only else f"*={sync}"
+        rest = str(sync) if sync.only else f"*={sync}"
         raise OptionError(
-            f"dp_sync='{sync}' with zero=1 for '{apart[0]}'",
-            why="it is read in more than one layout, so its parts are gathered, and its gradient summed, at every use",
-            hint=f"zero=0, or its exact sum: dp_sync='{apart[0]}=all_reduce,{others}'",
+            f"dp_sync='{sync}' with zero=1 for '{gathered_per_use[0]}'",
+            why="it is read in more than one layout, so every use gathers its shards and reduces its gradient",
+            hint=f"zero=0, or an exact sum: dp_sync='{gathered_per_use[0]}=all_reduce,{rest}'",
         )
 
 
 def gathered_together(
     nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False
 ) -> list[list[fx.Node]]:
-    """The gathers of parameters that are one collective, in their order: consecutive ones of a block, of one operator,
-    axis and kind, and of one region that is run again.
+    """Group the parameter gathers that run as one collective, in order.
+
+    A group contains consecutive gathers of one block, operator, axis, kind and recompute region.
 
     Args:
-        kind: of the parameter that a node gathers: its dtype, over what its gradient is summed too.
-        alone: each by itself.
+        nodes: the gathers.
+        kind: returns what else must be equal for the parameter of a node: its dtype, the axes of its gradient
+        reduction. alone: put each gather in a group of its own.
     """
     if alone:
         return [[node] for node in nodes]
@@ -103,19 +115,19 @@ def gathered_together(
     kinds: dict[Any, dict[str, fx.Node]] = {}
     for node, number in zip(nodes, block_runs(map(source_name, nodes)), strict=True):
         name = source_name(node)
-        place = number, facts(node).get("region"), autopart_operator(node), axis_of(node)
-        named = kinds.setdefault((place, kind(node)), {})
-        if name in named:  # read in another layout too
+        location = number, facts(node).get("region"), autopart_operator(node), axis_of(node)
+        by_name = kinds.setdefault((location, kind(node)), {})
+        if name in by_name:  # also read in another layout
             rows.append([node])
         else:
-            named[name] = node
-    rows += [list(named.values()) for named in kinds.values()]
+            by_name[name] = node
+    rows += [list(by_name.values()) for by_name in kinds.values()]
     order = {node: index for index, node in enumerate(nodes)}
     return sorted(rows, key=lambda row: order[row[0]])
 
 
 def source_name(node: fx.Node) -> str:
-    """Of the parameter that a node gathers."""
+    """Return the name of the parameter that a node gathers."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return str(source.target)

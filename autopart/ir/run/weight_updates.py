@@ -1,4 +1,4 @@
-"""How trained parameters change before a forward, as data."""
+"""Changes of trained parameters before a forward, as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHRINK = 1e-7  # torch adds this to a norm before it divides by it (aten::embed
 
 @dataclass(frozen=True)
 class ByElement:
-    """A change of every element by itself, `graph`: from any part of the parameter to its new value."""
+    """Elementwise change. `graph` maps any shard of the parameter to its new value."""
 
     graph: fx.GraphModule
 
@@ -28,8 +28,11 @@ class ByElement:
 
 @dataclass(frozen=True)
 class RowNorms:
-    """Rows of a table that are looked up, scaled to `max_norm` where their norm (the `norm_type`-th root of the sum of
-    powers) is above. `looked_up`: from the inputs of the call to the numbers of the rows, a tensor a look-up."""
+    """Renormalisation of the embedding rows that a call looks up (`max_norm` of `nn.Embedding`).
+
+    A row whose p-norm is above `max_norm` is scaled to it; p is `norm_type`. `looked_up`: graph from the inputs of the
+    call to the row indices, one tensor per look-up.
+    """
 
     looked_up: fx.GraphModule
     max_norm: float
@@ -41,21 +44,27 @@ class RowNorms:
 
     @property
     def reads(self) -> list[int]:
-        """The positions of the inputs that say which rows are looked up."""
+        """Positions of the inputs that decide which rows are looked up."""
         placeholders = self.looked_up.graph.find_nodes(op="placeholder")
         return [position for position, node in enumerate(placeholders) if node.users]
 
     def chosen(self, inputs: Sequence[Any]) -> Tensor:
-        """The numbers of the rows that a call on these inputs looks up."""
+        """Return the indices of the rows that a call on these inputs looks up."""
         count = len(self.looked_up.graph.find_nodes(op="placeholder"))
         return torch.cat([ids.flatten() for ids in self.looked_up(*inputs[:count])])
 
     def powers(self, part: Tensor) -> Tensor:
-        """What the columns of a part add to the sum of powers of each of its rows."""
+        """Return the per-row sum of |w|^p over the columns of this shard (partial sum of the row norms)."""
         return part.abs().pow(self.norm_type).sum(1)
 
     def scaled(self, part: Tensor, powers: Tensor, is_chosen: Tensor) -> Tensor:
-        """The new value of a part. Of its rows, `powers`: over all columns; `is_chosen`: whether they are looked up."""
+        """Return the new value of a shard.
+
+        Args:
+            part: rows of the table, all or some columns.
+            powers: sum of |w|^p of each row over all columns.
+            is_chosen: True for rows that are looked up.
+        """
         norms = powers.pow(1 / self.norm_type)
         above = is_chosen & (norms > self.max_norm)
         return part * torch.where(above, self.max_norm / (norms + _SHRINK), 1.0).unsqueeze(1)
@@ -66,7 +75,7 @@ class RowNorms:
 
 WeightUpdate = ByElement | RowNorms
 WeightUpdates = Mapping[str, WeightUpdate]
-"""{parameter: how it changes before a forward}"""
+"""{parameter: its change before a forward}"""
 
 
 def _text(graph: fx.GraphModule) -> str:
@@ -75,6 +84,6 @@ def _text(graph: fx.GraphModule) -> str:
 
 @torch.no_grad()
 def update_whole_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates, inputs: Sequence[Any]) -> None:
-    """Change those of the whole parameters that are to be changed before a forward on these inputs."""
+    """Apply the updates to unsharded parameters before a forward on these inputs."""
     for name, update in updates.items():
         parameters[name].copy_(update.of_whole(parameters[name].detach(), inputs))

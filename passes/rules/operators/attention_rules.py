@@ -1,5 +1,4 @@
-"""The local form of attention whose keys and values go around the ranks of positions
-(`autopart.ops.blockwise_attention`)."""
+"""Local form of ring attention (`autopart.ops.blockwise_attention`)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,10 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def ring(call: LocalCall) -> fx.Node | None:
-    """Queries, keys and values cut alike along the sequence: a rank's queries meet the keys of one rank at a time."""
+    """Emit ring attention if queries, keys and values have equal shards along the sequence.
+
+    The local queries attend the keys of one rank at a time.
+    """
     axis = next((axis for axis, strategy in call.strategies.items() if goes_around(call.node, strategy)), "")
     if not axis:
         return None

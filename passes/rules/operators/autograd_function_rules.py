@@ -1,4 +1,4 @@
-"""What the rules say of the backward that a user's `torch.autograd.Function` defines."""
+"""Linearity of the backward of a user's `torch.autograd.Function`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.passes.rules import pattern_for
 from autopart.tracing.autograd.autograd_functions import made_for
 
 _OF_SHAPES = frozenset(f"aten::{name}" for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"])
-"""Operators that read no values."""
+"""Operators that read only shapes."""
 _LINEAR = {
     **{
         f"aten::{name}": ({0},)
@@ -19,14 +19,14 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""Beside the rules' own, the sets of tensor inputs in which operators of a backward are linear."""
+"""Sets of tensor inputs in which operators of a backward are linear, in addition to those of their rules."""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
-    """Whether partial sums of an operator's gradients give partial sums of its inputs' gradients.
+    """Return True if partial sums of an operator's gradients give partial sums of its input gradients.
 
-    True of every operator but Functions of a user, whose backward may clip or normalise. Of these it is read from the
-    backward's trace: every operator that gradients reach must be linear in them.
+    This holds for every operator but a user's autograd Function, whose backward may clip or normalise. For such a
+    Function the trace of its backward decides: every operator that gradients reach must be linear in them.
     """
     user_function = made_for(node)
     backward = user_function.examined.backward if user_function is not None else None

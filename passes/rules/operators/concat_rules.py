@@ -1,4 +1,4 @@
-"""Rules of operators that cut, join, pad and read along one dim."""
+"""Rules of operators that slice, concatenate and overwrite along one dim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def cut(node: fx.Node) -> Pattern:
-    """`slice`, `narrow`, `select`, `unbind`: the cut dim stays whole."""
+    """Rule of `slice`, `narrow`, `select`, `unbind`: the sliced dim cannot be sharded."""
     dims, at = names_and_place(node)
     after = output_shapes(node)
     removed = any(len(sizes) < len(dims) for sizes in after)
@@ -22,21 +22,22 @@ def cut(node: fx.Node) -> Pattern:
 
 
 def split(node: fx.Node) -> Pattern | None:
-    """`split_with_sizes`: the cut dim is a concatenation; sharding it shards every section (factor `joined`)."""
+    """Rule of `split_with_sizes`: the dim is a concatenation, and sharding it shards every section.
+
+    Its factor is `joined`.
+    """
     dims, at = names_and_place(node)
     dims[at] = ("joined",)
     joined = {"joined": tuple(node.args[1])}
-    return pattern(
-        node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined=joined, local=_smaller_sections
-    )
+    return pattern(node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined=joined, local=_local_sections)
 
 
-def _smaller_sections(call: LocalCall) -> fx.Node:
+def _local_sections(call: LocalCall) -> fx.Node:
     return call.as_traced({1: [size // call.num_parts("joined") for size in call.args[1]]})
 
 
 def join(node: fx.Node) -> Pattern:
-    """`cat`: the joined dim is a concatenation; sharding it shards every part."""
+    """Rule of `cat`: the dim is a concatenation, and sharding it shards every input."""
     inputs = tensor_inputs(node)
     dims = names(len(shape(node)))
     at = argument(node, "dim") % len(dims)
@@ -55,7 +56,7 @@ def stack(node: fx.Node) -> Pattern:
 
 
 def overwrite(node: fx.Node) -> Pattern:
-    """`slice_scatter`, `select_scatter`: a part of one dim is overwritten; that dim stays whole."""
+    """Rule of `slice_scatter`, `select_scatter`: the overwritten dim cannot be sharded."""
     dims, at = names_and_place(node)
     part_dims = [("part",) if i == at else d for i, d in enumerate(dims)]
     if len(shape(node.args[1])) < len(dims):

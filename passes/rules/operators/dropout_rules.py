@@ -1,4 +1,4 @@
-"""Dropout whose noise is drawn where it is used."""
+"""Local form of dropout that draws its noise on each rank."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def can_draw(node: fx.Node) -> bool:
-    """Whether a call may be given no noise: its local form draws it."""
+    """Return True if the local form of a call can draw its own noise."""
     return operator_name(node) == "autopart::drop"
 
 
 def drop(call: LocalCall) -> fx.Node | None:
-    """Without its noise, dropout draws a mask where it is: shards of a value get independent ones, ranks that hold the
-    same value the same one."""
+    """Emit dropout that draws its mask locally, if the call has no noise argument.
+
+    Shards of a value get independent masks. Ranks that replicate the value get equal masks.
+    """
     source, noise, probability = call.args
     if noise is not None:
         return None
-    sharded = [a for a, place in call.output_layout().items() if place.is_shard and a != MICROBATCH_AXIS]
+    sharded = [a for a, placement in call.output_layout().items() if placement.is_shard and a != MICROBATCH_AXIS]
     indices = [call.emit(autopart_ops.axis_index.default, axis) for axis in sharded]
     salt = zlib.crc32(facts(call.node)["key"].encode())
     return call.emit(autopart_ops.dropout.default, source, probability, call.seed(), salt, indices)

@@ -1,4 +1,4 @@
-"""Local forms of operators that look something up in a table whose rows are sharded: words, classes, experts."""
+"""Local forms of operators with a sharded table: vocabulary, classes, experts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ aten = torch.ops.aten
 
 def _axis_sharding(call: LocalCall, factor: str) -> str:
     axes = call.axes_sharding(factor)
-    assert len(axes) <= 1, "a table is cut over one axis"
+    assert len(axes) <= 1, "a table is sharded over one axis"
     return axes[0] if axes else ""
 
 
 def axes_routing(call: LocalCall) -> str:
-    """The axis on whose ranks the rows of a call are by their experts, several joined in one; "" where there is
-    none."""
+    """Return the flattened axes over which a call's rows are dispatched to experts, or ""."""
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_routed)
 
 
 def _axes_cutting(call: LocalCall, factor: str) -> str:
-    """The axes over which the experts that rows choose from are cut, joined in one: on whose ranks rows are by their
-    experts, and inside them those on which rows of other ranks' experts give zeros."""
-    routed, cut = parts_of(axes_routing(call)), call.axes_sharding(factor)
-    return "_".join(axis for axis in call.strategies if axis in routed or axis in cut)
+    """Return the flattened axes over which the experts are sharded.
+
+    They are the axes of dispatch, and inside them axes on which rows of other ranks' experts give zeros.
+    """
+    dispatch_axes, sharding_axes = parts_of(axes_routing(call)), call.axes_sharding(factor)
+    return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
 
 
 def embedding(call: LocalCall) -> fx.Node | None:
-    """Vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3): rows of other ranks give zeros."""
+    """Emit a vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    Rows of other ranks give zeros.
+    """
     rows = shape(call.node.args[0])[0]
     routed, axis = axes_routing(call), _axes_cutting(call, "v")
     if routed and routed == axis:
@@ -50,8 +54,11 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Cross entropy of logits whose classes are sharded (Shoeybi et al. 2019): three small all-reduces of one number
-    per token (maximum, sum of exponentials, logit of the label); the logits are never gathered."""
+    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019).
+
+    It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
+    gathers the logits.
+    """
     axis, emit = _axis_sharding(call, "c"), call.emit
     if not axis:
         return None
@@ -77,7 +84,7 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Every rank has some experts: rows of the others are not there, or give zeros."""
+    """Emit the grouped product with the local experts. Rows of other experts are absent, or give zeros."""
     axes = _axes_cutting(call, "e")
     if not axes:
         return None
@@ -85,66 +92,76 @@ def expert_linear(call: LocalCall) -> fx.Node | None:
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
-    """On every rank the rows that go to its experts."""
-    way = _way(call, call.output_layout())
+    """Emit the dispatch: each rank gets the rows of its experts."""
+    axes = _dispatch_axes(call, call.output_layout())
     x, expert, times, num_experts = call.args[:4]
-    if way.kept:
-        layout = {axis: shard(0) if place == SENT else place for axis, place in call.output_layout().items()}
+    if axes.selected:
+        layout = {
+            axis: shard(0) if placement == SENT else placement for axis, placement in call.output_layout().items()
+        }
         rows = local_shape(shape(call.node), layout, call.sizes, call.balance)[0]
-        if not way.sent:
-            return call.emit(call.node.target, x, expert, times, num_experts, *_experts_of(call, way.kept), rows)
-        x, expert, times = *_kept(call, way, x, rows), 1
-    return _move(call, way, autopart_ops.dispatch.default, x, expert, times) if way.sent else None
+        if not axes.all_to_all:
+            return call.emit(call.node.target, x, expert, times, num_experts, *_experts_of(call, axes.selected), rows)
+        x, expert, times = *_selected(call, axes, x, rows), 1
+    return _all_to_all(call, axes, autopart_ops.dispatch.default, x, expert, times) if axes.all_to_all else None
 
 
 def from_experts(call: LocalCall) -> fx.Node | None:
-    """Of every rank's rows what its experts add to each token."""
-    way = _way(call, {axis: strategy.inputs[0] for axis, strategy in call.strategies.items()})
+    """Emit the combination: sum for each token what its experts return."""
+    axes = _dispatch_axes(call, {axis: strategy.inputs[0] for axis, strategy in call.strategies.items()})
     x, expert, times, num_experts = call.args[:4]
-    if not way.sent:
-        experts = _experts_of(call, way.kept) if way.kept else None
+    if not axes.all_to_all:
+        experts = _experts_of(call, axes.selected) if axes.selected else None
         return call.emit(call.node.target, x, expert, times, num_experts, *experts) if experts else None
-    if not way.kept:
-        return _move(call, way, autopart_ops.combine.default, x, expert, times)
+    if not axes.selected:
+        return _all_to_all(call, axes, autopart_ops.combine.default, x, expert, times)
     rows = local_shape(shape(call.node.args[1]), {axis: s.inputs[1] for axis, s in call.strategies.items()} | {
-        axis: ROUTED for axis in parts_of(way.kept)}, call.sizes, call.balance)[0]  # fmt: skip
-    numbers = _kept(call, way, expert, rows)[1]
-    back = _move(call, way, autopart_ops.combine.default, x, numbers, 1)
-    back.meta["val"] = value(x).new_empty(rows, *value(x).shape[1:])
-    owner, index = _owner(call, way.kept, expert), call.index(way.kept)
-    return call.emit(call.node.target, back, owner, times, call.num_ranks(way.kept), index, 1)
+        axis: ROUTED for axis in parts_of(axes.selected)}, call.sizes, call.balance)[0]  # fmt: skip
+    numbers = _selected(call, axes, expert, rows)[1]
+    combined = _all_to_all(call, axes, autopart_ops.combine.default, x, numbers, 1)
+    combined.meta["val"] = value(x).new_empty(rows, *value(x).shape[1:])
+    owner, index = _owner(call, axes.selected, expert), call.index(axes.selected)
+    return call.emit(call.node.target, combined, owner, times, call.num_ranks(axes.selected), index, 1)
 
 
-class _Way(NamedTuple):
-    """How rows come to the ranks of their experts: over `sent` each is sent to the rank of its expert, over `kept` a
-    rank keeps those of its experts of what all have. Axes, joined in one; "" for none."""
+class _DispatchAxes(NamedTuple):
+    """Flattened axes over which rows reach their experts, "" for none.
 
-    sent: str
-    kept: str
+    `all_to_all`: an all-to-all sends each row to the rank of its expert. `selected`: all ranks have all rows, and each
+    selects those of its experts.
+    """
+
+    all_to_all: str
+    selected: str
 
 
-def _way(call: LocalCall, rows: Layout) -> _Way:
+def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
     axes = [axis for axis in call.strategies if axis in rows]
-    return _Way(*("_".join(axis for axis in axes if rows[axis] == place) for place in (SENT, ROUTED)))
+    return _DispatchAxes(*("_".join(axis for axis in axes if rows[axis] == placement) for placement in (SENT, ROUTED)))
 
 
-def _kept(call: LocalCall, way: _Way, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """The rows that a rank keeps before they are sent, and the numbers of their experts: found once for all values."""
+def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+    """Return the rows that a rank selects before the all-to-all, and their experts.
+
+    All values of a call share one selection.
+    """
     expert, times = call.args[1:3]
-    owner, select = _owner(call, way.kept, expert), autopart_ops.to_experts.default
+    owner, select = _owner(call, axes.selected, expert), autopart_ops.to_experts.default
 
-    def kept(of: fx.Node, times: int) -> fx.Node:
-        selected = call.emit(select, of, owner, times, call.num_ranks(way.kept), call.index(way.kept), 1, rows)
+    def selection_of(of: fx.Node, times: int) -> fx.Node:
+        selected = call.emit(
+            select, of, owner, times, call.num_ranks(axes.selected), call.index(axes.selected), 1, rows
+        )
         selected.meta["val"] = value(of).new_empty(rows, *value(of).shape[1:])
         return selected
 
-    known = (user for user in owner.users if user.target is select and user.args[0] is expert)
-    numbers = next(known, None) or kept(expert, 1)
-    return (numbers if x is expert else kept(x, times)), numbers
+    existing = (user for user in owner.users if user.target is select and user.args[0] is expert)
+    numbers = next(existing, None) or selection_of(expert, 1)
+    return (numbers if x is expert else selection_of(x, times)), numbers
 
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
-    """Where along some axes the rank is that has each row's expert."""
+    """Return the index, along some axes, of the rank that has each row's expert."""
     all_axes, num_experts = axes_routing(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))
@@ -153,26 +170,26 @@ def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
     for axis in parts_of(all_axes):
         inside //= call.sizes[axis]
         if axis in parts_of(axes):
-            one = _once(call, aten.floor_divide.Scalar, block, inside) if inside > 1 else block
-            one = _once(call, aten.remainder.Scalar, one, call.sizes[axis])
-            wide = index if index is None else _once(call, aten.mul.Scalar, index, call.sizes[axis])
-            index = one if wide is None else _once(call, aten.add.Tensor, wide, one)
+            coordinate = _once(call, aten.floor_divide.Scalar, block, inside) if inside > 1 else block
+            coordinate = _once(call, aten.remainder.Scalar, coordinate, call.sizes[axis])
+            scaled = index if index is None else _once(call, aten.mul.Scalar, index, call.sizes[axis])
+            index = coordinate if scaled is None else _once(call, aten.add.Tensor, scaled, coordinate)
     assert index is not None
     return index
 
 
 def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A call that is written once, however many ask for it."""
-    known = (user for user in args[0].users if user.target is target and user.args == args)
-    return next(known, None) or call.emit(target, *args)
+    """Emit a call, or return the equal call that the graph has already."""
+    existing = (user for user in args[0].users if user.target is target and user.args == args)
+    return next(existing, None) or call.emit(target, *args)
 
 
-def _move(
-    call: LocalCall, way: _Way, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
+def _all_to_all(
+    call: LocalCall, way: _DispatchAxes, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
 ) -> fx.Node:  # fmt: skip
-    """Send rows to the ranks of their experts, or back; the ranks tell each other once how many there are."""
-    axes, num_experts = way.sent, call.args[3]
-    if way.kept:
+    """Emit the dispatch or combine of rows. Ranks exchange the numbers of rows once for both."""
+    axes, num_experts = way.all_to_all, call.args[3]
+    if way.selected:
         expert, num_experts = _owner(call, axes, expert), call.num_ranks(axes)
     exchange = autopart_ops.exchange_counts.default
     counts = _once(call, exchange, expert, axes, num_experts, call.num_ranks(axes))
@@ -180,6 +197,6 @@ def _move(
 
 
 def _experts_of(call: LocalCall, axes: str) -> tuple[fx.Node, int]:
-    """The first expert of a rank, and how many it has; the last ranks may have fewer."""
+    """Return a rank's first expert and its number of experts. The last ranks may have fewer."""
     experts = call.node.args[3]
     return call.first_row(axes, experts), -(-experts // call.num_ranks(axes))

@@ -1,4 +1,4 @@
-"""Rules of operators that read and write at places given by another tensor."""
+"""Rules of operators that read and write at indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.passes.rules.operators.selection_rules import tie
 
 
 def gather(node: fx.Node) -> Pattern | None:
-    """Along one dim, which stays whole; a dim of which the index reads only the first elements stays whole too."""
+    """Rule of `gather`: the indexed dim cannot be sharded, nor a dim that the index only partly covers."""
     source, index = node.args[0], node.args[2]
     dims, read, whole = _source_and_index(shape(source), shape(index), argument(node, "dim"))
     if not dims:
@@ -25,7 +25,11 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """The inverse of `gather`. `linear`: whether what is written, and what is written to, may be partial sums."""
+    """Return a rule for scatters, the inverse of `gather`.
+
+    Args:
+        linear: returns True if the written values and the target may be partial sums.
+    """
 
     def rule(node: fx.Node) -> Pattern | None:
         inputs = tensor_inputs(node)
@@ -39,7 +43,7 @@ def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | 
 
 
 def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim], list[str]]:
-    """Factors of a tensor and of an index into one dim of it, and which stay whole."""
+    """Return the factors of a tensor and of an index into one of its dims, and the unshardable factors."""
     dims = names(len(source))
     if not dims or not index:
         return [], [], []
@@ -50,30 +54,36 @@ def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> 
 
 
 def index_select(node: fx.Node) -> Pattern | None:
-    """One dim is read at a list of places: that dim stays whole, the list may be sharded."""
+    """Rule of `index_select`: the indexed dim cannot be sharded, the list of indices can."""
     if not shape(node.args[0]) or not shape(node.args[2]):
         return None
     dims, at = names_and_place(node)
-    dims, places, whole, tied = _along(node, dims, at, node.args[2])
+    dims, places, whole, tied = _factors_along(node, dims, at, node.args[2])
     output = [places if i == at else d for i, d in enumerate(dims)]
     return pattern(node, [dims, [places]], [output], whole, linear=UNARY_LINEAR, **tied)
 
 
 def index_write(node: fx.Node) -> Pattern | None:
-    """`index_add`, `index_copy`, `index_fill`: one dim is written at a list of places; both stay whole."""
+    """Rule of `index_add`, `index_copy`, `index_fill`: the dim and its indices cannot be sharded."""
     inputs = tensor_inputs(node)
     if not shape(inputs[0]) or not shape(inputs[1]):
         return None
     dims, at = names_and_place(node)
-    dims, places, whole, tied = _along(node, dims, at, inputs[1])
+    dims, places, whole, tied = _factors_along(node, dims, at, inputs[1])
     value_dims = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
     linear = ((0, 2),) if len(inputs) == 3 else ()
     whole = [*whole, "places"] if places == ("places",) else whole
     return pattern(node, [dims, [places], *value_dims], [dims], whole, linear=linear, **tied)
 
 
-def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
-    """The factors of a tensor that is read or written along a dim, of the places, which stay whole, and options."""
+def _factors_along(
+    node: fx.Node, dims: list[Dim], at: int, index: fx.Node
+) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
+    """Return factors for indexing along one dim.
+
+    Returns:
+        The tensor's factors, the indices' factor, the unshardable factors, and further options of the pattern.
+    """
     tied = tie(shape(node.args[0]), {at: index})
     if tied is None:
         return dims, ("places",), [dims[at][0]], {}
@@ -82,8 +92,8 @@ def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[lis
 
 
 def index(node: fx.Node) -> Pattern | None:
-    """`x[i, :, j]`: the dims that are read at places stay whole; the places may be sharded, and all other dims."""
-    parts = _places(node)
+    """Rule of `x[i, :, j]`: indexed dims cannot be sharded. The indices and all other dims can."""
+    parts = _index_factors(node)
     if parts is None:
         return None
     dims, places, read, whole, tied = parts
@@ -91,8 +101,8 @@ def index(node: fx.Node) -> Pattern | None:
 
 
 def index_put(node: fx.Node) -> Pattern | None:
-    """`x[i, :, j] = y`: the dims that are written at places stay whole, and the places too."""
-    parts = _places(node)
+    """Rule of `x[i, :, j] = y`: neither the indexed dims nor the indices can be sharded."""
+    parts = _index_factors(node)
     if parts is None:
         return None
     dims, places, written, whole, tied = parts
@@ -110,8 +120,12 @@ def index_put(node: fx.Node) -> Pattern | None:
     return pattern(node, [dims, *places, value_dims], [dims], whole, linear=((0, last),), **tied)
 
 
-def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
-    """Factors of the indexed tensor, of every index, and of what is read, which stay whole, and options."""
+def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
+    """Return factors for indexing with several indices, None if an index is a mask.
+
+    Returns:
+        Factors of the tensor, of each index and of the result, the unshardable factors, and further options.
+    """
     before = shape(node.args[0])
     indices = {i: n for i, n in enumerate(node.args[1]) if n is not None}
     if not indices or any(value(n).dtype in (torch.bool, torch.uint8) for n in indices.values()):
@@ -131,7 +145,7 @@ def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[
     ]
     first, last = min(indices), max(indices)
     rest = [d for i, d in enumerate(dims) if i not in indices]
-    at = first if last - first + 1 == len(indices) else 0  # places side by side stay where they are, else come first
+    at = first if last - first + 1 == len(indices) else 0  # adjacent index dims keep their position, others come first
     read = [*rest[:at], *shared, *rest[at:]]
     if tied is None:
         return dims, places, read, [dims[i][0] for i in indices], {}
@@ -141,8 +155,8 @@ def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[
 
 
 def _index_shape(node: fx.Node) -> tuple[int, ...]:
-    """The shape of what `index` with the arguments of this `index_put` would read."""
-    dims, places, read, *_ = _places(node) or ([], [], [])
+    """Return the shape that `index` would have with the arguments of this `index_put`."""
+    dims, places, read, *_ = _index_factors(node) or ([], [], [])
     sizes = dict(zip(dims, shape(node.args[0]), strict=True))
     for index_dims, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
         sizes |= {d: size for d, size in zip(index_dims, shape(n), strict=True) if d}
@@ -150,7 +164,10 @@ def _index_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def searchsorted(node: fx.Node) -> Pattern | None:
-    """Places in a sorted row, which stays whole; rows may be sharded where every row has its own sorted one."""
+    """Rule of `searchsorted`, `bucketize`: the sorted dim cannot be sharded.
+
+    Batch dims can be sharded if every row has its own sorted row.
+    """
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
         return None
@@ -163,7 +180,7 @@ def searchsorted(node: fx.Node) -> Pattern | None:
 
 
 def isin(node: fx.Node) -> Pattern | None:
-    """Whether each element is among the test elements, which stay whole."""
+    """Rule of `isin`: the test elements cannot be sharded."""
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
         return None

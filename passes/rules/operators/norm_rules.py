@@ -1,4 +1,4 @@
-"""Rules of normalisations: what a statistic is taken over stays whole."""
+"""Rules of normalisations: dims that a statistic is computed over cannot be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def layer_norm(node: fx.Node) -> Pattern:
-    """`layer_norm`, `rms_norm`: over the last dims, as many as `normalized_shape` has."""
+    """Rule of `layer_norm`, `rms_norm`: they normalise the last dims, as many as `normalized_shape` has."""
     inputs = tensor_inputs(node)
     dims = names(len(shape(inputs[0])))
     normalized = dims[len(dims) - len(node.args[1]) :]
@@ -19,19 +19,19 @@ def layer_norm(node: fx.Node) -> Pattern:
 
 
 def group_norm(node: fx.Node) -> Pattern:
-    """Channels are `groups` x `channels of a group`; whole groups may be sharded."""
+    """Rule of `group_norm`: channels are (groups, channels of a group), and groups can be sharded."""
     batch, channels, *rest = shape(node.args[0])
     inner = names(len(rest))
     dims = [("b",), ("g", "r"), *inner]
     sizes = {"b": batch, "g": node.args[1], "r": channels // node.args[1]}
     sizes |= {d[0]: size for d, size in zip(inner, rest, strict=True)}
     weights = [(("g", "r"),)] * (len(tensor_inputs(node)) - 1)
-    stay = frozenset({"r", *(d[0] for d in inner)})
-    return Pattern((tuple(dims), *weights), (tuple(dims),), sizes, stay, local=group_argument)
+    unshardable = frozenset({"r", *(d[0] for d in inner)})
+    return Pattern((tuple(dims), *weights), (tuple(dims),), sizes, unshardable, local=group_argument)
 
 
 def batch_norm(node: fx.Node) -> Pattern | None:
-    """With given statistics (eval mode) everything may be sharded. In training it is written out as its formula."""
+    """Rule of `batch_norm` in eval mode: all dims can be sharded. In training a pass decomposes it."""
     if argument(node, "training"):
         return None
     inputs = tensor_inputs(node)

@@ -1,4 +1,4 @@
-"""Operators that work element by element, their inputs broadcast against each other."""
+"""Rules of elementwise operators, whose inputs broadcast against each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POINTWISE: frozenset[str] = frozenset(
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
     """.split()
 )
-"""The operators, without their overloads."""
+"""Elementwise operators, without their overloads."""
 
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **{f"aten::{name}": ((0, 1),) for name in ("add", "sub", "rsub", "lerp", "addcdiv", "complex")},
@@ -40,17 +40,17 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::masked_fill": ((0, 2),),
     "aten::fill": ((1,), (0, 1)),
 }  # fmt: skip
-"""The sets of arguments, by position, in which an operator is linear: they may be partial sums together. A number among
-them must be 0 (`x + 1` is not linear)."""
+"""{operator: sets of argument positions in which it is linear}. The arguments of a set can be partial sums at once. A
+number among them must be 0 (`x + 1` is not linear)."""
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Whether an operator that stands for a user's autograd.Function was found to work element by element."""
+    """Return True if a user's autograd.Function was found to be elementwise."""
     return operator_name(node).startswith(f"{NAMESPACE}::") and torch.Tag.pointwise in node.target.tags
 
 
 def pointwise(node: fx.Node) -> Pattern | None:
-    """The rule of an operator of `POINTWISE`; None for its forms that reduce (`max(x)`)."""
+    """Return the rule of an operator of `POINTWISE`, None for overloads that reduce (`max(x)`)."""
     shapes = [shape(n) for n in tensor_inputs(node)]
     if not is_tensor(node) or torch.broadcast_shapes(*shapes) != shape(node):
         return None
@@ -59,7 +59,7 @@ def pointwise(node: fx.Node) -> Pattern | None:
 
 
 def _linear_inputs(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """`LINEAR` for this call, as positions among its tensor inputs."""
+    """Return `LINEAR` for this call, as positions among its tensor inputs."""
     if not is_floating(node) or node.kwargs.get("rounding_mode"):
         return ()
     tensors = {i: argument for i, argument in enumerate(node.args) if isinstance(argument, fx.Node)}

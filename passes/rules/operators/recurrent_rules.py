@@ -1,4 +1,4 @@
-"""Rules of recurrent layers: sequences of a batch are independent, everything else of one step depends on all of it."""
+"""Rules of recurrent layers: samples are independent, all other factors depend on each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopart.passes.rules.factors import names
 
 
 def recurrent(node: fx.Node) -> Pattern | None:
-    """`lstm`, `gru`, `rnn_tanh`, `rnn_relu` of whole sequences: rows of the batch may be sharded."""
+    """Rule of `lstm`, `gru`, `rnn_tanh`, `rnn_relu` over full sequences: only the batch can be sharded."""
     inputs = tensor_inputs(node)
-    if argument(node, "batch_first") is None:  # packed sequences: rows of many lengths in one dim
+    if argument(node, "batch_first") is None:  # packed sequences: samples of different lengths in one dim
         return None
     states = len(node.args[1]) if isinstance(node.args[1], (list, tuple)) else 1
     sizes: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Rules of what selects elements by a mask, and reads and writes them: rows stay on the rank that has them.
+"""Rules of boolean indexing: selections, and reads and writes at selected elements.
 
-A dim of selected elements is made of the mask's dims, `(m0 m1 selected)`, with what is not selected left out. Cut over
-rows, it is what a rank selects of its own rows, and their positions count from the rank's first row.
+A dim of selected elements has the mask's dims as factors, `(m0 m1 selected)`, without the elements that are not
+selected. With a sharded batch, a rank selects from its local samples, and indices are relative to its first sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def positions(node: fx.Node) -> Pattern | None:
-    """The dims of the mask are merged; a selection of a known number is made of all rows."""
+    """Rule of `positions`: merges the dims of the mask. None if the number of elements is given."""
     if not is_selection(node):
         return None
     dims = names(len(shape(node.args[0])), "m")
@@ -33,16 +33,16 @@ def positions(node: fx.Node) -> Pattern | None:
 
 
 def _where(call: LocalCall) -> fx.Node:
-    """torch's own operator, of which a compiler knows that nobody knows its size."""
+    """Emit torch's `where`, whose output size compilers know to be data-dependent."""
     return call.emit(aten.where.default, call.args[0])
 
 
 @dataclass(frozen=True)
 class Tie:
-    """How a tensor and the positions at which it is read or written hang together.
+    """Relation of a tensor to the selection at whose indices it is read or written.
 
-    `selected`: the factors of a dim of selected elements. `dims`: of the tensor's dims that are dims of the mask, the
-    factor. `sizes`: of these factors.
+    `selected`: factors of a dim of selected elements. `dims`: {dim of the tensor that is a dim of the mask: its
+    factor}. `sizes`: sizes of these factors.
     """
 
     selected: Dim
@@ -51,15 +51,24 @@ class Tie:
 
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> Tie | None:
-    """The tie of a tensor of a shape that is indexed by `places`, {dim: index}; None without one."""
-    held = {at: position for at, index in places.items() if (position := positions_of(index)) is not None}
-    selections = {(one.selection, one.mask) for one in held.values()}
-    if len(selections) != 1 or len(held) < len(places) or any(len(shape(index)) != 1 for index in places.values()):
+    """Return the relation of a tensor of shape `source` to the selection in `places`, or None.
+
+    Args:
+        source: shape of the tensor.
+        places: {dim: index}.
+    """
+    index_positions = {at: position for at, index in places.items() if (position := positions_of(index)) is not None}
+    selections = {(one.selection, one.mask) for one in index_positions.values()}
+    if (
+        len(selections) != 1
+        or len(index_positions) < len(places)
+        or any(len(shape(index)) != 1 for index in places.values())
+    ):
         return None
-    mask = held[min(held)].mask
+    mask = index_positions[min(index_positions)].mask
     factors = [f"m{i}" for i in range(len(mask))]
     dims: dict[int, Dim] = {}
-    for at, position in held.items():
+    for at, position in index_positions.items():
         factor = (factors[position.dim],)
         if source[at] == mask[position.dim] and factor not in dims.values():
             dims[at] = factor
@@ -68,10 +77,12 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> Tie | None:
 
 
 def moves_rows(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
-    """Whether cutting an input over rows would change what it says: positions count from a rank's first row, which only
-    what reads and writes at them knows."""
-    held = positions_of(source)
-    if held is None or position in pattern.tied or positions_of(node) is not None:
+    """Return True if sharding an input over the batch would change the meaning of its indices.
+
+    Indices are relative to a rank's first sample, and only the operators that index with them allow for that.
+    """
+    indices = positions_of(source)
+    if indices is None or position in pattern.tied or positions_of(node) is not None:
         return False
     (dim,) = [atoms for atoms in facts(source)["atoms"] if selections_in(atoms)][:1] or [()]
-    return any(atom.kind == BATCH for atom in cut_atoms(dim, list(held.mask))[held.dim])
+    return any(atom.kind == BATCH for atom in cut_atoms(dim, list(indices.mask))[indices.dim])

@@ -17,16 +17,19 @@ from autopart.passes.rules.local_forms import LocalCall, shape_argument
 
 
 def view(node: fx.Node) -> Pattern | None:
-    """`view`/`reshape`: dims are merged and split; the common refinement of both shapes gives the factors."""
+    """Rule of `view`, `reshape`: the factors are the common refinement of both shapes."""
     before, after = shape(node.args[0]), shape(node)
     inputs, outputs, sizes, whole = refine(before, after)
     return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR, local=shape_argument)
 
 
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
-    """Factors such that both shapes are groups of them, e.g. (4, 12, 32) -> (48, 4, 8) over 4, 12, 4, 8.
+    """Return factors such that both shapes are groups of them: (4, 12, 32) -> (48, 4, 8) over 4, 12, 4, 8.
 
-    Where a stretch of dims has no common refinement (6, 4 -> 8, 3) its dims become factors that stay whole.
+    If dims have no common refinement (6, 4 -> 8, 3), they become factors that cannot be sharded.
+
+    Returns:
+        Factors of the dims before, factors of the dims after, {factor: size}, and the unshardable factors.
     """
     sizes: dict[str, int] = {}
     whole: list[str] = []
@@ -60,14 +63,14 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
 
 
 def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, outputs: list, new: Callable) -> None:
-    cuts = sorted(
+    boundaries = sorted(
         {math.prod(left[k:]) for k in range(len(left) + 1)} | {math.prod(right[k:]) for k in range(len(right) + 1)}
     )
-    if any(b % a for a, b in pairwise(cuts)):
+    if any(b % a for a, b in pairwise(boundaries)):
         inputs.extend((new(size, True),) for size in left)
         outputs.extend((new(size, True),) for size in right)
         return
-    factors = {(a, b): new(b // a) for a, b in pairwise(cuts)}
+    factors = {(a, b): new(b // a) for a, b in pairwise(boundaries)}
     for dims, target in ((left, inputs), (right, outputs)):
         inner = math.prod(dims)
         for size in dims:
@@ -76,17 +79,23 @@ def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, out
 
 
 def expand(node: fx.Node) -> Pattern:
-    """`expand`: new dims and dims of size 1 become factors of the output alone."""
+    """Rule of `expand`: new dims and expanded dims of size 1 become factors of the output alone."""
     before, after = shape(node.args[0]), shape(node)
     outputs = names(len(after))
-    kept = outputs[len(after) - len(before) :]
-    inputs = [dim if a == b else () for dim, a, b in zip(kept, before, after[len(after) - len(before) :], strict=True)]
+    aligned = outputs[len(after) - len(before) :]
+    inputs = [
+        dim if a == b else () for dim, a, b in zip(aligned, before, after[len(after) - len(before) :], strict=True)
+    ]
     sizes = {dim[0]: size for dim, size in zip(outputs, after, strict=True)}
     return Pattern((tuple(inputs),), (tuple(outputs),), sizes, linear=UNARY_LINEAR, local=shape_argument)
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """An operator that reorders dims; `order(node, ndim)` lists the input dim of every output dim."""
+    """Return a rule for operators that reorder dims.
+
+    Args:
+        order: `order(node, ndim)` lists the input dim of every output dim.
+    """
 
     def rule(node: fx.Node) -> Pattern:
         dims = names(len(shape(node.args[0])))
@@ -119,17 +128,17 @@ def squeeze(node: fx.Node) -> Pattern:
     before = shape(node.args[0])
     chosen = argument(node, "dim")
     chosen = range(len(before)) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
-    gone = {d % len(before) for d in chosen if before[d] == 1}
+    removed = {d % len(before) for d in chosen if before[d] == 1}
     dims = names(len(before))
-    return pattern(node, [dims], [[d for i, d in enumerate(dims) if i not in gone]], linear=UNARY_LINEAR)
+    return pattern(node, [dims], [[d for i, d in enumerate(dims) if i not in removed]], linear=UNARY_LINEAR)
 
 
 def diagonal(node: fx.Node) -> Pattern:
-    """Two dims stay whole and become one, the last."""
+    """Rule of `diagonal`: two unshardable dims become one, the last."""
     dims = names(len(shape(node.args[0])))
-    gone = [argument(node, name) % len(dims) for name in ("dim1", "dim2")]
-    output = [d for i, d in enumerate(dims) if i not in gone]
-    whole = [*(dims[i][0] for i in gone), "diagonal"]
+    merged = [argument(node, name) % len(dims) for name in ("dim1", "dim2")]
+    output = [d for i, d in enumerate(dims) if i not in merged]
+    whole = [*(dims[i][0] for i in merged), "diagonal"]
     return pattern(node, [dims], [[*output, ("diagonal",)]], whole, linear=UNARY_LINEAR)
 
 
@@ -141,14 +150,14 @@ movedim = permuted(_movedim_order)
 
 
 def as_strided(call: LocalCall) -> fx.Node:
-    """It reads its input's memory, which is brought into the order that it had in the trace."""
+    """Emit `as_strided` on a copy of the input with the memory layout of the trace."""
     traced = value(call.node.args[0])
     order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
     reach = sum((size - 1) * stride for size, stride in zip(traced.shape, traced.stride(), strict=True)) + 1
     if reach != traced.numel() or traced.storage_offset():
         raise LayoutError(
-            "as_strided reads memory that is not its input's own", where=describe(call.node),
-            why="a rank has the values of its input in memory of their own", hint="unfold, or slices and stack",
+            "as_strided reads memory outside of its input", where=describe(call.node),
+            why="a rank stores only the elements of the input, contiguously", hint="unfold, or slices and stack",
         )  # fmt: skip
     ordered = call.emit(torch.ops.aten.permute.default, call.args[0], order)
     copy = call.emit(torch.ops.aten.clone.default, ordered, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""Rules of convolutions and of other operators over windows of space.
+"""Rules of convolutions and other operators over spatial windows.
 
-Space stays whole: a shard of it would need the rows at its neighbours' edges.
+Spatial dims cannot be sharded: a shard would need the borders of its neighbours (halo exchange).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def convolution(node: fx.Node) -> Pattern | None:
-    """Channels are `groups` times `channels of a group`: whole groups may be sharded, or the channels of all groups."""
+    """Rule of convolutions: channels are (groups, channels of a group). Groups or channels can be sharded."""
     (x, weight), y = (shape(n) for n in tensor_inputs(node)[:2]), shape(node)
-    if len(tensor_inputs(node)) > 2:  # a bias is added outside, after a partial sum is whole
+    if len(tensor_inputs(node)) > 2:  # a separate add applies the bias, after partial sums are reduced
         return None
     transposed = "transpose" in operator_name(node) or bool(argument(node, "transposed"))
     groups, num_space = argument(node, "groups"), len(weight) - 2
@@ -43,21 +43,20 @@ def convolution(node: fx.Node) -> Pattern | None:
 
 
 def _merged(factors: Dim, sizes: dict[str, int]) -> Dim:
-    """The factors of a dim, without those that count one thing."""
     return tuple(f for f in factors if sizes[f] > 1)
 
 
 def pad(node: fx.Node) -> Pattern:
-    """The padded dims stay whole; padding with anything but numbers keeps partial sums."""
+    """Rule of `pad`: padded dims cannot be sharded. A nonzero constant breaks partial sums."""
     dims = names(len(shape(node.args[0])))
-    touched = {len(dims) - 1 - i // 2 for i, p in enumerate(node.args[1]) if p}
-    output = [(f"padded{i}",) if i in touched else d for i, d in enumerate(dims)]
-    whole = [n for i in touched for n in (dims[i][0], f"padded{i}")]
+    padded = {len(dims) - 1 - i // 2 for i, p in enumerate(node.args[1]) if p}
+    output = [(f"padded{i}",) if i in padded else d for i, d in enumerate(dims)]
+    whole = [n for i in padded for n in (dims[i][0], f"padded{i}")]
     return pattern(node, [dims], [output], whole, linear=() if argument(node, "value") else UNARY_LINEAR)
 
 
 def unfold(node: fx.Node) -> Pattern | None:
-    """`Tensor.unfold`: one dim becomes the number of windows, and a new last dim the places in a window."""
+    """Rule of `Tensor.unfold`: one dim becomes the number of windows, a new last dim the window."""
     if not shape(node.args[0]):
         return None
     dims, at = names_and_place(node, "dimension")
@@ -67,13 +66,13 @@ def unfold(node: fx.Node) -> Pattern | None:
 
 
 def im2col(node: fx.Node) -> Pattern:
-    """Every window becomes a column of `channels` times `places in a window`."""
+    """Rule of `im2col`: every window becomes a column of (channels, elements of a window)."""
     space, columns, sizes = _columns(shape(node.args[0]), shape(node))
     return Pattern((space,), (columns,), sizes, frozenset("xykl"), UNARY_LINEAR)
 
 
 def col2im(node: fx.Node) -> Pattern:
-    """The inverse of `im2col`: windows are summed where they overlap."""
+    """Rule of `col2im`, the inverse of `im2col`: overlapping windows are summed."""
     space, columns, sizes = _columns(shape(node), shape(node.args[0]))
     return Pattern((columns,), (space,), sizes, frozenset("xykl"), UNARY_LINEAR)
 
