@@ -1,10 +1,11 @@
-"""What the backward computes again in place of keeping it: the regions of stage graphs, found from the graph alone.
+"""Activation recomputation: find the regions of stage graphs that the backward recomputes.
 
-`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are kept.
-`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is, which takes much memory
-and little work: from one product of two activations (queries and keys) over everything that follows without a weight
-(scale, mask, softmax, dropout) to the next (times values). Attention that is one operator keeps none of that, also
-where it is one in the stage graph alone.
+`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are saved.
+`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is a region, because it has
+large activations and little compute. The core begins with a product of two activations (queries and keys). It contains
+all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times values).
+Fused attention saves none of these activations, so it has no region. This includes attention that is fused only in the
+stage graph.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """What writes `region` on the calls of a stage graph that are run again: a number, from 0 in every stage.
+    """Return a function that writes the fact `region` on the recomputed calls of a stage graph.
 
-    A region can be run as one call: nothing outside it lies between two of its nodes, and it is in one piece, for
-    which nodes of the graph are moved.
+    Regions are numbered from 0 in every stage. A region can run as one call: it is convex and contiguous in the graph,
+    for which nodes are moved.
     """
     whole, core_of = _groups(traced, recompute)
 
@@ -60,7 +61,7 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 
 def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """The blocks that are computed again as a whole ("" for all other operators), and the cores that are."""
+    """Return the block of each operator that is fully recomputed ("" for all others), and the recomputed cores."""
     words = words_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
     whole = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
@@ -70,13 +71,13 @@ def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
 
 
 def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> None:
-    """Raises OptionError for a pattern that is for no repeated block."""
+    """Raise OptionError for a pattern that matches no repeated block."""
     if not isinstance(recompute, str):
         check_names(recompute, blocks(traced).values(), where)
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
-    """Why a plan that asks for recomputation recomputes nothing, if so."""
+    """Explain why a plan with a recompute option recomputes nothing; empty otherwise."""
     words = words_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
@@ -99,10 +100,13 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
 
 
 def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None]) -> tuple[Recompute, tuple[str, ...]]:
-    """What to compute again where the model itself checkpoints those modules, and what a user should know of it.
+    """Return the recompute option that follows the model's own checkpoints, and notes for the user.
 
-    `checkpointed`: as `Trace.checkpointed`. A repeated block is computed again where the model checkpoints it, what is
-    around it, or all of its parts that have weights.
+    A repeated block is recomputed if the model checkpoints the block, a module around it, or all its submodules that
+    have weights.
+
+    Args:
+        checkpointed: as `Trace.checkpointed`.
     """
     block_of = blocks(traced)
     paths = [path for path in checkpointed if path is not None]
@@ -125,7 +129,6 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
 
 
 def _is_in(key: str, paths: Sequence[str]) -> bool:
-    """Whether an operator is in one of some modules."""
     return any(not path or key.startswith((f"{path}.", f"{path}/")) for path in paths)
 
 
@@ -133,7 +136,7 @@ def _is_in(key: str, paths: Sequence[str]) -> bool:
 
 
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
-    """The runs of the stage's calls that are in one block."""
+    """Return the maximal runs of a stage's calls that belong to one block."""
     runs: list[Region] = []
     traced_calls: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
@@ -152,9 +155,11 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _of_the_block(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """A run without what does not depend on the block: it is kept for the region, which need not make it again; but for
-    what is larger than what it is made of, and read here alone, such as a gathered weight. A value that was received in
-    parts is gathered once, and kept whole."""
+    """Return a run without the nodes that do not depend on the block: the region saves their outputs.
+
+    A node that is larger than its inputs and used only in the region stays in it, for example a gathered weight. A
+    value that was received sharded is gathered once and saved in full.
+    """
     members = traced_calls.intersection(run)
     for node in run:
         if not members.isdisjoint(node.all_input_nodes):
@@ -171,7 +176,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _key(node: fx.Node) -> str:
-    """The operator that a written call belongs to; "" for a conversion between operators."""
+    """Return the key of the traced operator that a lowered call belongs to; "" for a conversion."""
     source, _ = source_of(node)
     return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")
 
@@ -180,8 +185,10 @@ def _key(node: fx.Node) -> str:
 
 
 def cores(traced: fx.Graph) -> dict[str, str]:
-    """{key of an operator: the first operator of its core}, of what lies between two products of activations in one
-    block, these included."""
+    """Map the key of each operator in an attention core to the key of the core's first operator.
+
+    A core is everything between two products of activations in one block, including both products.
+    """
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}
     starts = [node for node in traced.nodes if node in products and len(_activations(node, weights)) > 1]
@@ -203,7 +210,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Parameters, and what is made from these alone, such as rows picked from one."""
+    """Return parameters and the nodes computed from parameters alone, such as rows picked from one."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
@@ -215,13 +222,13 @@ def _weights(traced: fx.Graph) -> set[fx.Node]:
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """What a matrix product multiplies, where none of it is a weight."""
+    """Return the operands of a matrix product if none is a weight, else an empty list."""
     read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """The calls of every core in the stage, with what was written between them, such as collectives."""
+    """Return the calls of each core in the stage, including inserted calls between them, such as collectives."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -237,7 +244,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """The nodes, and what of a span lies between two of them."""
+    """Return the convex hull of the nodes: the nodes and every node of the span on a path between two of them."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):
@@ -249,7 +256,7 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
 
 
 def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
-    """The regions without those that wait for each other; the graph gets an order in which each is in one piece."""
+    """Reorder the graph so that each region is contiguous. Drop regions that depend on each other."""
     if not regions:
         return []
     place = {node: number for number, node in enumerate(graph.nodes)}

@@ -1,7 +1,7 @@
-"""Where the rows of the batch go: one strategy per operator on the batch axis (data parallel and microbatches).
+"""Sharding of the batch: one strategy per operator on the batch axis (data parallel and microbatches).
 
-Nothing is chosen by price here. Rows stay cut wherever a rule allows it; what has no rows is computed on every rank
-with partial gradients, so that all gradients of parameters end as partial sums, to be summed once a step.
+Nothing is chosen by cost here. The batch stays sharded wherever a rule allows it. Operators without a batch dimension
+run on every rank with partial gradients. So all parameter gradients end as partial sums, to be reduced once a step.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
-    """The batch-axis strategy of every operator that depends on a parameter.
+    """Return the batch-axis strategy of every operator that depends on a parameter.
 
-    Elements that are selected of a rank's own rows cannot be brought together: ranks have different numbers of them.
-    Where something needs all of them, they are selected of all rows on every rank.
+    Elements selected by a mask cannot be gathered: ranks select different numbers of them. If an operator needs all
+    selected elements, every rank selects from the full batch.
 
     Args:
-        graph: annotated.
+        graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
     """
     together: set[str] = set()
@@ -65,7 +65,7 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
 
 
 def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Node, Strategy]:
-    """`choose_batch` with some selections made of all rows."""
+    """Choose batch strategies, with the selections in `together` made from the full batch."""
     chosen: dict[fx.Node, Strategy] = {}
     whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
     known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
@@ -83,7 +83,7 @@ def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Nod
 
 
 def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Whether a strategy cuts a dim of what is selected by one of these."""
+    """Return True if a strategy shards a dimension of elements chosen by one of these selections."""
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
@@ -91,7 +91,7 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
 
 
 def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
-    """The selections of which something needs all elements at once."""
+    """Return the selections whose elements some operator or output needs all at once."""
     selections: set[str] = set()
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -107,7 +107,7 @@ def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_sh
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Where a value lies on the axis; None for values of the inputs alone, which can be made anywhere."""
+    """Return the placement of a value on the axis; None if it depends on inputs alone and any rank can compute it."""
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R
@@ -115,7 +115,7 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
 
 
 def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], whole: set[fx.Node]) -> tuple:
-    """Bytes moved to feed this strategy, then how far it is from cutting rows."""
+    """Return the bytes moved to feed this strategy, then the rank of its output placement (sharded first)."""
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]
     for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
@@ -137,7 +137,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
 
 
 def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
-    """The first operator (and the input of it) that needs all rows of the batch at once, or None."""
+    """Return the first operator that needs the full batch at once, with the input it needs; or None."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
@@ -150,7 +150,7 @@ def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.
 
 
 def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
-    """Raises StageError where the model mixes rows of the batch, so that microbatches would change the result."""
+    """Raise StageError if the model mixes samples of the batch, so that microbatches would change the result."""
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
@@ -167,7 +167,7 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
-    """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
+    """Return the batch strategy of every operator. Raises StageError if the batch cannot be split so."""
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:  # without rows, no cut
         check_batch(batch_size(trace), mesh, microbatches)
     chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
@@ -180,14 +180,17 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """The same decisions for a call that runs all its rows at once."""
+    """Return the same decisions for a call that runs its batch as one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
     rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
     return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
 
 
 class Rows(NamedTuple):
-    """How the rows of a batch are cut; `copied`: not over `dp`, every rank of it computes all."""
+    """Split of a batch into microbatches and over data-parallel ranks.
+
+    `copied`: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
+    """
 
     microbatches: int
     strategies: Mapping[fx.Node, Strategy]
@@ -195,10 +198,10 @@ class Rows(NamedTuple):
 
 
 def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
-    """How to cut the rows of a call that has another number of them than the plan's.
+    """Split the batch of a call whose size differs from the plan's.
 
-    As many microbatches as the schedule has, or the nearest number that divides the rows and that it can run, with the
-    rows cut over `dp`; where they do not divide over it, every rank of `dp` computes all of them.
+    The number of microbatches is the nearest to the schedule's that divides the batch and that the schedule can run,
+    with the batch sharded over `dp`. If the batch does not divide over `dp`, every rank of `dp` computes all samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages

@@ -1,4 +1,4 @@
-"""Which parameters are stored in parts over the axes of the mesh that may store them so, and which are not."""
+"""Choice of the parameters that are stored sharded over the storing axes of the mesh (ZeRO)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from autopart.plans.pins import LayoutPin
 
 @driven(notes=layout_notes)
 def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """`stored` with how parameters are cut over the storing axes too: what is pinned so, and with `zero` all that
-    divides: with 3 matrices alone.
+    """Return `stored` with placements on the storing axes.
+
+    Pinned parameters follow their pins. With `zero` all parameters that divide are sharded; with `zero=3` matrices
+    alone.
 
     Args:
-        stored: {parameter: its layout}; only the axes on which layouts are chosen count.
-    Raises OptionError or LayoutError where that is nothing, or cannot be.
+        stored: layout by parameter. Placements on storing axes are ignored.
+
+    Raises OptionError if the mesh has no storing axis, and LayoutError if a parameter cannot be stored so.
     """
     mesh, storage, zero = problem.mesh, problem.storage, problem.zero
     over = mesh.storing_axis
@@ -64,7 +67,7 @@ def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
 
 
 def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
-    """Raises LayoutError where a parameter cannot be stored as its pins say."""
+    """Raise LayoutError if a parameter cannot be stored as its pins request."""
     name_pins, pins = storage.pinned[name], problem.pins
     if not _agree(name_pins):
         clash = smallest_conflict(name_pins, _agree)
@@ -92,8 +95,10 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
-    """A line for every matrix that stays whole although it was asked to be cut, or is cut over fewer ranks than hold
-    it alike; repeated blocks share one."""
+    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than replicate it.
+
+    Repeated blocks share a note.
+    """
     mesh, kept = decisions.mesh, []
     for name, parameter in trace.parameters.items() if zero else ():
         layout = decisions.stored.get(name, {})

@@ -1,4 +1,4 @@
-"""Which parameters a method of data parallelism is for, and where it cannot be."""
+"""Assignment of data-parallel sync methods (`dp_sync`) to parameters, and the cases that are unsupported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from autopart.ir.trace import Trace
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> Method | None:
-    """What data-parallel ranks send each other of a parameter in place of a sum; None: its gradient is summed.
-    `summed`: the axes over which it ends as a partial sum. With `zero=1` its gradient is whole until a step's end."""
+    """Return the sync method that replaces a parameter's gradient reduction; None if its gradient is reduced exactly.
+
+    With `zero=1` the gradient is unsharded until the end of a step, so a method applies.
+
+    Args:
+        summed: axes on which the gradient ends as a partial sum.
+    """
     sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
     method = sync.of(name)
     scattered = parts_of(over) if over is not None and decisions.zero == 1 else ()
@@ -21,8 +26,7 @@ def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence
 
 
 def check_methods(trace: Trace, decisions: Decisions) -> None:
-    """Raises OptionError for a name of `dp_sync` that no parameter has, and for parameters that a method cannot be for
-    as they are stored."""
+    """Raise OptionError for a name in `dp_sync` that no parameter has, or a method that a parameter's storage excludes."""
     sync, mesh = decisions.dp_sync, decisions.mesh
     if sync.is_default:
         return
