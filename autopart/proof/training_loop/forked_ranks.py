@@ -1,6 +1,6 @@
-"""Processes for the proof of a loop: forked, so that a user's function needs no name, file or pickling.
+"""Forked processes for the proof of a training function, which then needs no name, file or pickling.
 
-Each child ends with a report. One that raises, ends or does not come ends all: nothing waits for ever.
+Each child ends with a report. A child that raises, exits or does not report ends all, so no process waits forever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRACE_S = 10.0
 
 @dataclass
 class Failure:
-    """What a process raised. `refusal`: the error itself where it is one of autopart's."""
+    """Exception of a process. `refusal`: the error object itself if it is one of autopart's."""
 
     kind: str
     text: str
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What one process did: the value that it returned, or its failure."""
+    """Result of one process: its returned value, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -55,10 +55,11 @@ def run_forked(
     work: Callable[[int], Any], count: int, time_limit_s: float, folder: str, where: Callable[[BaseException], str],
     connected: bool,
 ) -> dict[int, Report]:  # fmt: skip
-    """Call `work(rank)` in `count` forked processes, and return their reports.
+    """Call `work(rank)` in `count` forked processes and return their reports.
 
-    `connected`: in a gloo process group, with the environment that torchrun gives. `where`: the place in the user's
-    code that an exception comes from.
+    Args:
+        connected: initialise a gloo process group, with the environment of torchrun.
+        where: returns the line of the user's code that an exception comes from.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError("verify_loop() needs processes that are forked", why="this system has none",
@@ -88,7 +89,7 @@ def run_forked(
 
 
 def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> dict[int, Report]:
-    """The reports by rank, as far as they come before the deadline."""
+    """Return the reports by rank that arrive before the deadline."""
     reports: dict[int, Report] = {}
     while len(reports) < len(children) and time.monotonic() < deadline:
         pending = {connection: rank for rank, (_, connection) in children.items() if rank not in reports}
@@ -108,7 +109,7 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
 
 
 def _silent(process: Any, rank: int, folder: str, time_limit_s: float) -> Report:
-    """A report for a process that has not sent one: the place in the user's code where it is."""
+    """Return a report for a process that has sent none, with the line of the user's code that it is at."""
     dump = Path(folder, f"stack{rank}")
     place = ""
     if process.is_alive() and dump.exists():
@@ -126,7 +127,7 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file is torch's, Python's or autopart's own."""
+    """Return True for a source file of torch, Python or autopart."""
     return file.startswith((TORCH, PYTHON, PACKAGE, "<")) or "site-packages" in file
 
 

@@ -1,4 +1,4 @@
-"""Refusals of axes on which nothing of a model can be cut, in the words of what they are for."""
+"""Errors for mesh axes that can shard nothing of a model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from autopart.passes.facts.strategies import divides_positions, output_atoms
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether a call looks up rows of a weight, of which every rank has some."""
+    """Return True if the strategy shards the rows of an embedding table."""
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern is not None and reads_weights(node) and strategy.factor == pattern.lookup
 
 
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
-    """The products with a weight of rows that a mask selects: experts that a loop runs one by one."""
+    """Return products of a weight with tokens that a mask selects: experts that a loop runs one by one."""
     return [n for n in products_of(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
-    """What a plan says of experts that an axis for experts does not cut."""
+    """Return a note on experts that an expert axis cannot shard."""
     axes, looped = mesh.along("experts"), _of_selected_rows(trace)
     if not axes or not looped:
         return []
@@ -43,7 +43,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raises LayoutError where an axis for experts divides none, or some mixture's not."""
+    """Raise LayoutError if an expert axis shards no experts, or not those of every mixture."""
     ranks, products = mesh.size(axis), [node for node in products_of(trace) if facts(node)["pattern"].lookup]
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
@@ -75,8 +75,11 @@ def check_divides(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
-    are pinned, no weight. `named`: the dims of the inputs that are sequences, where users say which."""
+    """Raise LayoutError if the first solved axis divides no matrix product; with pinned layouts, no weight.
+
+    Args:
+        named: sequence dims that the user gives, by input.
+    """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
             check_positions(trace, mesh, name, strategies, named)

@@ -1,4 +1,4 @@
-"""What does not divide over `tp`, and what is done instead: the notes of a plan."""
+"""Notes of a plan on sizes that do not divide over `tp`, and what the plan does instead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from autopart.ir.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
-    """One line for every weight with unequal shards, and for every split of features (into heads, say) of which
-    an axis does not divide the outer number; repeated blocks share a line."""
+    """Return notes on weights with unequal shards and on splits of features that an axis does not divide.
+
+    A split of features is, for example, one into heads. Repeated blocks share a note.
+    """
     lines = [_uneven_weights, _undivided_splits]
     axes = decisions.mesh.along("features")
     return tuple(dict.fromkeys(line for axis in axes for note in lines for line in note(trace, decisions, axis)))
@@ -57,7 +59,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
 
 
 def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """The factors of every dim of features of an input that the operator splits, its outer factor a dim of its own."""
+    """Yield the factors of each feature dim that the operator splits so that the outer factor is a dim alone."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -66,7 +68,7 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
 
 
 def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """What the plan does at a split that an axis does not divide, and the bytes one rank sends for it."""
+    """Return what the plan does at a split that an axis does not divide, and the bytes that one rank sends for it."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what every other choice would cost, from the problem that was solved for it."""
+"""Reasons of a plan: the cost of every alternative, from the problem that the solver solved."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ _DIGITS = 6
 
 
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
-    """What a plan says of its layouts: the objective, its proven lower bound and the gap, and the parts of the price.
-    Of several axes that were solved for, one after the other, it is the last, whose solve knows of the others.
+    """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
 
-    `sharing_costs`: how much less, relatively, the objective would be if the first and the last repeated blocks chose
-    for themselves.
+    If several axes were solved, it is that of the last, whose solve includes the others. `sharing_costs` is the
+    relative saving in the objective if the first and last repeated blocks chose independently.
     """
     if not solved:  # weights lie whole on every rank: there is nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -57,7 +56,7 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 
 
 class Reasons:
-    """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
+    """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copied or loaded plan has none."""
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
         self.problem, self.program, self.solved = problem, program, solved
@@ -67,7 +66,7 @@ class Reasons:
         return type(None), ()
 
     def why(self, name: str) -> Why:
-        """Why a parameter, module, operator, collective or what data-parallel ranks send is as it is."""
+        """Explain the layout of a parameter, module or operator, a collective, or `dp_sync`."""
         if name == "dp_sync":
             return self._why_dp_sync()
         for node in self._conversions():
@@ -97,7 +96,7 @@ class Reasons:
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
-        """What data-parallel ranks send each other, and what the sum of all gradients would take instead."""
+        """Explain what data-parallel ranks send, and the time that exact gradient reduction would take instead."""
         sync, hardware = self.problem.dp_sync, self.problem.hardware
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
@@ -122,7 +121,7 @@ class Reasons:
         return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - took_s, {str(EXACT): other})
 
     def _in_parts(self, node: fx.Node) -> tuple[str, str]:
-        """Over which axes a weight is stored in parts, and why; empty where over none."""
+        """Return over which axes a weight is stored sharded (ZeRO), and why; empty texts if it is replicated."""
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
         if stored is None or axis is None:
@@ -131,7 +130,7 @@ class Reasons:
         return f"{stored.layout[axis]} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """What another layout of a parameter, module or operator would cost, or why it cannot be."""
+        """Return the cost of another layout of a parameter, module or operator, or why it is impossible."""
         asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
@@ -166,12 +165,11 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """The mixtures whose experts each axis may cut, outermost first."""
+        """Return the mixtures whose experts each axis may shard, outermost axis first."""
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
-        """What it would cost to store parameters otherwise in parts, in the layouts they have on other axes: over all
-        those axes that the plan stores some over."""
+        """Return the cost of other ZeRO storage for parameters, with their layouts on other axes fixed."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for names and axes that are not there
@@ -201,7 +199,7 @@ class Reasons:
         return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
 
     def _why_moved(self, node: fx.Node) -> Why:
-        """Why a collective is there: the value, its two placements, and what it would cost to do without it."""
+        """Explain a collective: the value, its two placements, and the cost of avoiding it."""
         axis, key = node.args[1], facts(node).get("key", "")
         readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
         where = f"read by {readers}" if readers else ""
@@ -225,7 +223,7 @@ class Reasons:
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
+        """Return the cheapest sharding that avoids a conversion of a value; None if it cannot be avoided."""
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
             return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
@@ -239,7 +237,7 @@ class Reasons:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
-        """The parameters and operators of a name, the one that decides most first. Raises OptionError for none."""
+        """Return the parameters and operators that a name matches, most decisive first. Raises OptionError if none."""
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
         nodes = on_parameters(self.trace.graph)
@@ -252,7 +250,10 @@ class Reasons:
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
-        """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
+        """Return the other options of a choice with their extra costs, cheapest first.
+
+        The solver adapts all other choices to each option.
+        """
         problem, chosen = solved
         priced: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
@@ -266,7 +267,7 @@ class Reasons:
 
 
 class LaterReasons:
-    """The same of a plan that was made of a folded trace: the whole one is planned when it is asked."""
+    """Reasons of a plan made from a deduplicated trace. The first question plans the full model."""
 
     def __init__(self, find: Callable[[], Reasons]):
         self._find = find
@@ -290,7 +291,7 @@ def _solved(problem: ShardingProblem) -> Solved:
 
 
 def _more(other: Solved, chosen: Solved) -> Price:
-    """How much more one solution costs than another, at the prices that are minimised."""
+    """Return how much more one solution costs than another, in the costs that the solver minimises."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 
@@ -300,7 +301,6 @@ def _both(one: str, other: str) -> str:
 
 
 def _lies(place: Placement) -> str:
-    """How a value is laid out, in words."""
     if place.is_shard:
         return f"cut along dim {place.dim}"
     words = {"P": "as a partial sum on every rank", "R": "whole"}
@@ -308,7 +308,7 @@ def _lies(place: Placement) -> str:
 
 
 def _terms(price: Price) -> list[tuple[float, str]]:
-    """The parts of a difference of prices in words, the weightiest first; what is next to nothing left out."""
+    """Return the terms of a cost difference as (amount, text), most important first. Negligible terms are left out."""
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
         (price.gradient_sync_s, "gradient sums"),
@@ -325,6 +325,5 @@ def _said(price: Price) -> str:
 
 
 def _reason(price: Price, other: str) -> str:
-    """Why something is better than what would cost so much more."""
     worse = [text for more, text in _terms(price) if more > 0]
     return f"{other} would have {worse[0]}" if worse else "of equally cheap choices it is the first"

@@ -1,4 +1,4 @@
-"""What users are told of axes that cut positions: where they have nothing to cut, and what is whole or unequal."""
+"""Errors and notes on axes that shard the sequence: nothing to shard, operators on the full sequence, unequal shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _UNEVEN = 0.05
 
 
 def products_of(trace: Trace) -> list[fx.Node]:
-    """The matrix products of a model."""
     with_patterns = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
     return [node for node, pattern in with_patterns if pattern is not None and pattern.flops]
 
@@ -31,8 +30,11 @@ def products_of(trace: Trace) -> list[fx.Node]:
 def check_positions(
     trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
 ) -> None:  # fmt: skip
-    """Raises LayoutError where an axis that cuts positions divides no work of the model, or nothing along a dim of the
-    inputs that is `named`."""
+    """Raise LayoutError if an axis for sequences divides no work of the model.
+
+    Args:
+        named: sequence dims that the user gives, by input. Each must be shardable.
+    """
     check_can_be_cut(trace, named)
     products = products_of(trace)
     nodes = list(filter(reads_weights, products)) or products or active_operators(trace.graph)
@@ -82,7 +84,7 @@ def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
 
 
 def takes_all(node: fx.Node, ranks: int) -> bool:
-    """Whether an operator is given positions of values, and none of its ways on so many ranks cuts them."""
+    """Return True if an operator has a sequence input, and no strategy on so many ranks shards the sequence."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
@@ -93,7 +95,7 @@ def takes_all(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """A note of the longest sequence that is cut into parts of which the fullest is much more than the mean."""
+    """Yield a note on the longest sequence whose largest shard is much above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]
