@@ -1,4 +1,4 @@
-"""Comparison of a traced graph on a single device with its partitioned program on all ranks in lock step.
+"""Comparison of a traced graph on a single device with its partitioned program in lock step.
 
 `Subject.expected` runs the graph on the global batch. `Subject.errors` returns the errors of the program of an
 `Arrangement`: outputs, loss, and the gradient of every parameter on every rank that stores it. Both draw random numbers
@@ -64,7 +64,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a run: flat outputs, gradients of parameters and of inputs that need one, and new buffer values."""
+    """Results of a run: flat outputs, gradients of parameters and inputs, and new buffer values."""
 
     outputs: list[Any]
     grads: Mapping[str, Tensor]
@@ -134,7 +134,7 @@ def one_seed(seed: int = SEED) -> Iterator[None]:
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """Return a parameter as the graph reads it: itself, or a leaf with its value after the in-forward update."""
+    """Return the parameter itself, or a leaf with its value after the in-forward update."""
     if update is None:
         return parameter
     return update.of_whole(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
@@ -215,9 +215,7 @@ class Subject:
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """Lower the program of a training step, which returns the loss in its own layout; without a loss, that of a
-        call.
-        """
+        """Lower the program of a training step, which returns the loss in its layout; else that of a call."""
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
@@ -275,7 +273,7 @@ class Subject:
     # Compared
 
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
-        """Return the errors of the loss, outputs, gradients of parameters and inputs, and written buffers, by name.
+        """Return the errors of the loss, outputs, gradients and written buffers, by name.
 
         Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any gradient.
         Exceptions of a faulty program pass through.

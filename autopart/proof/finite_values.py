@@ -55,7 +55,7 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def held(value: Any) -> str:
-    """Describe the bad entries of a value: `is nan`, `holds 3 nan of 64`, `holds 2 inf of 8`; "" if all are finite."""
+    """Describe the bad entries of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return ""
     value = value.detach()
@@ -69,7 +69,7 @@ def held(value: Any) -> str:
 
 
 def not_finite(subject: Subject, results: Results) -> dict[str, str]:
-    """Map each compared tensor that contains NaN (or infinity, if not allowed) to a description of the bad values."""
+    """Map each compared tensor with NaN (or infinity, if illegal) to a description of the bad values."""
     return {name: held(value) for name, value, infinities in _compared(subject, results)
             if value.isnan().any() or (not infinities and held(value))}  # fmt: skip
 
@@ -110,7 +110,10 @@ def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
 
 
 def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
-    """Yield parameters and inputs that are not finite, and buffers with NaN. Infinity in a buffer is legal."""
+    """Yield parameters and inputs that are not finite, and buffers with NaN.
+
+    Infinity in a buffer is legal.
+    """
     for node, value in computed.items():
         text = held(value)
         if not text:

@@ -1,4 +1,4 @@
-"""Proof by execution: run all ranks of the partitioned program in one process and compare with the model.
+"""Proof by execution: all ranks of the partitioned program in one process, compared with the model.
 
 `verify` runs the very graphs that the runtime executes, forward and backward, in float64. It compares the loss,
 outputs, every gradient and every written buffer. If they differ, it compares value by value and names the first wrong
@@ -128,7 +128,7 @@ def verify(
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Verification:  # fmt: skip
-    """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
+    """Run ALL ranks of the partitioned model in this process and compare with the model.
 
     No process group is needed. A copy of the model runs in float64, or in its own precision if it does not run in
     float64. Both sides draw random numbers (such as dropout in training mode) from one seed.
@@ -276,7 +276,10 @@ class VerificationRun:
         self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
         training: Training | None = None,
     ) -> Verification:  # fmt: skip
-        """Run the program of an arrangement on all ranks and compare. If all agree, also run the training steps."""
+        """Run the program of an arrangement on all ranks and compare.
+
+        If all agree, also run the training steps.
+        """
         phase("running the model on one device")
         expected, errors, bad = self.reference.expected, dict(self.reference.errors), self.reference.not_finite
         phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks")

@@ -118,7 +118,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def cgroup_room(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes left below the memory limits of a process's cgroups (version 1 or 2); infinite without a limit."""
+    """Return the bytes left below the memory limits of a process's cgroups; infinite without a limit."""
     room = math.inf
     for line in process.read_text().splitlines() if process.exists() else ():
         number, controllers, path = line.split(":", 2)

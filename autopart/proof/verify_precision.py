@@ -1,4 +1,4 @@
-"""Proof of mixed precision: the program with its casts, all ranks in lock step, against a single-device run.
+"""Proof of mixed precision: the program with its casts in lock step, against a single-device run.
 
 `verify` proves the partition in float64, with casts that are identities. This module checks the casts. The model's own
 Python code runs with cast parameters, and gradients flow back to the stored dtype. The program runs with every cast and
@@ -68,7 +68,10 @@ class Rounded:
 
 
 class OneDevice:
-    """Single-device run of a copy of a model under a precision, with its trace. Arguments as in `Reference`."""
+    """Single-device run of a copy of a model under a precision, with its trace.
+
+    Arguments as in `Reference`.
+    """
 
     def __init__(
         self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, precision: Precision, training: bool

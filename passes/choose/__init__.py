@@ -1,1 +1,1 @@
-"""Choices of a plan: layouts, batch sharding, storage, stages, recomputation; and the cost of alternatives."""
+"""Choices of a plan: layouts, batch sharding, storage, stages, recomputation; cost of alternatives."""

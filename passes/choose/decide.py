@@ -1,4 +1,4 @@
-"""Make the decisions of a plan: propagate the batch, solve layouts axis by axis, choose stage boundaries."""
+"""Decisions of a plan: propagate the batch, solve layouts axis by axis, choose stage boundaries."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
-    """Return `{operator: {axis: strategy}}` in graph order, which `decode` follows in other traces of the model."""
+    """Return `{operator: {axis: strategy}}` in graph order, for `decode` in other traces of the model."""
     nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
@@ -270,7 +270,7 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 
 
 def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement], stored: Mapping[str, Layout]) -> None:
-    """Raise PlanError if two axes shard the same dim of a parameter that is not a divisible stack of experts."""
+    """Raise PlanError if two axes shard one dim of a parameter that is not a divisible expert stack."""
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
         if place.is_shard and others and not beside.cuts_again(name, place):

@@ -61,7 +61,7 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 
 def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """Return the block of each operator that is fully recomputed ("" for all others), and the recomputed cores."""
+    """Return the recomputed block of each operator ("" if none), and the recomputed cores."""
     words = words_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
     whole = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
@@ -228,7 +228,7 @@ def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """Return the calls of each core in the stage, including inserted calls between them, such as collectives."""
+    """Return the calls of each core in the stage, including inserted calls such as collectives."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -244,7 +244,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """Return the convex hull of the nodes: the nodes and every node of the span on a path between two of them."""
+    """Return the nodes and every node of the span on a path between two of them."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):

@@ -107,7 +107,7 @@ def first_mismatch(
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
-    """Return the first wrong value of the step, else of the call, else the parameter with the largest error."""
+    """Return the first wrong value of the step, else of the call, else the worst parameter."""
     step = _Search(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
     if first is None and subject.loss is not None:
@@ -188,7 +188,7 @@ class _Search:
         return None
 
     def parameter(self, name: str) -> Mismatch:
-        """Return a mismatch for a parameter whose gradient is wrong although the gradients of all values are right.
+        """Return the mismatch of a wrong parameter gradient when the gradients of all values are right.
 
         The backward operator that computes it, or its reduction over ranks, is wrong.
         """
@@ -226,7 +226,10 @@ class _Search:
     def _parts(
         self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[HeldPart]:
-        """Yield the shards of a value. Shards of ranks or microbatches on an axis with placement `P` are added."""
+        """Yield the shards of a value.
+
+        Shards of ranks or microbatches on an axis with placement `P` are added.
+        """
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for microbatch, values in held.items():
@@ -323,9 +326,7 @@ def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 
 
 def _maker(node: fx.Node) -> str:
-    """Describe the origin of a program value: `model.layers.0.mlp/mul (aten.mul.Tensor)`, a collective, or a stage
-    input.
-    """
+    """Describe the origin of a program value: `layers.0/mul (aten.mul.Tensor)`, a collective, an input."""
     key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"

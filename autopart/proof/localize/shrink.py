@@ -63,8 +63,9 @@ class _Search:
         return {source} if makes else {user for user in _users(source) if user in self.order}
 
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Add rings of neighbours to `chosen` until it is wrong. Return an empty set if all operators together are
-        right.
+        """Add rings of neighbours to `chosen` until it is wrong.
+
+        Return an empty set if all operators together are right.
         """
         rings = 1
         while not self.fails(chosen):

@@ -58,7 +58,10 @@ class Subgraph:
     arrangement: Arrangement
 
     def errors(self) -> dict[str, float]:
-        """Return the error of every output and gradient over all ranks. Exceptions of a faulty program pass through."""
+        """Return the error of every output and gradient over all ranks.
+
+        Exceptions of a faulty program pass through.
+        """
         return self.subject.errors(self.arrangement, self.subject.expected())
 
     def max_error(self) -> float:
@@ -112,8 +115,9 @@ class Builder:
         return node
 
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
-        """Add a value from another part of the graph, with its stage and layout. Its gradient is compared like a
-        weight's.
+        """Add a value from another part of the graph, with its stage and layout.
+
+        Its gradient is compared like a weight's.
 
         The layout has an entry for `ROWS` and for each feature axis. Samples are selected by index; the indices are
         sharded over ranks and microbatches like inputs. A partial sum is the value times shares that add up to one and

@@ -33,7 +33,10 @@ Edit = Callable[[Any, int, int], Any]
 
 @dataclass(frozen=True)
 class Possibility:
-    """Placements on two ranks that hold. `inputs` has every valid placement of each input (`R`, `R(grad P)`)."""
+    """Placements on two ranks that hold.
+
+    `inputs` has every valid placement of each input (`R`, `R(grad P)`).
+    """
 
     inputs: tuple[frozenset[Placement], ...]
     outputs: tuple[Placement, ...]
@@ -94,7 +97,7 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield placements of the inputs: replicated or sharded, then replicated or (floating-point inputs) partial sums."""
+    """Yield input placements: replicated or sharded, then replicated or (floating-point) partial sums."""
     shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
     sums = [[R, P] if v.is_floating_point() else [R] for v in values]
     yield from itertools.product(*shards)
@@ -248,7 +251,10 @@ def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
 
 
 def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> Any:
-    """Multiply the argument at `path` by numerator / denominator. Raise ValueError if that is not an integer."""
+    """Multiply the argument at `path` by numerator / denominator.
+
+    Raise ValueError if that is not an integer.
+    """
     if path:
         copy = dict(arguments) if isinstance(arguments, dict) else list(arguments)
         copy[path[0]] = _scaled(copy[path[0]], numerator, denominator, path[1:])

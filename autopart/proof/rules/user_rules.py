@@ -1,4 +1,4 @@
-"""Sharding rules for a user's own operators: `rule` registers one, `check_rule` proves it on an example."""
+"""Sharding rules for custom operators: `rule` registers one, `check_rule` proves it on an example."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 
 
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
-    """Return True if an operator of this schema accepts and returns so many tensors (lists hold any number)."""
+    """Return True if the schema allows so many input and output tensors (lists hold any number)."""
     inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
     many = any("List" in kind and "Tensor" in kind for kind in inputs)
     least = sum(kind == "Tensor" for kind in inputs)

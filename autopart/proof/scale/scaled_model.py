@@ -1,4 +1,4 @@
-"""Copy of a model that is small enough to verify in float64: fewer repeated blocks, then smaller sizes.
+"""Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
 
 Blocks of one kind (equal class, equal shapes) are right or wrong together, so a few represent all. Two are kept of
 every run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. The
@@ -117,7 +117,7 @@ class ScaledCopy:
 
 @dataclass(frozen=True)
 class VerifyLoad:
-    """Work of a verification: its mesh, its number of training steps, and whether a user's loss function follows."""
+    """Work of a verification: its mesh, number of training steps, and presence of a loss function."""
 
     mesh: Mesh | None = None
     steps: int = 0
@@ -167,8 +167,9 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
 
 
 def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
-    """Return a copy for each kind of block, without the other kinds in its container. Each is smaller than one with
-    all.
+    """Return a copy for each kind of block, without the other kinds in its container.
+
+    Each is smaller than one with all.
 
     Weights on the meta device stay there. Raises InputError if a copy does not fit, or the model does not run without
     the other kinds.
@@ -213,7 +214,7 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """Return the copy with fewer blocks of full size, and its estimate; None if it exceeds the free memory.
+    """Return the copy with fewer full-size blocks, and its estimate; None if it exceeds free memory.
 
     Weights on the meta device may stay there.
     """
@@ -319,7 +320,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return a copy of `model` with the fewest repeated blocks that show every kind, and the block of each original.
+    """Return a copy of `model` with the fewest repeated blocks of every kind, and an index of blocks.
 
     The second result is {path of a container: index in the copy, for each original block}. Weights stay on their
     device.

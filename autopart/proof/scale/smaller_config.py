@@ -89,9 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield new sizes of the attention: fewer heads as the mesh allows, then narrower heads, and the width that
-    results.
-    """
+    """Yield new attention sizes: fewer heads as the mesh allows, narrower heads, and the new width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(
@@ -119,7 +117,7 @@ def _remains(size: int, other: int, num_ranks: int) -> bool:
 
 
 def alike(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
-    """Return a size about `divisor` times smaller, at least `smallest`, with an equal remainder by the number of ranks.
+    """Return a size about `divisor` times smaller, with an equal remainder by the number of ranks.
 
     >>> alike(50257, 16, 8, 256), alike(14336, 4, 8, 64), alike(100, 4, 8, 256)
     (3145, 3584, 100)
@@ -147,7 +145,7 @@ def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, num_ranks: int) -> dict[str, Any] | None:
-    """Return a call with a smaller vocabulary and shorter sequences; None if it has other inputs than tokens.
+    """Return a call with a smaller vocabulary and shorter sequences; None if it has non-token inputs.
 
     Negative entries (ignored labels) stay.
     """

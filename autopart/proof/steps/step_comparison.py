@@ -207,7 +207,9 @@ class Compared:
 def add_rounding(
     rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Mark in {name: mask} the entries whose gradients are only rounding on both sides. Earlier marks stay.
+    """Mark in {name: mask} the entries whose gradients are only rounding on both sides.
+
+    Earlier marks stay.
 
     Entries with two zero gradients are not marked: an optimizer changes them by the same amount.
     """

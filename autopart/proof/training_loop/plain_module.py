@@ -1,4 +1,4 @@
-"""Single-process versions of the methods of `ParallelModule`, so that one training function serves both."""
+"""Single-process methods of `ParallelModule`, so that one training function serves both."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _detached(returned: Any) -> Any:
 
 
 def _loss_of(returned: Any) -> Tensor:
-    """Return the scalar loss in a model's result: the result itself, `.loss`, `["loss"]` or the first of a tuple."""
+    """Return a model's scalar loss: the result itself, `.loss`, `["loss"]` or the first of a tuple."""
     loss = returned
     if isinstance(returned, Mapping):
         loss = returned.get("loss")

@@ -1,4 +1,4 @@
-"""Recorder of a user's training function: losses, gradients and weights as it runs, each with its line."""
+"""Recorder of a user's training function: losses, gradients and weights, each with its line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LoopMismatch:
 
 @dataclass
 class Event:
-    """One event of the function. `values` are keyed by parameter name; None if there is nothing to compare."""
+    """One event of the function. `values`: by parameter name; None if there is nothing to compare."""
 
     kind: str
     step: int
@@ -156,7 +156,7 @@ class Recorder:
 
 
 def _called_by_autopart() -> bool:
-    """Return True if autopart itself steps an optimizer or differentiates, such as in its trial of an optimizer."""
+    """Return True if autopart itself steps an optimizer or differentiates, such as in a trial step."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

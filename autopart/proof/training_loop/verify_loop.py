@@ -155,7 +155,10 @@ class _Run:
         self.comparison: Comparison | None = None
 
     def plain(self, rank: int) -> tuple[int, int, bool]:
-        """Run with the plain model. Return the numbers of events and optimizer steps, and whether the function trains."""
+        """Run with the plain model.
+
+        Return the numbers of events and optimizer steps, and whether the function trains.
+        """
         before = {name: v.clone() for name, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         self._call(with_plain_methods(self.model))
         after = self.model.state_dict()

@@ -38,7 +38,7 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 
 
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
-    """Return `{weight: {16-bit dtype: FLOPs of the products that read it}}`; other products are under the name ""."""
+    """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products are under the name ""."""
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node in active_operators(graph):
         if flops := matrix_work(node):
@@ -57,7 +57,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _odd_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dim, size, multiple that the size needs, degree of misalignment) for each unaligned dim of a matrix."""
+    """Yield (dim, size, required multiple, degree of misalignment) for each unaligned matrix dim."""
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -75,7 +75,7 @@ def check_divides(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Raise LayoutError if the first solved axis divides no matrix product; with pinned layouts, no weight.
+    """Raise LayoutError if the first solved axis divides no matrix product (with pins: no weight).
 
     Args:
         named: sequence dims that the user gives, by input.

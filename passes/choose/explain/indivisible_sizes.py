@@ -59,7 +59,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
 
 
 def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """Yield the factors of each feature dim that the operator splits so that the outer factor is a dim alone."""
+    """Yield the factors of each feature dim whose outer factor the operator splits off."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -68,7 +68,7 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
 
 
 def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """Return what the plan does at a split that an axis does not divide, and the bytes that one rank sends for it."""
+    """Return what the plan does at an indivisible split, and the bytes that one rank sends for it."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:

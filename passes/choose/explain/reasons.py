@@ -56,7 +56,10 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 
 
 class Reasons:
-    """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copied or loaded plan has none."""
+    """Answers of `Plan.why` and `Plan.why_not`.
+
+    They need the traced model, so a copied or loaded plan has none.
+    """
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
         self.problem, self.program, self.solved = problem, program, solved
@@ -96,7 +99,7 @@ class Reasons:
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
-        """Explain what data-parallel ranks send, and the time that exact gradient reduction would take instead."""
+        """Explain what data-parallel ranks send, and the time of exact gradient reduction instead."""
         sync, hardware = self.problem.dp_sync, self.problem.hardware
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
@@ -237,7 +240,10 @@ class Reasons:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
-        """Return the parameters and operators that a name matches, most decisive first. Raises OptionError if none."""
+        """Return the parameters and operators that a name matches, most decisive first.
+
+        Raises OptionError if none.
+        """
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
         nodes = on_parameters(self.trace.graph)
@@ -308,7 +314,10 @@ def _lies(place: Placement) -> str:
 
 
 def _terms(price: Price) -> list[tuple[float, str]]:
-    """Return the terms of a cost difference as (amount, text), most important first. Negligible terms are left out."""
+    """Return the terms of a cost difference as (amount, text), most important first.
+
+    Negligible terms are left out.
+    """
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
         (price.gradient_sync_s, "gradient sums"),

@@ -1,4 +1,4 @@
-"""Errors and notes on axes that shard the sequence: nothing to shard, operators on the full sequence, unequal shards."""
+"""Errors and notes on axes that shard the sequence."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def check_positions(
 
 
 def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
-    """What a plan says of axes that cut positions: that no product is cut, what takes all positions at once, and that a
-    rank has more of them than others."""
+    """Yield the notes of a plan on axes that shard the sequence.
+
+    They name an axis that divides no matrix product, operators on the full sequence, and unequal shards.
+    """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
         products = [node for node in products_of(trace) if node in chosen]
@@ -84,7 +86,7 @@ def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
 
 
 def takes_all(node: fx.Node, ranks: int) -> bool:
-    """Return True if an operator has a sequence input, and no strategy on so many ranks shards the sequence."""
+    """Return True if an operator has a sequence input that none of its strategies shards."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))

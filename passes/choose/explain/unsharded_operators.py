@@ -1,4 +1,4 @@
-"""Operators that every rank runs in full: their number, reason, cost and remedy; and the divided share of matrix work."""
+"""Operators that every rank runs in full, with reason, cost and remedy; divided share of matrix work."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
 
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
-    """Yield the bytes that one rank sends for each conversion of a node's inputs and outputs, forward and backward."""
+    """Yield the bytes one rank sends per conversion of a node's inputs and outputs, in both directions."""
     for axis, chosen in decisions.strategies.items():
         if axis == MICROBATCH_AXIS:
             continue

@@ -107,7 +107,7 @@ def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_sh
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of a value on the axis; None if it depends on inputs alone and any rank can compute it."""
+    """Return the placement of a value on the axis; None if any rank can compute it from inputs alone."""
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R
@@ -150,7 +150,7 @@ def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.
 
 
 def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
-    """Raise StageError if the model mixes samples of the batch, so that microbatches would change the result."""
+    """Raise StageError if the model mixes samples, so that microbatches would change the result."""
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed

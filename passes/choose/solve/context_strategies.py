@@ -47,7 +47,10 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
 
 
 def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
-    """Return the options of an operator other than attention. Raise LayoutError for attention that cannot use a ring."""
+    """Return the options of an operator other than attention.
+
+    Raise LayoutError for attention that cannot use a ring.
+    """
     if not is_attention(node) and not _multiplies_values(node):
         return list(options)
     if not is_attention(node) or dropout_probability(node):

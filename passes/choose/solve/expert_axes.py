@@ -1,4 +1,4 @@
-"""Expert folding: shard experts over several axes, including axes that shard the sequence or features elsewhere.
+"""Expert folding: shard experts also over axes that shard the sequence or features elsewhere.
 
 An expert axis shards the experts of every mixture. Another axis does so if a pin asks for it or a plan has it: a weight
 of the mixture is sharded by expert there, or an operator's tokens are dispatched there. All these axes shard the
@@ -32,9 +32,7 @@ Stacks = Mapping[fx.Node | str, int]
 
 
 class Mixture(NamedTuple):
-    """A mixture of experts: its operators on dispatched tokens, the views of its weights, and the names of these
-    weights.
-    """
+    """A mixture of experts: operators on dispatched tokens with views of weights, and weight names."""
 
     num_experts: int
     operators: tuple[fx.Node, ...]
@@ -128,7 +126,7 @@ def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
 def cuts_experts_again(
     node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[Taken], ranks: int
 ) -> bool:  # fmt: skip
-    """Return True if an axis of `ranks` ranks may also shard an operator of a mixture that axes in `taken` shard.
+    """Return True if an axis of `ranks` ranks may shard a mixture's operator further than `taken`.
 
     All these axes must shard experts, the experts must divide over all their ranks, and so must tokens that two of them
     shard.
@@ -140,7 +138,7 @@ def cuts_experts_again(
 
 
 def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
-    """Return True if the tokens of a dispatch or combine, which other axes may shard, also divide over `ranks` ranks."""
+    """Return True if the tokens of a dispatch or combine also divide over `ranks` more ranks."""
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)
     if pattern is None or not pattern.routes or cut is None:

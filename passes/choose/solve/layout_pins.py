@@ -1,4 +1,4 @@
-"""Resolution of layout pins in a traced model: the options that pins leave to parameters and operators.
+"""Resolution of layout pins in a traced model: options that pins leave to parameters and operators.
 
 Each pin is first checked alone. If pins conflict, a smallest conflicting set is reported: each pin is dropped in turn,
 and stays dropped while the others still conflict. If several pins are left, single pins and pairs are tried too. The
@@ -90,7 +90,7 @@ class Pinned:
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
     def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return all strategies of an operator on an axis of `num_shards` ranks, without regard to other axes and pins."""
+        """Return all strategies of an operator on an axis of `num_shards` ranks, ignoring axes and pins."""
         return ways(node, num_shards, self.cuts, node in self.stacks)
 
     def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
@@ -145,7 +145,7 @@ class Pinned:
         return any(place.is_routed for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements that a parameter's pins and the other axes leave, including those that pins request."""
+        """Return the placements that a parameter's pins and the other axes leave."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -153,7 +153,7 @@ class Pinned:
         return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
 
     def cuts_again(self, name: str, place: Placement) -> bool:
-        """Return True if `place` may shard a weight's experts over this axis in addition to the axes solved before."""
+        """Return True if `place` may shard a weight's experts over this axis after the axes solved before."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
 
@@ -225,7 +225,10 @@ def cannot_hold(pins: Sequence[Pin]) -> str:
 
 
 def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
-    """Resolve the layout pins that concern the axis being solved. Raises for a pin that no plan can follow."""
+    """Resolve the layout pins that concern the axis being solved.
+
+    Raises for a pin that no plan can follow.
+    """
     parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
     model = _Names(trace)
@@ -395,7 +398,10 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
 
 
 def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
-    """Return `solve(pinned)`. Raises LayoutError with a minimal set of conflicting pins if it has no solution."""
+    """Return `solve(pinned)`.
+
+    Raises LayoutError with a minimal set of conflicting pins if it has no solution.
+    """
 
     def has_solution(pinned: Pinned) -> bool:
         try:
@@ -454,7 +460,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """Yield the weights that an operator reads or views, and a text with their placements under these options."""
+    """Yield the weights that an operator reads or views, with a text on their placements."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT

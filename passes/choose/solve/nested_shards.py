@@ -17,7 +17,7 @@ from autopart.ir.pattern import Pattern
 
 
 class Taken(NamedTuple):
-    """Strategy of an axis that was solved before and shards a factor of the operator; and the size of that axis."""
+    """Strategy on an axis solved before that shards a factor of the operator, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
@@ -32,8 +32,7 @@ def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
 
 
 def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> Strategy | None:
-    """Return an option that shards features of values (such as heads) over `ranks` ranks, inside the shards of other
-    axes.
+    """Adapt an option to shard features (such as heads) inside the shards of other axes.
 
     If both options shard different atoms of the factor, the option stays as it is. If they shard the same atom, it gets
     one section per shard of the other axes. None: the factor cannot be sharded again.

@@ -41,7 +41,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Decided:
-    """An eliminated variable: its options, their costs, and its pairwise tables at the time of elimination."""
+    """An eliminated variable: its options, their costs, and its pairwise tables at elimination."""
 
     variable: int
     costs: np.ndarray
@@ -77,7 +77,7 @@ class Pairs:
         return len(self.costs) - 1
 
     def add(self, a: int, b: int, costs: np.ndarray) -> None:
-        """Add the cost of every option of `a` (rows) with every option of `b` (columns); infinite forbids the pair."""
+        """Add the costs of option pairs, shape [options of a, options of b]; infinite forbids a pair."""
         if a == b:
             self.costs[a] = self.costs[a] + np.diagonal(costs)
             return
@@ -127,7 +127,7 @@ class Pairs:
         return len(around) < 2 or (len(around) == 2 and size <= _LARGEST)
 
     def _decide(self, v: int) -> None:
-        """Eliminate a variable: its best option for every choice of its neighbours becomes a cost of the neighbours."""
+        """Eliminate a variable: its best option for every choice of its neighbours becomes their cost."""
         around = list(self.tables[v].items())
         for w, _ in around:
             self._separate(v, w)
@@ -173,7 +173,7 @@ def _total(costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], chosen:
 def _milp(
     costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], left: list[int]
 ) -> tuple[dict[int, int], float]:
-    """Solve for the remaining variables with HiGHS: a binary per option, a column per possible pair of options."""
+    """Solve for the remaining variables with HiGHS: a binary per option, a column per pair of options."""
     first: dict[int, int] = {}
     objective: list[float] = []
     for v in left:
@@ -206,5 +206,8 @@ def _milp(
 
 
 def _scale(objective: list[float]) -> float:
-    """Return the divisor of the objective. HiGHS stops at an absolute gap of 1e-6, so costs are scaled to about 1e4."""
+    """Return the divisor of the objective.
+
+    HiGHS stops at an absolute gap of 1e-6, so costs are scaled to about 1e4.
+    """
     return (max(map(abs, objective), default=0.0) or 1.0) / 1e4

@@ -1,4 +1,4 @@
-"""Exact choice of every operator's strategy on one mesh axis (`pairwise_solver`: elimination, then HiGHS).
+"""Exact choice of every operator's strategy on one mesh axis, by elimination and HiGHS.
 
 Each operator is one variable, whose options are its strategies. A conversion is paid once per value and target
 placement, however many consumers share it. Corresponding operators of repeated blocks share one choice, so the problem
@@ -225,7 +225,7 @@ class ShardingProblem:
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """Return the relative saving in the objective if the first and last repeated blocks chose independently."""
+        """Return the relative saving if the first and last repeated blocks chose independently."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # less is what breaks ties
 

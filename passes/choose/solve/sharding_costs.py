@@ -295,7 +295,7 @@ class Prices:
         return self.step.microbatches * (ways * moved_s + counts_s)
 
     def _conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
-        """Return the seconds of a conversion for one microbatch, cached: most values of a model have an equal key."""
+        """Return the seconds of a conversion for one microbatch, cached: most values share a key."""
         key = place, target, value
         if key not in self._seconds:
             self._seconds[key] = self._new_conversion_s(place, target, value)

@@ -1,4 +1,7 @@
-"""Choice of stage boundaries: exact min-max over the operator order. A stage may begin at any operator."""
+"""Choice of stage boundaries: exact min-max over the operator order.
+
+A stage may begin at any operator.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def find_partition(
 
 
 def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:
-    """Return, for each active operator of the full model, the index in `nodes` of the operator that represents it."""
+    """Return the index in `nodes` that represents each active operator of the full model."""
     return [*unrolled(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
@@ -94,7 +97,10 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
 
 
 def _tied_to_mode(node: fx.Node) -> bool:
-    """Return True for an operator that only some traces of the model contain. All traces need the same boundaries."""
+    """Return True for an operator that only some traces of the model contain.
+
+    All traces need the same boundaries.
+    """
     inner = facts(node).get("named") == INNER
     return (
         facts(node).get("loss", False) or facts(node)["for_buffers"] or inner or facts(node).get("tied_to_mode", False)

@@ -33,7 +33,9 @@ class StagePins:
 def pinned_partition(
     graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = (), slack: float = SLACK
 ) -> Partition:  # fmt: skip
-    """Return the best partition that the pins allow. Raises StageError with the conflicting pins if there is none.
+    """Return the best partition that the pins allow.
+
+    Raises StageError with the conflicting pins if there is none.
 
     Args:
         folds: deduplicated blocks of the trace; used without stage pins.

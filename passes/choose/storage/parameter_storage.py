@@ -1,4 +1,4 @@
-"""Storage of parameters: which of them are sharded over the data axes (ZeRO), and what every rank stores.
+"""Storage of parameters: sharding over the data axes (ZeRO), and what every rank stores.
 
 With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
 arXiv:2304.11277) a rank of `dp` stores one shard of a weight and of its optimizer state. That is an ordinary placement,
@@ -41,7 +41,7 @@ class Storage:
     beside: Mapping[str, Layout] = field(default_factory=dict)
 
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        """Return the flattened axes that store a parameter sharded, and its placement; None if it is replicated.
+        """Return the flattened axes that store a parameter sharded, and its placement, or None.
 
         Args:
             others: layout of the parameter on the other axes.
@@ -60,7 +60,7 @@ class Storage:
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def over_which(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """Return the flattened axes that can store a parameter with this placement, and the reason if none can.
+        """Return the flattened axes that can store a parameter with this placement, or the reason if none.
 
         The first item is "" if there are none. Without `zero` only the data axis can store.
         """
@@ -75,7 +75,10 @@ class Storage:
 
     @property
     def min_dims(self) -> int:
-        """The least number of dims of a sharded parameter. ZeRO 1 and 2 gather once a step, so they shard vectors too."""
+        """The least number of dims of a sharded parameter.
+
+        ZeRO 1 and 2 gather once a step, so they shard vectors too.
+        """
         return MIN_DIMS if self.zero == 3 else 1
 
 

@@ -95,7 +95,7 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
-    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than replicate it.
+    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than it could.
 
     Repeated blocks share a note.
     """

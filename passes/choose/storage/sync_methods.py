@@ -1,4 +1,4 @@
-"""Assignment of data-parallel sync methods (`dp_sync`) to parameters, and the cases that are unsupported."""
+"""Assignment of data-parallel sync methods (`dp_sync`) to parameters, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopart.ir.trace import Trace
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> Method | None:
-    """Return the sync method that replaces a parameter's gradient reduction; None if its gradient is reduced exactly.
+    """Return the sync method that replaces a parameter's gradient reduction; None if reduced exactly.
 
     With `zero=1` the gradient is unsharded until the end of a step, so a method applies.
 
@@ -26,7 +26,7 @@ def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence
 
 
 def check_methods(trace: Trace, decisions: Decisions) -> None:
-    """Raise OptionError for a name in `dp_sync` that no parameter has, or a method that a parameter's storage excludes."""
+    """Raise OptionError for an unknown name in `dp_sync`, or a method that a parameter's storage excludes."""
     sync, mesh = decisions.dp_sync, decisions.mesh
     if sync.is_default:
         return
