@@ -31,16 +31,16 @@ from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.shards.shard_state import cuts_at
 
 FLOOR = 1e-3
-"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
+"""Values below this are compared absolutely: a sum that cancels to zero leaves only rounding."""
 
 SEED = 0
-"""Of the random numbers that all runs draw: the model's own, the graph's, and those of the ranks."""
+"""Random seed of all runs: of the model, of its graph, and of the ranks."""
 
 GRAD_FLOOR = 1e-4
-"""The same for gradients: where all cancel to nothing (a shift of all classes), rounding alone is left."""
+"""The same floor for gradients: if all cancel (a shift of all classes), only rounding is left."""
 
 Shards = dict[int, dict[str, nn.Parameter]]
-"""{rank: {name: its part of the parameter}}"""
+"""{rank: {name: local shard of the parameter}}"""
 
 Tamper = Callable[[Program, Shards], None]
 """Plants a fault in a program or its ranks' parameters, in place."""
@@ -155,7 +155,7 @@ class Subject:
         self.weights = {name: _updated(p, updates.get(name), inputs) for name, p in traced.parameters.items()}
         self.outputs = list(traced.graph.output_node().args[0])
 
-    # Whole
+    # Single device
 
     def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
         """Return every value of the graph on the global batch, on the device of the weights.
@@ -208,7 +208,7 @@ class Subject:
         # Copies: an output may be a buffer.
         return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
 
-    # Cut
+    # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
         """Lower the program of a call, which returns all outputs unsharded."""
@@ -270,7 +270,7 @@ class Subject:
             if value.requires_grad
         ]
 
-    # Compared
+    # Comparison
 
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
         """Return the errors of the loss, outputs, gradients and written buffers, by name.

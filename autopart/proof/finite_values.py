@@ -18,7 +18,7 @@ from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.comparison import Results, Subject
 
 SHOWN = 3
-"""How many values of one kind are named."""
+"""Number of values of one kind that a message names."""
 
 
 @dataclass(frozen=True)

@@ -48,18 +48,18 @@ from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
-"""How far a model that computes in float32, or in half precision, may be from its trace in double precision."""
+"""Largest error of the float64 trace against a model that computes in float32, or in half precision."""
 NOT_DOUBLE = "the model does not run in float64: it runs in its own precision, its trace and the program in float64"
 NOT_FINITE_IN_DOUBLE = (
     "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
     "in float64"
 )
-"""Of finite weights: a mask that holds the least float64, which a softmax in float32 makes minus infinity."""
+"""Possible with finite weights: a softmax in float32 turns a mask of the least float64 into minus infinity."""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
-"""What models raise that do not run in float64."""
+"""Exceptions of models that do not run in float64."""
 
 
 class Reference:
@@ -84,7 +84,7 @@ class Reference:
     ):  # fmt: skip
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
-        self._loss_fn = loss_fn  # the copy's own, if it is a module
+        self._loss_fn = loss_fn  # a copy, if it is a module
         try:
             with quiet_shapes():
                 self._use(self._copy(source, in_double), arguments)
@@ -196,7 +196,7 @@ def in_double(model: nn.Module) -> nn.Module:
     """Convert the weights and buffers of a model to float64, in place."""
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():  # which `double()` leaves as they are
+        if tensor.is_complex():  # `double()` does not convert these
             tensor.data = tensor.data.to(torch.complex128)
     return model
 

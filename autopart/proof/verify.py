@@ -61,7 +61,7 @@ from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_WHOLE = 3
-"""How many kinds of operators that run whole are named."""
+"""Number of unsharded kinds of operators that a note names."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class VerificationRun:
         failure: Exception | None = None
         try:
             errors |= self.subject.errors(arrangement, expected)
-        except BROKEN as error:  # a fault can break the run itself
+        except BROKEN as error:  # a fault can also raise
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
         equal = failure is None and worst <= tolerance

@@ -24,13 +24,13 @@ VIEWS = (
     "reshape", "view", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
     "split_with_sizes", "t",
 )  # fmt: skip
-"""Operators that mostly compute nothing: what they give shares the memory of what they are given."""
+"""View operators: their outputs mostly share the memory of their inputs."""
 
 SHARE_WHOLE = 0.75
-"""How much of the free memory a verification of the model itself may take."""
+"""Share of the free memory that the verification of a full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
-"""A smaller copy proves as much; it leaves the machine to others: this share of the free memory, and no more bytes."""
+"""Limits of a reduced copy, which proves as much: share of the free memory, and bytes."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _rate() -> float:
     return 4 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-9)
 
 
-# --- What is free
+# Free memory
 
 
 def available_bytes(device: torch.device | None = None) -> int:

@@ -26,12 +26,12 @@ from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call, users_model
 
 ROUNDINGS = 4
-"""How many roundings of the coarsest dtype the program may be from one device: each sum that ranks share is rounded
-otherwise, and the layers after it carry that on."""
+"""Largest error against the single device, in roundings of the coarsest dtype. Each reduction over ranks rounds
+differently, and later layers carry the difference on."""
 
 MOST = 0.25
-"""Where one device's own rounding is more than this, it decides something (which expert, which unit is on), and how far
-two orders of additions are apart says nothing."""
+"""Above this, the single device's own rounding decides something (which expert, which unit is on). Then the difference
+between two orders of additions means nothing."""
 
 
 @dataclass(frozen=True)

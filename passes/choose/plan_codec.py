@@ -52,7 +52,7 @@ from autopart.plans.plan import Plan
 T = TypeVar("T")
 
 OnAxes = Mapping[str, str]
-"""{axis: strategy} of an operator, as a plan has it."""
+"""{axis: strategy} of an operator, as text in a plan."""
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
             if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
     whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
     spoken = {facts(node)["group"] for key, node in nodes.items() if key not in whole or key in kept}
-    silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
+    silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: the default
     keep = {name for key in kept for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
@@ -432,7 +432,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
         if at is None and cut in order:
             at = next((position[key] for key in order[order.index(cut) :] if key in position), None)
         if at is None and (not same_trace or _is_cast(cut)) and len(plan.stages) == num_stages:
-            # Of another mode or precision of the model: the stage begins behind the last operator of the one before.
+            # The plan is for another mode or precision: begin the stage after the last operator of the previous stage.
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)

@@ -41,7 +41,7 @@ class Problem:
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     stage_slack: float = SLACK
-    """How much heavier than need be the heaviest stage may be, to send less."""
+    """Imbalance tolerance: relative excess load of the largest stage that is accepted to send less."""
 
     @property
     def graph(self) -> fx.Graph:

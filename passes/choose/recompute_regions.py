@@ -36,7 +36,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.run.recompute_spec import Recompute, check_names, word_of, words_of
 
 Groups = Mapping[str, str]
-"""{key of an operator: the group of operators that is computed again together}"""
+"""{key of an operator: the group of operators that is recomputed together}"""
 
 Region = list[fx.Node]
 
@@ -142,7 +142,7 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
     current, between = "", list[fx.Node]()
     for node in _calls(graph):
         key = _key(node)
-        if key not in block_of:  # a conversion, or made from the inputs alone: written where it is first read
+        if key not in block_of:  # a conversion or an input-only value, inserted before its first use
             between.append(node)
             continue
         traced_calls.add(node)
@@ -192,7 +192,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}
     starts = [node for node in traced.nodes if node in products and len(_activations(node, weights)) > 1]
-    # What a product makes is a node of its own here, so that nothing is reached through a product.
+    # The output of a product is a separate vertex, so that no path leads through a product.
     calls, joined = _calls(traced), nx.Graph()
     flow = nx.DiGraph(((used, used in products), (node, False)) for node in calls for used in node.all_input_nodes)
     for start in starts:
@@ -271,6 +271,6 @@ def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     if waiting:
         return _in_one_piece(graph, [region for region in regions if place[region[0]] not in waiting])
     *first, _ = [node for number in nx.lexicographical_topological_sort(order) for node in members[number]]
-    for node in first:  # what was first stays first
+    for node in first:  # keep the original order elsewhere
         graph.output_node().prepend(node)
     return regions

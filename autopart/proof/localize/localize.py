@@ -20,7 +20,7 @@ from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import PerRank
 
 BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeError)
-"""What a fault in a program can raise when it is run."""
+"""Exceptions that a faulty program can raise."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class _Search:
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
         if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
-        if any(place.is_routed for place in facts(node)["layout"].values()):  # which row is where is in another value
+        # Another value says which expert each dispatched token is for.
+        if any(place.is_routed for place in facts(node)["layout"].values()):
             return
         for v in value.values():
             if v.requires_grad and not v.is_leaf:
@@ -305,15 +306,15 @@ def entries_of(
     (tensor([2, 3]),)
     """
     entries = [torch.arange(size) for size in shape]
-    num_pieces = [1] * len(entries)  # into which outer axes have cut a dim: each holds as many fewer sections
+    num_shards = [1] * len(entries)  # of each dim over outer axes: a shard has as many fewer sections
     for axis, place in cut_together(layout).items():
         held, sections = entries[place.dim], place.sections
         if len(sections) == 1:
-            sections = (sections[0] // num_pieces[place.dim],)
+            sections = (sections[0] // num_shards[place.dim],)
         ranks, index = _joined(axis, at, sizes)
         entries[place.dim] = Cut(0, len(held), sections, ranks).take(held, index)
         if not place.sections:
-            num_pieces[place.dim] *= ranks
+            num_shards[place.dim] *= ranks
     return tuple(entries)
 
 

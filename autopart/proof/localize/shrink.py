@@ -34,7 +34,7 @@ def smallest_failing(
         first: the first wrong value of the full graph; None if the position of the fault is unknown.
         breaks: the run of the full graph raises. Then a part that raises counts as wrong.
     """
-    for recorded in (True, False):  # values of the inputs alone: recorded, else computed
+    for recorded in (True, False):  # whether input-only values are recorded or recomputed
         search = _Search(subject, arrangement, tolerance, recorded, breaks)
         chosen = search.grown(search.suspects(first))
         if chosen:
@@ -103,7 +103,7 @@ class _Search:
             subgraph = self.cut(chosen, planted.arrangement)
             errors = subgraph.errors()
         except AutopartError:
-            return False  # such a part cannot be cut out
+            return False  # this part cannot be extracted
         except BROKEN:
             return self.breaks and planted.is_planted
         return max(errors.values(), default=0.0) > self.tolerance

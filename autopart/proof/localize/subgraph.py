@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _RECORDED = "recorded_"
 ROWS = "batch"
-"""What the text calls the rows of the batch: all axes that cut them, and the microbatches."""
+"""Name of the batch in the text form: all axes that shard it, and the microbatches."""
 
 
 @dataclass(frozen=True)

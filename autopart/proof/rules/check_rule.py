@@ -56,7 +56,7 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     _, spec = tree_flatten(tuple(outputs))
     trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
-    graph.eliminate_dead_code()  # the splits have asked
+    graph.eliminate_dead_code()  # remove the splits: the analysis has seen them
     return trace, weights
 
 
@@ -98,7 +98,7 @@ class Proof:
         outputs = fx.GraphModule(weights, trace.graph)()
         backward(outputs)
         grads = {name: w.grad for name, w in weights.items() if w.grad is not None}
-        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but draws
+        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but random operators
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
@@ -116,7 +116,7 @@ class Proof:
                 rank: {n: nn.Parameter(w.detach().clone(), w.requires_grad) for n, w in self.weights.items()}
                 for rank in range(mesh.num_ranks)
             }
-            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # of dropout
+            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # dropout seeds
             ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
             by_rank = {rank: values for rank, (values,) in ran.items()}
             backward([value for values in by_rank.values() for value in values])

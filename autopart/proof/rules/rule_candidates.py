@@ -23,9 +23,9 @@ from autopart.proof.comparison import relative
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (1, 2)
-"""The part of every sharded dim that the first rank holds: numerator and denominator."""
+"""Share of every sharded dim on the first rank: numerator and denominator."""
 UNEVEN = ((1, 4), (1, 3), HALVES)
-"""The parts tried the second time: the first that all sharded dims allow."""
+"""Shares for the second trial: the first of these that divides all sharded dims."""
 
 Edit = Callable[[Any, int, int], Any]
 """`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""
@@ -62,7 +62,8 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
     time, or a list of integers together).
     """
     values = [value(source) for source in tensor_inputs(node)]
-    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):  # which is never cut
+    # Sparse tensors are never sharded.
+    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):
         return
     even = _Trial(node, values, (HALVES,))
     other = _Trial(node, [_shuffled(v, i) for i, v in enumerate(values)], UNEVEN)
@@ -79,7 +80,7 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
             ]  # fmt: skip
             yield from possibilities
             if possibilities:
-                break  # as the call is, before other arguments
+                break  # unchanged arguments hold: no need to scale them
 
 
 def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
@@ -228,7 +229,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
     return all(relative(actual, wanted) <= tolerance for actual, wanted in zip(both, expected, strict=True))
 
 
-# Other arguments
+# Scaled arguments
 
 
 def _edits(node: fx.Node) -> list[Edit]:

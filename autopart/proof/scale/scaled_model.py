@@ -252,7 +252,7 @@ def _with_smaller_sizes(
         return None
     with torch.device("meta"):
         whole = type(model)(copy.deepcopy(config))
-    if _shapes(whole) != _shapes(model):  # changed since it was made from its config
+    if _shapes(whole) != _shapes(model):  # the model was changed after its construction
         return None
     blocks = dict(_repeated(whole))
     kept = {path: (numbers, len(_blocks(whole, path))) for path, numbers in blocks.items()}
@@ -443,7 +443,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
     for path, blocks in kept.items():
         container = _blocks(model, path)
         dropped[path] = [i for i in range(len(container)) if i not in blocks]
-        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # copied instead of the block
+        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # the copy gets this instead of the block
         counts[len(container)] = len(blocks)
     copied = copy_of(model, memo)
     for path, numbers in dropped.items():

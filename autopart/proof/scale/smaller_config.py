@@ -26,12 +26,12 @@ CHOSEN = ("num_experts_per_tok",)
 
 TOKENS = ("input_ids", "labels", "decoder_input_ids")
 ROWS = (*TOKENS, "attention_mask", "position_ids", "token_type_ids")
-"""Inputs of rows by tokens, by their names in transformers."""
+"""Inputs of shape [batch, tokens], by their names in transformers."""
 
 SMALLEST = {"vocabulary": 256, "width": 64, "head": 8, "sequence": 16}
 
 Changes = Mapping[str, tuple[int, int]]
-"""{entry of a config: (its size, the smaller one)}"""
+"""{entry of a config: (size, smaller size)}"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ LADDER = (
     *(Divisors(64, width) for width in (2, 4, 8, 16, 32)),
     *(Divisors(64, 32, sequence) for sequence in (2, 4, 8)),
 )
-"""What is tried, the largest first."""
+"""Divisors to try, largest sizes first."""
 
 
 def is_scalable(config: Any) -> bool:

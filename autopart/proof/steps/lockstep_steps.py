@@ -155,10 +155,10 @@ class _AllRanks:
         new_buffers: dict[int, dict[str, Tensor]] = {}
         subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
         results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
-        # Copies: what a buffer becomes may be a weight, which the optimizer changes.
+        # Clone: a new buffer value may be a weight, which the optimizer changes.
         self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
-        scale = scales[min(results)]  # the loss is where the last stage is
+        scale = scales[min(results)]  # the last stage computes the loss
         torch.autograd.backward([seed * scale for seed in seeds])
         losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
         sync_gradients_lockstep(self.shards, self.program, stage_style=stage_style)

@@ -16,7 +16,7 @@ from autopart.runtime.shards.shard_state import cuts_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
-"""Gradients smaller than this, relative to the largest, are what rounding leaves of sums that cancel."""
+"""Gradients below this, relative to the largest, are rounding of sums that cancel."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Compared:
                 if part is None or whole is None or part.shape != whole.shape:
                     continue
                 alone = _are_rounding(part, whole, limit)
-                if bool(alone.any()):  # one device may have a zero there
+                if bool(alone.any()):  # the single device may have zero there
                     for cut, index in reversed(self._cuts(name, rank)):
                         alone = cut.place(alone, index)
                     self.rounding[name] = alone | self.rounding.get(name, alone)

@@ -17,13 +17,13 @@ Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 TARGET = "target"
-"""The entry of a batch that is for a loss function."""
+"""Entry of a batch that is the target of a loss function."""
 
 STEPS = 3
-"""How many training steps, where nobody said."""
+"""Default number of training steps."""
 
 SCALER_DEFAULTS = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-"""The settings of a `torch.amp.GradScaler`."""
+"""Default settings of a `torch.amp.GradScaler`."""
 
 
 @dataclass(frozen=True)

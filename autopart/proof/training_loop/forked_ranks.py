@@ -29,7 +29,7 @@ import torch.distributed as dist
 from autopart.errors import AutopartError, RuntimeSetupError
 
 GRACE_S = 10.0
-"""How long the other ranks have once one has failed."""
+"""Seconds that the other ranks may run after one has failed."""
 
 
 @dataclass
@@ -73,7 +73,9 @@ def run_forked(
             arguments = (theirs, work, rank, count, store, folder, where, time_limit_s)
             process = context.Process(target=_child, args=arguments, daemon=True)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a fork beside threads: the child uses none of theirs
+                warnings.simplefilter(
+                    "ignore"
+                )  # forking a threaded process is safe: the child uses none of its threads
                 process.start()
             theirs.close()
             children[rank] = (process, ours)
@@ -102,7 +104,9 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
                 process = children[rank][0]
                 process.join(1.0)
                 text = f"the process ended with exit code {process.exitcode}"
-                reports[rank] = Report(failure=Failure("ended", text, ""))  # before what it causes in others
+                reports[rank] = Report(
+                    failure=Failure("ended", text, "")
+                )  # reported before the failures it causes on other ranks
             if reports[rank].failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return reports
@@ -135,7 +139,7 @@ def _child(
     connection: Connection, work: Callable[[int], Any], rank: int, count: int, store: str, folder: str,
     where: Callable[[BaseException], str], time_limit_s: float,
 ) -> None:  # fmt: skip
-    torch.set_num_threads(1)  # threads of the parent are not there after a fork
+    torch.set_num_threads(1)  # the parent's threads do not survive a fork
     torch.set_default_dtype(torch.float64)
     with open(Path(folder, f"stack{rank}"), "w") as dump, open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)
@@ -145,14 +149,14 @@ def _child(
             if store:
                 _connect(rank, count, store, time_limit_s)
             report = Report(work(rank))
-        except BaseException as error:  # sys.exit() too is to be reported
+        except BaseException as error:  # report sys.exit() too
             text = "".join(traceback.format_exception_only(error)).strip()
             refusal = error if isinstance(error, AutopartError) else None
             report = Report(failure=Failure(type(error).__name__, text, where(error), time.monotonic(), refusal))
         connection.send_bytes(pickle.dumps(report))
         if report.failure is None:
             with suppress(EOFError, OSError):
-                connection.recv_bytes()  # stay until the others have ended too: the parent kills
+                connection.recv_bytes()  # stay alive until all ranks have ended; the parent kills this process
         os._exit(0)
 
 

@@ -146,7 +146,7 @@ class Recorder:
     def _gradients(self) -> None:
         try:
             grads = self.model.full_grads()
-        except UsageError:  # inside no_sync(), where another optimizer steps
+        except UsageError:  # another optimizer steps inside no_sync()
             grads = None
         self.event("gradient", grads)
 

@@ -17,7 +17,7 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""Of the matrix work: products that are less are not spoken of."""
+"""Share of the matrix work below which a product gets no note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
             why="the model has no experts: all rows go through all of its matrix products",
             hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
-    whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # its weights
+    whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # input 1: the weights
     if whole:
         counts = expert_counts(trace.graph)
         fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
@@ -107,7 +107,7 @@ def check_divides(
             for s in shape(source)
         }
     )
-    divides = any(size % ranks == 0 for size in sizes) or not sizes  # none: weights that the model computes
+    divides = any(size % ranks == 0 for size in sizes) or not sizes  # no sizes: the model computes the weights
     if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
     if divides:

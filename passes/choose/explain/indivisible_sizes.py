@@ -74,7 +74,7 @@ def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float
     if wanted.is_shard:
         return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
-    while True:  # up to where the features come from: the first conversion on the way is what makes them whole
+    while True:  # up to the producer of the features: the first conversion on the way gathers them
         source, index = source_of(used)
         if source not in chosen:
             return "whole on every rank", 0.0

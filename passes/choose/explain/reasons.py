@@ -42,7 +42,7 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     If several axes were solved, it is that of the last, whose solve includes the others. `sharing_costs` is the
     relative saving in the objective if the first and last repeated blocks chose independently.
     """
-    if not solved:  # weights lie whole on every rank: there is nothing to choose
+    if not solved:  # all weights are replicated: nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
     problem, sharding = list(solved.values())[-1]
     price = problem.price(sharding.options, problem.real_prices)
@@ -175,7 +175,7 @@ class Reasons:
         """Return the cost of other ZeRO storage for parameters, with their layouts on other axes fixed."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
-        pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for names and axes that are not there
+        pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
         storage, price, held = Storage(mesh, self.program.zero), Price(), 0.0
         layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, mesh, asked)}
         changed = {name: layout for name, layout in layouts.items()

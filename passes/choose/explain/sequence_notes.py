@@ -19,7 +19,7 @@ from autopart.passes.facts.sequence_dims import check_can_be_cut, inputs_text, l
 from autopart.passes.facts.strategies import divides_positions, output_atoms, ways
 
 _UNEVEN = 0.05
-"""What the fullest rank may have more than the mean and a plan says nothing of it."""
+"""Relative excess of the largest shard over the mean, up to which a plan has no note."""
 
 
 def products_of(trace: Trace) -> list[fx.Node]:

@@ -170,7 +170,7 @@ def _shapes(node: fx.Node) -> str:
     return f"{', '.join(map(format_value, tensor_inputs(node)))} -> {outputs}"
 
 
-# The line that might shard an operator
+# Suggested rule for an operator
 
 
 def suggestion(node: fx.Node) -> str:

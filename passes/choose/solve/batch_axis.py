@@ -38,7 +38,7 @@ from autopart.passes.choose.stages.stage_partition import check_batch
 from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
-"""Conversions that need nothing of the other microbatches."""
+"""Conversions that need no data of other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -67,7 +67,7 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
 def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Node, Strategy]:
     """Choose batch strategies, with the selections in `together` made from the full batch."""
     chosen: dict[fx.Node, Strategy] = {}
-    whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
+    whole: set[fx.Node] = set()  # values that an earlier operator has already gathered
     known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in on_parameters(graph):
         options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
@@ -120,7 +120,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
     places = [placement(source, chosen) for source in tensor_inputs(node)]
     for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
         if target == P and P not in places:
-            moved = float("inf")  # nothing becomes a partial sum on purpose, but to be added to one
+            moved = float("inf")  # create a partial sum only to add it to another
         if at is None or at == target:
             continue
         if source in whole and target.is_replicated and not facts(node)["needs_grad"]:
@@ -132,7 +132,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
     output = strategy.outputs[0]
     order = ("S", "P", "R(grad P)", "R").index(output.kind)
     if facts(node)["for_buffers"] and output.is_replicated:
-        order = 0  # a buffer is whole in the end
+        order = 0  # buffers end replicated
     return moved, order
 
 
@@ -168,7 +168,9 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
     """Return the batch strategy of every operator. Raises StageError if the batch cannot be split so."""
-    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:  # without rows, no cut
+    if (
+        any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1
+    ):  # without samples nothing is split
         check_batch(batch_size(trace), mesh, microbatches)
     chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
@@ -207,7 +209,7 @@ def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
     inside = mesh.batch_parts // mesh.row_ranks
-    inside = inside if rows % inside == 0 else 1  # else every rank with experts has all rows
+    inside = inside if rows % inside == 0 else 1  # else every expert rank has all samples
     for ranks in dict.fromkeys((mesh.row_ranks, 1)):
         for microbatches in (m for m in nearest if rows % (ranks * m * inside) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None

@@ -28,7 +28,7 @@ from autopart.passes.choose.solve.nested_shards import Taken
 from autopart.passes.facts.strategies import divides_positions
 
 Stacks = Mapping[fx.Node | str, int]
-"""{operator of a mixture, or name of one of its weights: how many experts it has}."""
+"""{operator of a mixture, or name of one of its weights: its number of experts}."""
 
 
 class Mixture(NamedTuple):
@@ -146,7 +146,7 @@ def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], r
     again = [one.ranks for one in taken if any(place.in_order == cut for place in one.strategy.places)]
     outer = 1
     for atom in factor_atoms(node, pattern).get(option.factor, ()):
-        if outer == num_sections(cut.sections):  # what is cut
+        if outer == num_sections(cut.sections):  # the sharded atom
             return not again or atom.size % (math.prod(again) * ranks) == 0
         outer *= atom.size
     return not again

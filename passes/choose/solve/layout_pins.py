@@ -102,7 +102,7 @@ class Pinned:
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
-        if self.is_routed(node):  # by axes inside this one: of this one's experts each rank has some
+        if self.is_routed(node):  # by inner axes: each rank has some of this axis's experts
             lookup = facts(node)["pattern"].lookup
             left = [option for option in left if not option.factor or option.factor != lookup]
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
@@ -131,7 +131,7 @@ class Pinned:
             return False
         if option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
-        if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
+        if any(one.strategy.is_routed for one in taken):  # each rank of this axis dispatches its local tokens
             return cuts_tokens_again(node, option, taken, self.ranks)
         places = [[place.in_order for place in o.places] for o in (option, *(t.strategy for t in taken))]
         alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)

@@ -17,7 +17,7 @@ import numpy as np
 from autopart.common.integer_program import ProgramRow, integer_program
 
 _LARGEST = 1_000_000
-"""Entries of a table that deciding a variable may make; above that it is left to HiGHS."""
+"""Largest table, in entries, that eliminating a variable may create. Larger problems go to HiGHS."""
 
 
 class NoSolution(Exception):
@@ -84,7 +84,7 @@ class Pairs:
         table = self.tables[a].get(b, 0.0) + costs
         finite = bool(np.isfinite(table).all())
         apart = table - table[:, :1] - table[:1] + table[0, 0] if finite else table
-        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # a cost of the one plus a cost of the other
+        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # separable: a cost of `a` plus a cost of `b`
             self.costs[a] = self.costs[a] + table[:, 0]
             self.costs[b] = self.costs[b] + table[0] - table[0, 0]
             self._separate(a, b)
@@ -98,7 +98,7 @@ class Pairs:
             collapse: eliminate variables first. False passes the full problem to HiGHS, as a check.
         """
         original = self.costs.copy(), [dict(tables) for tables in self.tables]
-        kept = [np.arange(len(cost)) for cost in self.costs]  # the options that are left, of each variable
+        kept = [np.arange(len(cost)) for cost in self.costs]  # the remaining options of each variable
         decided: list[_Decided] = []
         left = set(range(len(self.costs)))
         waiting = sorted(left) if collapse else []
@@ -107,7 +107,7 @@ class Pairs:
                 if v in left and self._is_simple(v):
                     around = {w: (table, kept[w]) for w, table in self.tables[v].items()}
                     decided.append(_Decided(v, self.costs[v], kept[v], around))
-                    waiting.extend(around)  # they have a neighbour less
+                    waiting.extend(around)  # they have lost a neighbour
                     self._decide(v)
                     left.remove(v)
             waiting = [w for v in sorted(left) if self._drop_options(v, kept) for w in (v, *self.tables[v])]
@@ -147,13 +147,15 @@ class Pairs:
         cost = self.costs[v]
         if not np.isfinite(cost).any():
             raise NoSolution
-        with np.errstate(invalid="ignore"):  # of two impossible options neither beats the other
+        with np.errstate(invalid="ignore"):  # neither of two impossible options beats the other
             worse = cost[:, None] - cost[None, :]  # how much more option i costs than option j, at most
             for table in self.tables[v].values():
                 more = table[:, None, :] - table[None, :, :]
                 worse = worse + np.where(np.isposinf(table)[None, :, :], -np.inf, more).max(-1)
         beats = worse <= 0  # option i beats option j
-        beats &= ~(beats.T & (np.arange(len(cost))[:, None] >= np.arange(len(cost))[None, :]))  # of equals, the first
+        beats &= ~(
+            beats.T & (np.arange(len(cost))[:, None] >= np.arange(len(cost))[None, :])
+        )  # the first of equal options wins
         stay = np.flatnonzero(~beats.any(0) & np.isfinite(cost))
         if len(stay) == len(cost):
             return False
@@ -190,7 +192,7 @@ def _milp(
             possible = np.isfinite(table)
             column[possible] = np.arange(possible.sum()) + len(objective)
             objective += table[possible].tolist()
-            for a, columns in ((v, column), (w, column.T)):  # the pairs of an option add up to the option
+            for a, columns in ((v, column), (w, column.T)):  # pair columns of an option sum to its binary
                 for k, pairs in enumerate(columns):
                     used = pairs[pairs >= 0].tolist()
                     rows.append(([*((pair, 1.0) for pair in used), (first[a] + k, -1.0)], 0.0, 0.0))

@@ -29,10 +29,13 @@ from autopart.passes.facts.find_blocks import BlockPosition
 from autopart.passes.facts.strategies import possible
 
 SequenceParallel = bool | Literal["auto"]
-"""Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
+"""Sharding of values along dims that no weight has (the sequence).
+
+True: wherever possible. False: never. "auto": if it is faster."""
 
 Between = Literal["whole", "cut", "free"]
-"""How values lie between matrix products: whole, cut along a dim of no weight wherever they can be, or as is best."""
+"""Placement of values between matrix products: "whole" is replicated; "cut" is sharded along a dim of no weight wherever
+possible; "free" is the cheapest."""
 
 _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
     True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")
@@ -41,7 +44,7 @@ _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
 ONE_BATCH = Step()
 
 _FREE_BLOCKS = 2
-"""How many repeated blocks at either end choose for themselves where it is asked whether sharing loses anything."""
+"""Number of repeated blocks at either end that choose independently when the cost of sharing is measured."""
 
 
 @dataclass
@@ -227,7 +230,7 @@ class ShardingProblem:
     def sharing_costs(self, shared: Sharding) -> float:
         """Return the relative saving if the first and last repeated blocks chose independently."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
-        return max(0.0, round(saved, 6))  # less is what breaks ties
+        return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
 
     def _collect(self) -> None:
         """Create a choice for each group of corresponding operators in repeated blocks, then for parameters."""
@@ -263,7 +266,9 @@ class ShardingProblem:
         left = self.pinned.strategies(node, all_ways)
         if self.pinned.cuts == "positions":
             left = as_asked(node, left, self.pinned.context, self.pinned.axis)
-        may_be_whole = facts(node)["moves"] and self.pinned.cuts != "features"  # heads that are repeated once gathered
+        may_be_whole = (
+            facts(node)["moves"] and self.pinned.cuts != "features"
+        )  # such as heads that are repeated after a gather
         if self.between == "free" or may_be_whole:
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
@@ -339,7 +344,7 @@ class ShardingProblem:
             for node in choice.members:
                 if node.op == "call_function":
                     chosen[node] = option
-                elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
+                elif node.op == "get_attr":  # else an input that needs a gradient, which is replicated
                     stored[node.target] = option
         bound = solution.cost - solution.gap * abs(solution.cost)
         return Sharding(chosen, stored, options, solution.cost, bound)

@@ -31,16 +31,16 @@ from autopart.ops.stage_masks import is_attention
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""How much heavier dividing all matrix work weighs than all communication together."""
+"""Weight of undivided matrix work, relative to all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
-"""Where values between operators are to be whole: sharding what lies between two all-reduces moves as many bytes (an
-all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time. Cutting and
-gathering is left for where it is cheaper by more than that: k and v of few heads."""
+"""Penalty on reduce-scatter and all-gather where replicated values are preferred. Sharding the values between two
+all-reduces moves as many bytes (an all-reduce is a reduce-scatter and an all-gather). It saves only memory traffic, a
+few per cent of their time. So it must be cheaper by more than that, as for k and v of few heads."""
 
 _TELLS = 0.01
-"""A difference of predicted times, as a share, that says nothing."""
+"""Relative difference of predicted times that is below the accuracy of a prediction."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Prices:
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
         """Return the shares of all matrix work, and of its weights, that this option leaves on every rank."""
-        # Shards of unequal sizes count as equal: a few per cent of work are not worth another collective.
+        # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
         if _weight_bytes(node):
@@ -303,11 +303,11 @@ class Prices:
 
     def _new_conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
         if (place.is_routed or target.is_routed) and place != target:
-            return float("inf")  # rows come to experts and back by the operators for it alone
+            return float("inf")  # only dispatch and combine move tokens to experts and back
         if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
             return 0.0
         if target.is_shard and (value.is_chosen_weight or (place.is_shard and value.role == PARAMETER)):
-            return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
+            return float("inf")  # a weight is stored as it is used: sharding a replicated weight saves no memory
         place, target = inside(place, value.others), inside(target, value.others)
         if not is_direct(place, target, value.shape, self.num_shards):
             whole = R_GRAD_P if value.needs_grad else R
@@ -318,7 +318,9 @@ class Prices:
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
         if not self.whole or value.role != ACTIVE or not scatters:
             return seconds
-        return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
+        return (
+            max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100
+        )  # the small term keeps the cheaper of two scatters
 
     def _moved(self, used: fx.Node) -> _Moved:
         if used not in self._values:

@@ -53,7 +53,7 @@ def pinned_partition(
     best = _partition(nodes, num_stages, _positions(nodes, every, pins))
     if best is not None:
         return best
-    partition(graph, num_stages)  # raises where it is not for the pins
+    partition(graph, num_stages)  # raises if the pins are not the cause
     raise _conflict(nodes, num_stages, pins)
 
 

@@ -107,7 +107,7 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
         if parameter.dim() < MIN_DIMS or not over or axis == over[0]:
             continue
         others = {a: place for a, place in layout.items() if a != axis}
-        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin has it so
+        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
             most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
             how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
             kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
