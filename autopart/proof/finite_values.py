@@ -44,7 +44,7 @@ class NotFinite:
             lines.append(f"  begins   {_listed(self.begins)}")
         if self.maker:
             lines.append(f"  made by  {self.maker}")
-        lines.append(f"  program  {'the same in the same places' if self.same else 'others than the model'}")
+        lines.append(f"  program  {'the same numbers in the same positions' if self.same else 'different numbers'}")
         hint = "finite weights and inputs" if self.begins else "other weights, a smaller input, or an epsilon there"
         return "\n".join([*lines, f"  try      {hint}"])
 
@@ -132,9 +132,9 @@ def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject
         if node is not None and node.op == "call_function":
             infinities = [source for source in tensor_inputs(node) if _has(computed[source], torch.isinf)]
             if not infinities:
-                return f"{describe(node)} makes nan of finite numbers"
+                return f"{describe(node)} computes nan from finite numbers"
             phrase = _infinity(infinities[0], computed)
-            return f"{describe(node)} makes nan of infinities" + (f", which {phrase}" if phrase else "")
+            return f"{describe(node)} computes nan from infinities" + (f", which {phrase}" if phrase else "")
     phrase = _infinity(subject.loss, computed) if subject.loss is not None else ""
     return f"infinities, which {phrase}" if phrase else ""
 
@@ -144,7 +144,7 @@ def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
     node = _origin(end, computed, torch.isinf)
     if node is None or node.op != "call_function":
         return ""
-    return f"{describe(node)} makes of finite numbers"
+    return f"{describe(node)} computes from finite numbers"
 
 
 def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
@@ -170,7 +170,7 @@ def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
         if held(grads[node]):
             readers = [user for user in node.users if user.op == "call_function"]
             kind = "nan" if _has(grads[node], torch.isnan) else "infinity"
-            return f"the backward of {describe(readers[-1])} makes {kind}" if readers else ""
+            return f"the backward of {describe(readers[-1])} computes {kind}" if readers else ""
     return ""
 
 

@@ -115,7 +115,7 @@ class Verification:
         number = len(self.smallest.operators)
         head = f"\nsmallest part that is wrong alone: {number} operator{'s' * (number > 1)}"
         lines = str(self.smallest).splitlines()
-        again = "again: .smallest.errors(), or elsewhere Subgraph.parse(these lines).errors(), with random values"
+        again = "to rerun: .smallest.errors(); elsewhere Subgraph.parse(these lines).errors(), with random values"
         return "".join([head, *(f"\n  {line}" for line in lines), f"\n{again}"])
 
 
@@ -298,7 +298,7 @@ class VerificationRun:
             *self.notes,
             *_whole_notes(arrangement.plan),
             *_method_notes(arrangement.decisions.dp_sync),
-            *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
+            *(f"{name} {text}, which is allowed" for name, text in infinite(self.subject, expected).items()),
         ]
         rounded = None
         if self.one_device is not None and equal and bad is None:
@@ -317,7 +317,8 @@ class VerificationRun:
         """Add the results of the training steps to a verification."""
         if not verification.ok:
             return replace(
-                verification, notes=(*verification.notes, "no training step was run: one pass is not right already")
+                verification,
+                notes=(*verification.notes, "no training step was run, because a single pass is already wrong"),
             )
         targets = training.targets or (self.target,) * len(training.batches)
         pairs = zip(training.batches, targets, strict=True)
@@ -328,7 +329,7 @@ class VerificationRun:
         first = reports[-1].first
         worst = max([verification.max_error, *errors.values()])
         rounding = reports[-1].rounding
-        note = f"weights of which the gradient is rounding alone are not compared: {', '.join(rounding[:3])}"
+        note = f"weights whose gradient is only rounding are not compared: {', '.join(rounding[:3])}"
         note += f" and {len(rounding) - 3} more" * (len(rounding) > 3)
         return replace(
             verification, ok=first is None, max_error=worst, first_mismatch=first,
@@ -342,13 +343,13 @@ def _whole_notes(plan: Plan | None) -> list[str]:
         return []
     rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
     rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
-    return ["run whole: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
+    return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
 
 
 def _method_notes(dp_sync: DpSync) -> list[str]:
     if dp_sync.is_default:
         return []
-    return [f"dp_sync='{dp_sync}': gradients are compared as their sum, before data-parallel ranks send less of them"]
+    return [f"dp_sync='{dp_sync}': gradients are compared with exact reduction, the method is not run"]
 
 
 def _chosen(

@@ -59,10 +59,13 @@ class Rounded:
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:
-        name, rounding = self.precision.name, f"one device's own rounding is {self.own:.2g}"
+        name, rounding = self.precision.name, f"the rounding error of one device is {self.own:.2g}"
         if self.tolerance == float("inf"):
-            return f"{name}: not compared with one device in {name}, where rounding decides values: {rounding}"
-        head = f"{name}: {'as' if self.ok else 'NOT AS'} one device in {name}: largest difference {self.max_error:.2g}"
+            return f"{name}: not compared with one device in {name}, because rounding decides values there: {rounding}"
+        head = (
+            f"{name}: {'agrees' if self.ok else 'DISAGREES'} with one device in {name}: "
+            f"largest difference {self.max_error:.2g}"
+        )
         worst = max(self.errors, key=self.errors.__getitem__, default="")
         return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {rounding}"
 

@@ -277,7 +277,7 @@ def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement]
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are cut over several axes, "
+                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are sharded over several axes, "
                 "where there are enough",
                 where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
@@ -454,6 +454,7 @@ def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(
-                f"the plan cuts before '{name}'", why="a value without gradient would have to travel to the next stage",
+                f"the plan cuts before '{name}'", why="a value without gradient would have to be sent to the "
+                "next stage",
                 where=plan.where("cuts", name), hint="a cut a few operators earlier or later",
             )  # fmt: skip

@@ -84,14 +84,14 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     core_of = cores(traced) if "selective" in words else {}
     written_out = {facts(node)["key"] for node in operators(traced) if "attention" in facts(node)}
     if core_of and written_out.issuperset(core_of):
-        why = "attention is one operator (attention_dropout), which keeps nothing between its products"
+        why = "attention is one operator (attention_dropout), which saves nothing between its products"
         return (f"recompute='selective' changes nothing with rng='fast': {why}",)
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
         why = "no product of two activations leads to another without a weight between"
         if fused:
-            why = f"attention is one operator ({fused[0]}), which keeps nothing between its products"
+            why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
     return ()
 
@@ -121,10 +121,13 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     notes = []
     if again:
         which = "every repeated block" if len(again) == len(weighted) else first_of(again)
-        notes.append(f"the model's own checkpoints are kept: the backward computes {which} again")
+        notes.append(f"the model's own checkpoints are kept: the backward recomputes {which}")
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
-        notes.append(f"the model's own {which}: not kept, its values are stored (whole repeated blocks can be kept)")
+        notes.append(
+            f"the model's own {which}: not kept, its activations are saved (checkpoints of full repeated blocks "
+            "can be kept)"
+        )
     return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
 
 

@@ -31,10 +31,10 @@ def test_a_vocabulary_that_is_no_multiple():
     (odd,) = notes(501)
     assert odd == (
         "transformer.wte.weight: dim 0 of 501 in bfloat16 is no multiple of 8, so its products run at 18 % of the "
-        "rate; 504 would run at all of it"
+        "rate; 504 would run at the full rate"
     )
     (even,) = notes(502)
-    assert "run at 32 % of the rate; 504 would" in even
+    assert "run at 32 % of the full rate; 504 would" in even
     assert not notes(504)
 
 

@@ -97,7 +97,7 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"none\n  try    autopart.rule(\"{MATMUL}\", \"... h, h o -> ... o\", sum=\"h\") before parallelize, or a new "
         "plan"),
     "microbatches: no rule": (mixing_rows,
-        "StageError: the batch cannot be cut into 2 microbatches\n  why    scaled_mm takes all rows of a value of "
+        "StageError: the batch cannot be split into 2 microbatches\n  why    scaled_mm needs all samples of a value of "
         "shape [8, 3, 16] at once: it has no sharding rule\n  where  scaled_mm at custom_ops.py:{custom_line}\n  try"
         "    microbatches=1 (on a pipeline with schedule='gpipe')"),
 }  # fmt: skip

@@ -54,7 +54,7 @@ def test_bags_one_after_the_other(name, mesh):
     torch.manual_seed(0)
     options, offsets = BAGS[name]
     found = autopart.verify(Bags(**options), mesh, example_args=(tokens(8), offsets))
-    notes = [note for note in found.notes if not note.startswith("run whole")]  # the largest of a bag
+    notes = [note for note in found.notes if not note.startswith("run in full")]  # the largest of a bag
     assert found.ok and found.max_error < 1e-10 and not notes, str(found)
 
 

@@ -93,7 +93,9 @@ class Mismatch:
 
     def __str__(self) -> str:
         what = (
-            f"{self.kind} of {self.name} differs by {self.error:.3g}" if self.part else f"the run breaks: {self.name}"
+            f"{self.kind} of {self.name} differs by {self.error:.3g}"
+            if self.part
+            else f"the run raises an error: {self.name}"
         )
         lines = [what, f"  operator {self.operator}, stage {self.stage}", f"  layout   {self.layout}"]
         lines += [f"  shard    {self.part}"] if self.part else []
@@ -204,7 +206,8 @@ class _Search:
         keys = _readers(node)
         return Mismatch(
             name, "gradient", wrong.error if wrong else float("inf"),
-            f"the backward of {', '.join(keys[:3])}, or the sum over ranks", name.rpartition(".")[0], _source(node),
+            f"the backward of {', '.join(keys[:3])}, or the reduction over "
+            "ranks", name.rpartition(".")[0], _source(node),
             stored.stages[0], format_value(node, format_layout(stored.layout)), keys, wrong, node,
         )  # fmt: skip
 
@@ -264,7 +267,7 @@ class _Search:
         module = name.rpartition(".")[0] if stored else module_path(origin)
         origin_keys = (facts(origin)["key"],) if "key" in facts(origin) else ()
         keys = (origin_keys or _readers(origin)) if kind == "value" else (_readers(origin) or origin_keys)
-        backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its way to the output'}"
+        backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its path to the output'}"
         maker = _maker(node) if kind == "value" else backward
         layout = format_value(origin, format_layout(facts(node)["layout"]))
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
@@ -332,7 +335,7 @@ def _maker(node: fx.Node) -> str:
     if node.op == "get_attr":
         return "none: a stored weight"
     if node.op == "placeholder":
-        return f"none: received, or made from the inputs: {key}"
+        return f"none: received, or computed from the inputs: {key}"
     axis = axis_of(node)
     return f"{autopart_operator(node)} over {axis}, of {key}" if axis else f"{key} ({node.target})"
 

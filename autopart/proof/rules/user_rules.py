@@ -137,15 +137,15 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
                 )  # fmt: skip
     if made_up:
         raise RuleError(
-            f"the rule of {operator} has '{made_up[0]}' in an output alone",
-            why="a shard of it cannot come from whole inputs", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
+            f"factor '{made_up[0]}' of the rule of {operator} appears only in an output",
+            why="it cannot be sharded", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
         )  # fmt: skip
     lacking = contracted(new_rule)
     if sorted(summed.split()) != sorted(lacking):
         stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} says {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
+            f"the rule of {operator} has {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
             hint=f"sum='{' '.join(lacking)}', or whole= for what may not be sharded" if lacking else "leave sum out",
         )  # fmt: skip
 

@@ -205,8 +205,8 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     with_blocks = f", with {_told(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, what is "
-        f"computed {needed.values / 1e9:.3g} GB{with_blocks}",
+        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, activations "
+        f"{needed.values / 1e9:.3g} GB{with_blocks}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )
 
@@ -378,7 +378,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
         return False
     needed = work.estimate(model, arguments)
     if needed.total <= most:
-        announce(f"verifying {type(model).__name__} as it is, which needs {needed}; {free / 1e9:.3g} GB are free")
+        announce(f"verifying {type(model).__name__} at full size, which needs {needed}; {free / 1e9:.3g} GB are free")
     return needed.total <= most
 
 

@@ -200,8 +200,8 @@ class Compared:
             return ""
         name = type(self.optimizer).__name__
         if is_elementwise(self.optimizer, torch.device("cpu")) is False:
-            return f"the gradients are equal; {name} does something else on a part than on the whole"
-        return f"the gradients are equal; {name} took another step here"
+            return f"the gradients are equal; {name} computes something else on a shard than on the full tensor"
+        return f"the gradients are equal; {name} made a different update on this rank"
 
 
 def add_rounding(
@@ -237,4 +237,4 @@ def _worst_entry(part: Tensor, whole: Tensor) -> str:
     part, whole = part.detach(), whole.detach()
     flat = int((part - whole).abs().nan_to_num(nan=float("inf")).argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(flat), part.shape)] if part.dim() else []
-    return f"entry {at} of its part is {part.flatten()[flat].item():.10g}, not {whole.flatten()[flat].item():.10g}"
+    return f"entry {at} of its shard is {part.flatten()[flat].item():.10g}, not {whole.flatten()[flat].item():.10g}"

@@ -71,7 +71,7 @@ def read_training(
         raise OptionError(f"max_norm={max_norm!r} is not a norm to clip to", hint="a number above 0, such as 1.0")
     if optimizer is not None and not callable(optimizer):
         raise OptionError(
-            f"optimizer={optimizer!r} does not make optimizers", why="every rank gets one of its own",
+            f"optimizer={optimizer!r} does not make optimizers", why="every rank needs a separate optimizer",
             hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)",
         )  # fmt: skip
     calls: list[Mapping[str, Any]] = []
@@ -107,7 +107,7 @@ def check_optimizer(optimizer: Any) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
             f"{name} cannot be verified in training steps",
-            why="its step needs a closure that runs the model again, which step() has no place for",
+            why="its step needs a closure that runs the model again, which verify() cannot provide",
             hint="an optimizer whose step() takes nothing, such as torch.optim.AdamW",
         )
 

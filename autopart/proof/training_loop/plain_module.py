@@ -38,7 +38,7 @@ class PlainMethods:
             loss = _loss_of(returned) if loss_fn is None else loss_fn(returned, target)
         if num_tokens is not None:
             if len(counts.found) != 1:
-                raise UsageError("num_tokens= of this loss cannot be followed in one process",
+                raise UsageError("num_tokens= cannot be applied to this loss in one process",
                                  why=f"it has {len(counts.found)} means over labels, not one",
                                  hint="let the loss be a sum, with loss_scale=1/n")  # fmt: skip
             loss = loss * counts.found[0] / num_tokens

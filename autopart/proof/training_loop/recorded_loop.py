@@ -201,7 +201,9 @@ class Comparison:
         self.where, self.step, self.found.events = actual.where, actual.step, index + 1
         if wanted is None or wanted.kind != actual.kind:
             there = "has ended" if wanted is None else f"is at a {wanted.kind} ({wanted.where})"
-            self._note(index, actual, "order", "", float("inf"), f"here is a {actual.kind}, and one process {there}")
+            self._note(
+                index, actual, "order", "", float("inf"), f"this rank is at a {actual.kind}, and one process {there}"
+            )
         elif self.skips_losses and actual.kind in ("loss", "returned"):
             return
         elif wanted.values is not None and actual.values is not None:
@@ -248,7 +250,11 @@ def _apart(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())
-        return (0.0, "") if nothing else (float("inf"), f"there is {'none' if here is None else 'one'}, unlike on one")
+        return (
+            (0.0, "")
+            if nothing
+            else (float("inf"), f"there is {'none' if here is None else 'one'}, unlike in one process")
+        )
     if isinstance(here, (bool, str)) or isinstance(there, (bool, str)):
         return (0.0, "") if here == there else (float("inf"), f"{here!r}, not {there!r}")
     here, there = (v.detach().to_dense() if isinstance(v, Tensor) else torch.tensor(v) for v in (here, there))

@@ -31,10 +31,10 @@ from autopart.proof.verify import check_weights
 
 REFUSED = {
     "precision": "the proof is in float64",
-    "schedule": "its gradients are those of the batch before, which one process has not",
+    "schedule": "its gradients belong to the previous batch, which one process cannot reproduce",
 }
 
-ROUNDED = "entries of weights of which the gradient is rounding alone are not compared: {}"
+ROUNDED = "weight entries whose gradient is only rounding are not compared: {}"
 MOST_NAMED = 3
 
 Function = Callable[[Any, Any], Any]
@@ -221,7 +221,7 @@ def _together(run: _Run, reports: dict[int, Report], mesh: str, steps: int, loca
     mismatch = first[2] if first is not None else None
     notes = list(dict.fromkeys(text for c in found.values() for text in c.warned))
     if local_batch:
-        notes.append("losses are a rank's own with local_batch=True: gradients and weights are compared")
+        notes.append("with local_batch=True each rank has a local loss: only gradients and weights are compared")
     if failed and mismatch is None:
         rank = min(failed, key=lambda rank: (failed[rank].time_s, rank))
         failure = failed[rank]

@@ -30,8 +30,9 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
     work = _work_by_weight(trace.graph)
     total = sum(sum(of_dtype.values()) for of_dtype in work.values())
     return tuple(dict.fromkeys(
-        f"{pattern_of(name)}: dim {dim} of {whole} in {dtype} is no multiple of {each}, so its products run at "
-        f"{100 * hardware.aligned_share(odd):.2g} % of the rate; {-(-whole // each) * each} would run at all of it"
+        f"{pattern_of(name)}: dim {dim} of {whole} in {dtype} is not a multiple of {each}, so its products run at "
+        f"{100 * hardware.aligned_share(odd):.2g} % of the full rate; {-(-whole // each) * each} would run at "
+        "the full rate"
         for name, of_dtype in work.items() for dtype, flops in of_dtype.items() if flops >= LEAST_SHARE * total
         for dim, whole, each, odd in _odd_dims(trace, decisions, name)
     ))  # fmt: skip

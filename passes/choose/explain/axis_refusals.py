@@ -37,8 +37,8 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
         return []
     named = ",".join(axes)
     return [
-        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is of one) are whole on every rank, and "
-        f"their rows are cut, as over dp; {named} cuts experts that are stacks of matrices"
+        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is one) are replicated, and "
+        f"their tokens are sharded as over dp; {named} shards only experts that are stacks of matrices"
     ]
 
 
@@ -48,8 +48,8 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",
-            why="the model has no experts: all rows go through all of its matrix products",
-            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            why="the model has no experts: all tokens go through all of its matrix products",
+            hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # input 1: the weights
     if whole:
@@ -57,14 +57,16 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
         fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
         if ranks in fits:
             raise LayoutError(
-                f"{axis}={ranks} cannot cut the experts of the model",
-                why="their number divides; but this product reads a weight that is computed of others (such as LoRA on "
-                "the experts), and what computes it does not keep the experts apart", where=describe(whole[0]),
+                f"{axis}={ranks} cannot shard the experts of the model",
+                why="their number divides, but this product reads a weight computed from other weights (such as "
+                    "LoRA on "
+                "the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
                 hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
             )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal parts need two a rank, and one in "
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank, "
+                "and one on "
             "the last",
             where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
@@ -95,7 +97,7 @@ def check_divides(
     if not products:
         raise LayoutError(
             f"{axis}={ranks} has nothing to split", 
-            why="the model has no matrix product with a parameter, and no table of embeddings that can be cut",
+            why="the model has no matrix product with a parameter, and no embedding table that can be sharded",
             hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     sizes = sorted(
@@ -114,7 +116,7 @@ def check_divides(
         kinds = list(dict.fromkeys(spoken_name(n) for n in products))
         raise LayoutError(
             f"{axis}={ranks} divides no matrix product of the model",
-            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} whole",
+            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} in full",
             where=describe(products[0]), hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]

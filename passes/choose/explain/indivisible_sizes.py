@@ -54,7 +54,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
             key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
             sent_by_line[key] = sent_by_line.get(key, 0.0) + sent * times(node)
     for (where, text, fits), sent in sent_by_line.items():
-        moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
+        moved = f", {sent / 1e6:.3g} MB sent per rank and microbatch" if sent else ""
         yield f"{where}: {text}{moved}{fits}"
 
 
@@ -72,19 +72,21 @@ def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:
-        return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
+        return f"sharded inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
     while True:  # up to the producer of the features: the first conversion on the way gathers them
         source, index = source_of(used)
         if source not in chosen:
-            return "whole on every rank", 0.0
+            return "replicated", 0.0
         place = chosen[source].outputs[index]
         if place != wanted:
             sent = _moved(used, wanted, decisions, axis)
-            return ("divided before, gathered here" if place.is_shard else "added up here") if sent else "whole", sent
+            return (
+                "divided before, gathered here" if place.is_shard else "reduced here"
+            ) if sent else "replicated", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:
-            return "whole on every rank", 0.0
+            return "replicated", 0.0
         used, wanted = inputs[0], chosen[source].inputs[0]
 
 

@@ -80,8 +80,8 @@ class Reasons:
         where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
         in_parts = self._in_parts(nodes[0])
         if not self.solved:
-            reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to cut it over"
-            return Why(subject, in_parts[0] or "whole", in_parts[1] or reason, where=where)
+            reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to shard it over"
+            return Why(subject, in_parts[0] or "replicated", in_parts[1] or reason, where=where)
         axis, solved = next(iter(self.solved.items()))
         problem, sharding = solved
         choice = problem.choice_of[nodes[0]]
@@ -91,7 +91,7 @@ class Reasons:
         moved = tuple(node.name for node in self._conversions() if facts(node).get("key", "") in names)
         if not others:
             left = " that the pins leave" * bool(self.pins)
-            reason = f"there is no other way on {axis}={self.mesh.size(axis)}{left}"
+            reason = f"there is no other option on {axis}={self.mesh.size(axis)}{left}"
             return Why(subject, chosen, _both(reason, in_parts[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
         texts = {other: _said(price) for other, price in others.items()}
@@ -107,7 +107,7 @@ class Reasons:
         carried = carried_by(self.trace, self.program, trained)
         if not carried:
             none = f"the mesh {self.mesh} has no data-parallel ranks"
-            reason = "gradients are summed as they are" if ranks > 1 else none
+            reason = "gradients are reduced exactly" if ranks > 1 else none
             return Why("dp_sync", str(sync), reason)
         stages = self.mesh.size("pp")
         parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
@@ -117,10 +117,10 @@ class Reasons:
         summed_s = sum(exact_s(one, ranks, stride, hardware, kind) for one in parts)
         pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
         where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
-        thresholds = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
+        thresholds = [f"{one.method} is faster if a rank has less than {quantity(rate, 'B/s')} {where}"
                 for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
-        reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
-        other = f"{quantity(summed_s, 's')} a step, of which the backward hides all but the last bucket"
+        reason = "; ".join([f"it was requested: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
+        other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
         return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - took_s, {str(EXACT): other})
 
     def _in_parts(self, node: fx.Node) -> tuple[str, str]:
@@ -130,14 +130,17 @@ class Reasons:
         if stored is None or axis is None:
             return "", ""
         ranks = f"{axis}={self.mesh.size(axis)}"
-        return f"{stored.layout[axis]} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
+        return (
+            f"{stored.layout[axis]} on {axis}",
+            f"each rank of {ranks} stores one shard and gathers the rest before use",
+        )
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """Return the cost of another layout of a parameter, module or operator, or why it is impossible."""
         asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
-                why = f"layouts on {self.mesh.tensor_axis} and on {data_axis} are priced"
+                why = f"only layouts on {self.mesh.tensor_axis} and on {data_axis} have costs"
                 raise OptionError(f"cannot price {pin}", why=why)
         if len(asked.layouts) > 1:
             raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
@@ -150,7 +153,7 @@ class Reasons:
             pinned, stacks = pinned_layouts(self.trace, self.mesh, pins, axis), self._stacks()
             check_expert_axes(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
             if axis not in self.solved:
-                return Why(name, wanted, "it is so in the plan")
+                return Why(name, wanted, "the plan has this layout already")
             problem, chosen = self.solved[axis]
             as_asked = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
         except LayoutError as error:
@@ -161,10 +164,10 @@ class Reasons:
             for weight, place in as_asked[1].parameters.items() if place != chosen.parameters[weight]
         )  # fmt: skip
         if as_asked[1].strategies == chosen.strategies and not changed:
-            return Why(name, wanted, "it is so in the plan")
+            return Why(name, wanted, "the plan has this layout already")
         others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
         is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
-        reason = f"experts are cut over {axis} where a pin asks for it" if is_folded else _reason(price, wanted)
+        reason = f"experts are sharded over {axis} only if a pin requests it" if is_folded else _reason(price, wanted)
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
@@ -196,7 +199,7 @@ class Reasons:
                 price += parts_price * sign
                 held += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
-            return Why(name, wanted, "it is so in the plan")
+            return Why(name, wanted, "the plan has this layout already")
         memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
         text = f"{_said(price)}, {memory} on every rank"
         return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
@@ -208,11 +211,11 @@ class Reasons:
         where = f"read by {readers}" if readers else ""
         source, target = (facts(n).get("layout", {}).get(axis) for n in (node.args[0], node))
         if source is None or target is None:
-            return Why(node.name, f"on {axis}", f"{key} is computed from parts of its input on every rank", where=where)
+            return Why(node.name, f"on {axis}", f"every rank computes {key} from shards of its input", where=where)
         traced = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
         subject = f"{node.name}: {describe(traced)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
-        reason = f"it is left {_lies(source)} and taken {_lies(target)}"
+        reason = f"it is produced {_lies(source)} and used {_lies(target)}"
         other = self._without(traced, source, target, self.solved[axis][0]) if axis in self.solved else None
         if other is None:
             return Why(subject, sent, reason, where=where)
@@ -308,9 +311,9 @@ def _both(one: str, other: str) -> str:
 
 def _lies(place: Placement) -> str:
     if place.is_shard:
-        return f"cut along dim {place.dim}"
-    words = {"P": "as a partial sum on every rank", "R": "whole"}
-    return words.get(place.kind, "whole, with a partial sum of its gradient on every rank")
+        return f"sharded along dim {place.dim}"
+    words = {"P": "as a partial sum on every rank", "R": "replicated"}
+    return words.get(place.kind, "replicated, with a partial sum of its gradient on every rank")
 
 
 def _terms(price: Price) -> list[tuple[float, str]]:
@@ -330,9 +333,9 @@ def _terms(price: Price) -> list[tuple[float, str]]:
 
 
 def _said(price: Price) -> str:
-    return ", ".join(text for _, text in _terms(price)) or "as cheap"
+    return ", ".join(text for _, text in _terms(price)) or "equal cost"
 
 
 def _reason(price: Price, other: str) -> str:
     worse = [text for more, text in _terms(price) if more > 0]
-    return f"{other} would have {worse[0]}" if worse else "of equally cheap choices it is the first"
+    return f"{other} would have {worse[0]}" if worse else "it is the first of several equally cheap choices"

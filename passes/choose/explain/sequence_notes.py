@@ -46,19 +46,21 @@ def check_positions(
     longest = max(lengths_of(trace, named).values(), default=longest)
     if longest == 1:
         raise LayoutError(
-            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {inputs}",
-            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            f"{axis}={ranks} has nothing to cut", why="no matrix product of the model has a sequence dim: its "
+            f"inputs are {inputs}",
+            hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     if divides_positions(longest, ranks):
         if any(strategy.is_sharded for strategy in chosen.values()):
             return
         raise LayoutError(
-            f"{axis}={ranks} cuts nothing of the model", why="its operators take all positions of a value at once",
-            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            f"{axis}={ranks} cuts nothing of the model", why="its operators need the full sequence at once",
+            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
     raise LayoutError(
-        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {inputs}",
+        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a part of the longest "
+        f"sequence, of {inputs}",
         where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
     )  # fmt: skip
 
@@ -74,14 +76,14 @@ def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
         if products and not any(chosen[node].factor for node in products):
             yield (
                 f"{axis}={ranks} divides no matrix product of the model, whose inputs are {inputs_text(trace)}: every "
-                "rank runs all of them; dp cuts the rows of any batch"
+                "rank runs all of them; dp shards any batch"
             )
         taken = Counter[str]()
         for node in chosen:
             taken[operator_name(node).partition("::")[2]] += times(node) if takes_all(node, ranks) else 0
         if taken := +taken:
             named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
-            yield f"{axis}: every rank computes with all positions, brought together, in {named}"
+            yield f"{axis}: every rank gathers the full sequence for {named}"
         yield from _uneven(axis, ranks, [(node, chosen[node]) for node in products])
 
 
@@ -107,6 +109,6 @@ def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iter
     more, size = max(excesses, default=(0.0, 0))
     if more > _UNEVEN:
         yield (
-            f"{axis}={ranks}: of {size} positions the fullest rank has {more:.0%} more than the mean; "
-            f"{size + -size % ranks} would be as many for each"
+            f"{axis}={ranks}: the largest shard of a sequence of {size} is {more:.0%} above the mean; "
+            f"{size + -size % ranks} would divide evenly"
         )

@@ -33,8 +33,8 @@ from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered_rules import call_text
 
 NO_RULE = "it has no sharding rule"
-PINNED = "it is pinned so"
-NOT_THIS_CALL = "its sharding rule does not speak of this call"
+PINNED = "a pin fixes it"
+NOT_THIS_CALL = "its sharding rule does not cover this call"
 
 
 def unsharded(
@@ -104,18 +104,18 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     ranks = decisions.mesh.size(axis)
     weights = _weight_sizes(node, pattern)
     if decisions.mesh.axis(axis).cuts == "positions" and takes_all(node, ranks):
-        return "it takes all positions of its values at once", ""
+        return "it needs the full sequence of its values", ""
     sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
     if not weights:
         return "none of its dims comes from a weight", ""
     if not sizes:
-        change = f"dp in place of {axis}: it cuts rows of the batch" if set(pattern.sizes) - pattern.whole else ""
-        return "its sharding rule keeps the dims of its weights whole", change
+        change = f"dp in place of {axis}: it shards the batch" if set(pattern.sizes) - pattern.whole else ""
+        return "its sharding rule does not shard the dims of its weights", change
     if all(size % ranks for size in sizes.values()):
         named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
         next_sizes = " or ".join(f"{factor}={size + -size % ranks}" for factor, size in sizes.items())
         return f"{axis}={ranks} divides none of {named}", f"a size that {ranks} divides: {next_sizes}"
-    return f"bringing its values together for {axis}={ranks} would cost more", ""
+    return f"gathering its values for {axis}={ranks} would cost more", ""
 
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:

@@ -156,11 +156,12 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
         node, source = mixed
         reason = "a statistic of the batch"
         if "split" in operator_name(node) or "chunk" in operator_name(node):
-            reason = "pieces of the whole batch, and a microbatch has only some of its rows"
+            reason = "it splits the full batch, and a microbatch has only some samples"
         reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
         raise StageError(
-            f"the batch cannot be cut into {microbatches} microbatches",
-            why=f"{spoken_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",
+            f"the batch cannot be split into {microbatches} microbatches",
+            why=f"{spoken_name(node)} needs all samples of a value of shape {list(value(source).shape)} at "
+            f"once: {reason}",
             where=describe(node),
             hint="microbatches=1 (on a pipeline with schedule='gpipe')",
         )
@@ -168,9 +169,8 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
     """Return the batch strategy of every operator. Raises StageError if the batch cannot be split so."""
-    if (
-        any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1
-    ):  # without samples nothing is split
+    # Without samples nothing is split.
+    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
     chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)

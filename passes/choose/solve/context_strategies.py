@@ -41,7 +41,7 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
         return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
-        f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",
+        f"context={context!r} is impossible", why=f"the {cut} of this attention do not divide over {axis}",
         where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
     )  # fmt: skip
 
@@ -54,12 +54,12 @@ def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list
     if not is_attention(node) and not _multiplies_values(node):
         return list(options)
     if not is_attention(node) or dropout_probability(node):
-        why = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
+        why = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
-        why = "this attention learns what it adds to scores, whose gradient would have to go around too"
+        why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:
-        why = f"queries and keys of this attention are not cut alike over {axis}"
-    raise LayoutError(f"context='ring' cannot be on {axis}", why=why, where=describe(node), hint="context='gather'")
+        why = f"queries and keys of this attention are not sharded in the same way over {axis}"
+    raise LayoutError(f"context='ring' is impossible on {axis}", why=why, where=describe(node), hint="context='gather'")
 
 
 def _multiplies_values(node: fx.Node) -> bool:

@@ -170,11 +170,12 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         )  # fmt: skip
         left = next(fewer, None)
         rest = " and ".join(axis for axis in axes if left is not None and axis in (*left, *fixed))
-        hint = f"pins that cut them over {rest} alone" if rest else "no pins that cut them"
+        hint = f"pins that shard them over {rest} alone" if rest else "no pins that shard them"
         raise LayoutError(
-            f"experts cannot be cut over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
-            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal parts need two a rank, and "
-            "one in the last",
+            f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
+            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
+                "rank, and "
+            "one on the last",
             where=describe(mixture.product), hint=hint,
         )  # fmt: skip
 

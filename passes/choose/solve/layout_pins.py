@@ -310,7 +310,7 @@ class _Names:
             return list(dict.fromkeys([*named, *inside])), nodes
         if not named:
             raise LayoutError(
-                f"cannot pin the module {pin}", why="only R says the same of all its weights and operators",
+                f"cannot pin the module {pin}", why="only R fits all its weights and operators",
                 where=pins.where(pin), hint=self._finer(inside, nodes),
             )  # fmt: skip
         return named, []
@@ -345,11 +345,13 @@ def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
     is_stored_so = (pin.is_replicated and axis.cuts != "stages") or (axis.stores and not pin.of_operator)
     if axis.name in mesh.chosen or is_stored_so:
         return
-    why = f"what an operator does over {pin.axis} follows from the rows of the batch"
+    why = f"the placements of an operator on {pin.axis} follow from the batch"
     if not axis.stores:
-        why = "stages are not layouts" if axis.cuts == "stages" else f"weights are whole on every rank of {pin.axis}"
+        why = (
+            "stages are not layouts" if axis.cuts == "stages" else f"weights are replicated on every rank of {pin.axis}"
+        )
     hint = "'stages': {'cut_before': [...]}" if axis.cuts == "stages" else "R, or a pin for tp"
-    raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
+    raise OptionError(f"the pin {pin} is impossible", why=why, where=pins.where(pin), hint=hint)
 
 
 def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: Pins) -> None:
@@ -387,14 +389,14 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
         atoms = output_atoms(node)[place.dim] or (Atom(1, DATA_DIM),)
         output_dim = f"{describe(node)}: dim {place.dim} of its output"
         if atoms[0].kind == BATCH:
-            return f"{output_dim} is rows of the batch, which dp cuts"
+            return f"{output_dim} is the batch, which dp shards"
         if len(atoms) == 1 and atoms[0].size % ranks:
             return f"{output_dim} has size {atoms[0].size}, which {axis} does not divide"
         if atoms[0].size % ranks:
             return (
                 f"{output_dim} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
             )
-    return f"{describe(node)} has no such way to run on {axis}"
+    return f"{describe(node)} has no such strategy on {axis}"
 
 
 def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
@@ -445,17 +447,17 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
             return f"{_every_name(trace, name)} can have only one layout"
         if len({pin.axis for pin in pins}) > 1:
-            return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
+            return f"{_every_name(trace, name)}: only one axis can shard a dim"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
         options = pinned.strategies(node, pinned.ways(node, ranks))
         if not options:
-            return f"{describe(node)} runs in one way"
+            return f"{describe(node)} can run in one way only"
         for weight, how in _on_weights(trace, node, options):
             taken[weight].append(how)
     for weight, uses in taken.items():
         if weight in pinned.parameters or len(uses) > 1:
-            return f"{', '.join(uses[:2])}, and a weight is used as it is stored, or whole"
+            return f"{', '.join(uses[:2])}, but a weight is used as it is stored, or gathered"
     return "no choice for the operators between them fits all"
 
 
@@ -465,7 +467,7 @@ def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Ite
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT
             places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
-            seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
+            seen = "" if used.op == "get_attr" else f", through {short_name(used)},"
             does = "gives" if is_view else "takes"
             yield weight, f"{describe(node)} then {does} {_every_name(trace, weight)}{seen} as {places}"
 

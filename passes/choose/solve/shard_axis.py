@@ -34,8 +34,10 @@ SequenceParallel = bool | Literal["auto"]
 True: wherever possible. False: never. "auto": if it is faster."""
 
 Between = Literal["whole", "cut", "free"]
-"""Placement of values between matrix products: "whole" is replicated; "cut" is sharded along a dim of no weight wherever
-possible; "free" is the cheapest."""
+"""Placement of values between matrix products.
+
+"whole": replicated. "cut": sharded along a dim of no weight wherever possible. "free": the cheapest.
+"""
 
 _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
     True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")

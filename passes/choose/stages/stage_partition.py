@@ -38,7 +38,8 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float 
         places = num_places(nodes)
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
-            why=f"it has {len(nodes)} operators that depend on parameters, and {places} places to cut between them",
+            why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
+            "boundaries between them",
             hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
         )
     return best

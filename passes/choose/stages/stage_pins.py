@@ -97,7 +97,7 @@ def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pi
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if crossing_bytes(nodes)[first] == float("inf"):
-        why = "a value without gradient would have to travel to the next stage"
+        why = "a value without gradient would have to be sent to the next stage"
     if why:
         raise StageError(
             f"cannot {pin}", why=why, where=", ".join(filter(None, (describe(nodes[first]), pins.where(pin)))),
@@ -129,7 +129,7 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     else:
         left = num_places(nodes, pinned.inside)
         why = "what runs between modules that are kept together is kept with them; "
-        why += f"places left to cut: {left}, and {stages} need {num_stages - 1}"
+        why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(
         cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
         hint="leave one of them out" if len(conflict) > 1 else "other modules, or another number of stages",

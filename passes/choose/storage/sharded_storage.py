@@ -50,8 +50,8 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
     if zero and not chosen:
         which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
-            f"zero={zero} finds nothing to cut over {over}={mesh.size(over)}",
-            why=f"{which} that divides over it and that tp does not cut",
+            f"zero={zero} finds no parameter to shard over {over}={mesh.size(over)}",
+            why=f"{which} that divides over it and that tp does not shard",
             hint=f"another size of {over}, or zero=0",
         )  # fmt: skip
     return {name: {**stored.get(name, {}), **chosen.get(name, {})} for name in {**stored, **chosen}}
@@ -60,7 +60,7 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
 def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
     name = mesh.data_axis
     raise OptionError(
-        f"zero={zero} needs an axis to cut parameters over",
+        f"zero={zero} needs an axis to shard parameters over",
         why=f"the mesh {mesh} has no axis {' or '.join(axis.name for axis in mesh.axes if axis.stores)}",
         hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave it out",
     )
@@ -82,8 +82,8 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
         hint = fitting_parts(sizes, axis, mesh.size(axis), others)
         if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
             over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
-            why += f"; over {axis} a weight is stored in parts, and whole where it is used"
-            hint += f"; experts themselves are cut over {over}"
+            why += f"; over {axis} a weight is stored sharded and used unsharded"
+            hint += f"; experts themselves are sharded over {over}"
         raise LayoutError(
             f"cannot pin {name_pins[0]}", why=f"{name}: {why}", where=pins.where(name_pins[0]), hint=hint
         )  # fmt: skip
@@ -108,7 +108,7 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
             continue
         others = {a: place for a, place in layout.items() if a != axis}
         if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
-            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
-            how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
+            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim that tp leaves unsharded divides"
+            how = f"is sharded over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays replicated on {most}"
             kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
     return tuple(dict.fromkeys(kept))

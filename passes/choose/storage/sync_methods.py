@@ -36,17 +36,18 @@ def check_methods(trace: Trace, decisions: Decisions) -> None:
     over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.of(name) != EXACT}
     cut = [name for name, stored in over.items() if stored is not None and axis in parts_of(stored)]
     if axis and cut and (sync.changes_models or decisions.zero != 1):
-        why, less = "its gradient is summed as it is cut, and no rank has all of it", "zero=1"
+        why, less = "its gradient is reduce-scattered, and no rank has all of it", "zero=1"
         if sync.changes_models:
-            why, less = "ranks have parts of one model, and no rank a model of its own", "zero=0"
+            why, less = "ranks store shards of one model, and no rank has a separate model", "zero=0"
         asked = f"zero={decisions.zero}" if decisions.zero else "by a pin"
         raise OptionError(
-            f"dp_sync='{sync}' on parameters that are stored in parts ({asked})",
-            why=f"'{min(cut)}' is cut over {axis}: {why}",
-            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': parts over dp, the method over dpr",
+            f"dp_sync='{sync}' on parameters that are stored sharded ({asked})",
+            why=f"'{min(cut)}' is sharded over {axis}: {why}",
+            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': shards over dp, the method over dpr",
         )  # fmt: skip
     if sync.changes_models and decisions.copied:
         raise OptionError(
-            f"dp_sync='{sync}' where every rank of {axis} computes all rows", why="the rows of the batch do not divide "
-            "over them, so there is nothing to bring together", hint="a batch whose rows divide over the data ranks",
+            f"dp_sync='{sync}' when every rank of {axis} computes all samples", why="the rows of the batch do "
+            "not divide "
+            "over them, so there is nothing to reduce", hint="a batch that divides over the data ranks",
         )  # fmt: skip
