@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "inputs are input "
         "[8, 4]\n  try    leave cp out of the mesh; dp shards any batch"),
     "mesh: ep": (plan("ep2"),
-        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all rows go through all of its "
+        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all tokens go through all of its "
         "matrix products\n  try    leave ep out of the mesh; dp shards any batch"),
     # what a mesh cannot split
     "tp: divides nothing": (skip("tp3"),
@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "64\n  where  linear at zoo.py:{skip_line} (layers.0)\n  try    tp=2, 4, 8, 16, 32"),
     "tp: nothing to split": (plan("tp2", Scale),
         "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter, and no "
-        "table of embeddings that can be cut\n  try    leave tp out of the mesh; dp works for any model"),
+        "embedding table that can be sharded\n  try    leave tp out of the mesh; dp works for any model"),
     "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
         "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
         "runs lstm whole\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "

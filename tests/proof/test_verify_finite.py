@@ -78,7 +78,7 @@ def line_of(text: str) -> str:
         (Overflow, "dp2", "loss is nan", "computes nan from infinities, which exp at", "# overflows"),
         (MaskedRows, "pp2", "loss is nan", "softmax at test", "# of infinities alone"),
         (RootOfZero, "tp2", "gradient of up.weight holds 128 nan of 128", "the backward of sqrt", "# infinite slope"),
-        (Statistic, "dp2", "buffer between.statistic holds 16 nan of 16", "makes nan of finite", "# of negatives"),
+        (Statistic, "dp2", "buffer between.statistic holds 16 nan of 16", "computes nan from finite", "# of negatives"),
     ],
 )
 def test_what_is_not_finite_is_named_with_its_line(kind, mesh, value, makes, line):

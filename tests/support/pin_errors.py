@@ -15,7 +15,7 @@ STAGES = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.nor
 LINEAR = "linear at zoo.py:{skip_line}"
 H, WTE, FC = "transformer.h.*", "transformer.wte.weight", "transformer.h.0.mlp.c_fc"
 TIED = f"{WTE} (tied: one weight with lm_head.weight)"
-AS_STORED = "and a weight is used as it is stored, or whole\n  try    leave one of them out"
+AS_STORED = "but a weight is used as it is stored, or gathered\n  try    leave one of them out"
 UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
 
 
@@ -146,8 +146,9 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({"model.layers.*.mlp/mul": {"tp": "S(2)"}, "model.layers.1.mlp": {"tp": "R"}, "lm_head": {"tp": "R"}},
                build=llama),
         "LayoutError: these pins cannot hold together: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
-        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) runs in one way\n  try    leave "
-        "one of them out"),
+        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) can run in one way only\n "
+        " try    "
+        "leave one of them out"),
     "pins: two of six": (
         pinned({"transformer.ln_f": {"tp": "R"}, f"{H}.mlp.c_fc.weight": {"tp": "S(0)"}, WTE: {"tp": "S(0)"},
                 f"{H}.mlp.c_proj.weight": {"tp": "S(0)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"},

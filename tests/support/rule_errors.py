@@ -74,8 +74,8 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: the rule of {MATMUL} says sum='c'\n  why    every output has all factors of the inputs; sharding "
         "what an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
-        f"RuleError: the rule of {MATMUL} has 'd' in an output alone\n  why    a shard of it cannot come from whole "
-        "inputs\n  try    whole='d'"),
+        f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
+        "\n  try    whole='d'"),
     "rule: number of tensors": (rule("a b -> a b"),
         f"RuleError: the line 'a b -> a b' of {MATMUL} has 1 input and 1 output\n  why    it is {MATMUL}(Tensor x, "
         "Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the call"),

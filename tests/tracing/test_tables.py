@@ -94,5 +94,5 @@ def test_a_table_alone_is_cut_by_rows():
 
 
 def test_a_table_that_cannot_be_cut_is_refused():
-    with pytest.raises(LayoutError, match="no matrix product with a parameter, and no table of embeddings that can be"):
+    with pytest.raises(LayoutError, match="no matrix product with a parameter, and no embedding table that can be"):
         autopart.plan(nn.Embedding(ROWS, WIDTH, scale_grad_by_freq=True), "tp2", example_args=(tokens(4, 3),))
