@@ -228,11 +228,11 @@ class Subject:
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
         for name, stored in program.parameters.items():
-            homes = owners(program, stored, arrangement.stage_style)
+            owner_stages = owners(program, stored, arrangement.stage_style)
             parts: dict[tuple[int, ...], Tensor] = {}
             for rank, local in shards.items():
                 at = mesh.coordinates(rank)
-                if at.get("pp", 0) not in homes:
+                if at.get("pp", 0) not in owner_stages:
                     continue
                 cuts = cuts_at(stored, mesh, at)
                 place = tuple(index for _, index in cuts)
@@ -311,20 +311,23 @@ class _InputGradients:
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
         self.names = {n.name: facts(n)["input_name"] for n in nodes if facts(n).get("input_grad")}
-        self.held: dict[str, list[Tensor]] = {}
+        self.values_by_input: dict[str, list[Tensor]] = {}
 
     def keep(self, stage: int, microbatch: int, node: fx.Node, value: Mapping[int, Any]) -> None:
         name = self.names.get(facts(node).get("origin", "")) if node.op == "placeholder" else None
         if name is not None:
-            self.held[name] = list(value.values())
-            for tensor in self.held[name]:
+            self.values_by_input[name] = list(value.values())
+            for tensor in self.values_by_input[name]:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
         """Return the largest error over all ranks of each input's gradient. Each rank has the full gradient."""
         errors = {}
         for name, whole in expected.input_grads.items():
-            apart = [relative(t.grad, whole) if t.grad is not None else float("inf") for t in self.held.get(name, ())]
+            apart = [
+                relative(t.grad, whole) if t.grad is not None else float("inf")
+                for t in self.values_by_input.get(name, ())
+            ]
             errors[f"input {name}"] = max(apart, default=float("inf"))
         return errors
 

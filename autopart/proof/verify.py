@@ -172,7 +172,7 @@ def verify(
         asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
     work = VerifyLoad(sizes, training.steps if training is not None else 0, loss_fn is not None)
     verifications = []
-    for copied in _chosen(model, arguments, scaled, work):
+    for copied in _copies_to_verify(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
         verifications.append(run.check(run.arrange(sizes, followed, asked, tamper), tolerance, shrink, training))
     return together(verifications)
@@ -229,7 +229,7 @@ class VerificationRun:
         scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact", precision: Precision | None = None,
     ):  # fmt: skip
         if isinstance(scaled, (bool, str)):
-            (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
+            (scaled,) = _copies_to_verify(model, arguments, scaled, ONE_PASS)
         self.scaled = scaled.with_weights() if scaled is not None else None
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
@@ -296,7 +296,7 @@ class VerificationRun:
             smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
         notes = [
             *self.notes,
-            *_whole_notes(arrangement.plan),
+            *_unsharded_notes(arrangement.plan),
             *_method_notes(arrangement.decisions.dp_sync),
             *(f"{name} {text}, which is allowed" for name, text in infinite(self.subject, expected).items()),
         ]
@@ -338,7 +338,7 @@ class VerificationRun:
         )  # fmt: skip
 
 
-def _whole_notes(plan: Plan | None) -> list[str]:
+def _unsharded_notes(plan: Plan | None) -> list[str]:
     if plan is None or not plan.unsharded:
         return []
     rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
@@ -352,7 +352,7 @@ def _method_notes(dp_sync: DpSync) -> list[str]:
     return [f"dp_sync='{dp_sync}': gradients are compared with exact reduction, the method is not run"]
 
 
-def _chosen(
+def _copies_to_verify(
     model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
     """Return the copies to verify instead of the model, if requested or needed; else a list of None."""

@@ -69,15 +69,19 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     grouped = {key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()}
     written = _by_pattern(grouped, trace.folds)
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
-    kept = {key for key, node in nodes.items()
+    fixed_keys = {key for key, node in nodes.items()
             if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
-    whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
-    spoken = {facts(node)["group"] for key, node in nodes.items() if key not in whole or key in kept}
-    silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: the default
-    keep = {name for key in kept for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
+    replicated_keys = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
+    listed_groups = {
+        facts(node)["group"] for key, node in nodes.items() if key not in replicated_keys or key in fixed_keys
+    }
+    default_groups = {
+        facts(node)["group"] for node in nodes.values()
+    } - listed_groups  # replicated throughout: the default
+    keep = {name for key in fixed_keys for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
-        for name, on_axes in written.items() if name not in silent
+        for name, on_axes in written.items() if name not in default_groups
     }  # fmt: skip
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}

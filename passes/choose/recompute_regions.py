@@ -49,11 +49,11 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
     Regions are numbered from 0 in every stage. A region can run as one call: it is convex and contiguous in the graph,
     for which nodes are moved.
     """
-    whole, core_of = _groups(traced, recompute)
+    full_blocks, core_of = _groups(traced, recompute)
 
     def mark(graph: fx.Graph) -> None:
-        regions = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
-        for number, region in enumerate(_in_one_piece(graph, [region for region in regions if len(region) > 1])):
+        regions = [*(_block_regions(graph, full_blocks) if full_blocks else ()), *_core_regions(graph, core_of)]
+        for number, region in enumerate(_contiguous_regions(graph, [region for region in regions if len(region) > 1])):
             for node in region:
                 facts(node)["region"] = number
 
@@ -64,10 +64,10 @@ def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
     """Return the recomputed block of each operator ("" if none), and the recomputed cores."""
     words = words_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
-    whole = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
+    full_blocks = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
     core_of = cores(traced) if "selective" in words else {}
     chosen = {key: core for key, core in core_of.items() if word_of(recompute, block_of[core]) == "selective"}
-    return whole if any(whole.values()) else {}, chosen
+    return full_blocks if any(full_blocks.values()) else {}, chosen
 
 
 def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> None:
@@ -115,12 +115,16 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
         block = block_of.get(facts(node)["key"], "")
         if block and any(facts(read).get("parameter") for read in node.all_input_nodes):
             weighted[block].append(facts(node)["key"])
-    again = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
-    lost = [path for path in paths if not (_is_in(f"{path}/", again) or any(_is_in(f"{b}/", [path]) for b in again))]
+    recomputed_blocks = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
+    lost = [
+        path
+        for path in paths
+        if not (_is_in(f"{path}/", recomputed_blocks) or any(_is_in(f"{b}/", [path]) for b in recomputed_blocks))
+    ]
     not_kept = [*lost, *(["plain operations"] if None in checkpointed else [])]
     notes = []
-    if again:
-        which = "every repeated block" if len(again) == len(weighted) else first_of(again)
+    if recomputed_blocks:
+        which = "every repeated block" if len(recomputed_blocks) == len(weighted) else first_of(recomputed_blocks)
         notes.append(f"the model's own checkpoints are kept: the backward recomputes {which}")
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
@@ -128,7 +132,9 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
             f"the model's own {which}: not kept, its activations are saved (checkpoints of full repeated blocks "
             "can be kept)"
         )
-    return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
+    return (
+        "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")
+    ) if recomputed_blocks else "none", tuple(notes)
 
 
 def _is_in(key: str, paths: Sequence[str]) -> bool:
@@ -154,10 +160,10 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
         elif block_of[key]:
             runs.append([*between, node])
         current, between = block_of[key], []
-    return [_of_the_block(run, traced_calls) for run in runs]
+    return [_block_dependent(run, traced_calls) for run in runs]
 
 
-def _of_the_block(run: Region, traced_calls: set[fx.Node]) -> Region:
+def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
     """Return a run without the nodes that do not depend on the block: the region saves their outputs.
 
     A node that is larger than its inputs and used only in the region stays in it, for example a gathered weight. A
@@ -258,7 +264,7 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
     return [node for node in span if node in after and node in before]
 
 
-def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
+def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     """Reorder the graph so that each region is contiguous. Drop regions that depend on each other."""
     if not regions:
         return []
@@ -272,7 +278,7 @@ def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     order.remove_edges_from(list(nx.selfloop_edges(order)))
     waiting = {number for one in nx.strongly_connected_components(order) if len(one) > 1 for number in one}
     if waiting:
-        return _in_one_piece(graph, [region for region in regions if place[region[0]] not in waiting])
+        return _contiguous_regions(graph, [region for region in regions if place[region[0]] not in waiting])
     *first, _ = [node for number in nx.lexicographical_topological_sort(order) for node in members[number]]
     for node in first:  # keep the original order elsewhere
         graph.output_node().prepend(node)

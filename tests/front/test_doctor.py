@@ -157,8 +157,8 @@ inputs: x float32[8,5,8], y float32[8,5,8]
 it is traced: 9 operators, 184 kFLOP of matrix work
 
 tp2 works: tp divides 11.1 % of the matrix work, 1 operator runs whole
-  whole  1 aten::lstm in lstm, 88.9 % of the work: its sharding rule keeps the
-         dims of its weights whole
+  whole  1 aten::lstm in lstm, 88.9 % of the work: its sharding rule does not
+         shard the dims of its weights
   try    dp in place of tp: it shards the batch
 dp2 works: dp divides 100 % of the matrix work
 pp2 works: the heaviest of 2 stages has 94 % of the work

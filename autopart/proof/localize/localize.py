@@ -143,8 +143,8 @@ class _Search:
             results = self.subject.lockstep(self.program, self.shards, self.arrangement.stage_style, self._keep)
         except BROKEN as error:
             failure = error
-        for node, (stage, held) in self.made.items():
-            wrong = self._wrong(held, facts(node)["layout"], self.whole[facts(node)["origin"]])
+        for node, (stage, shard_values) in self.made.items():
+            wrong = self._wrong(shard_values, facts(node)["layout"], self.whole[facts(node)["origin"]])
             if wrong is not None:
                 return self._mismatch(node, "value", stage, wrong)
         if failure is not None:
@@ -180,8 +180,8 @@ class _Search:
             source, _ = source_of(self.origins[name])
             if facts(source)["role"] != ACTIVE or name not in self.whole_grads:
                 continue
-            stage, held = self.made[node]
-            grads = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
+            stage, shard_values = self.made[node]
+            grads = {m: {r: v.grad for r, v in values.items()} for m, values in shard_values.items()}
             if any(grad is None for values in grads.values() for grad in values.values()):
                 continue
             places = {axis: _of_gradient(place) for axis, place in facts(node)["layout"].items()}
@@ -199,8 +199,8 @@ class _Search:
         stored = self.program.parameters[name]
         node = next(n for n in self.subject.traced.graph.nodes if n.op == "get_attr" and n.target == name)
         zero = torch.zeros_like(self.subject.weights[name])
-        held = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
-        grads = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in held.items()}}
+        shard_values = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
+        grads = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in shard_values.items()}}
         scale = self.grad_scale
         wrong = self._wrong(grads, stored.layout, self.whole_grads.get(node.name, zero), scale)
         keys = _readers(node)
@@ -212,10 +212,14 @@ class _Search:
         )  # fmt: skip
 
     def _wrong(
-        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], whole: Tensor, scale: float | None = None
+        self,
+        shard_values: Mapping[int, PerRank],
+        layout: Mapping[str, Placement],
+        whole: Tensor,
+        scale: float | None = None,
     ) -> WrongPart | None:
         """Return the worst shard of a value, if any is wrong."""
-        parts = list(self._parts(held, layout, whole.shape))
+        parts = list(self._parts(shard_values, layout, whole.shape))
         scale = scale or scale_of(whole)
         errors = [relative(part.value, part.of(whole), scale) for part in parts]
         wrong = [i for i, error in enumerate(errors) if error > self.tolerance]
@@ -228,7 +232,7 @@ class _Search:
         )  # fmt: skip
 
     def _parts(
-        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
+        self, shard_values: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[HeldPart]:
         """Yield the shards of a value.
 
@@ -236,7 +240,7 @@ class _Search:
         """
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for microbatch, values in held.items():
+        for microbatch, values in shard_values.items():
             for rank in values:
                 at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
                 key = tuple(index for axis, index in at.items() if layout.get(axis, R) != P)
@@ -244,7 +248,7 @@ class _Search:
         for members in groups.values():
             rank, microbatch = members[0]
             at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
-            tensors = [held[m][r].detach() for r, m in members]
+            tensors = [shard_values[m][r].detach() for r, m in members]
             same = all(v.shape == tensors[0].shape for v in tensors)
             yield HeldPart(
                 tuple(dict.fromkeys(r for r, _ in members)), tuple(dict.fromkeys(m for _, m in members)),
@@ -311,11 +315,11 @@ def entries_of(
     entries = [torch.arange(size) for size in shape]
     num_shards = [1] * len(entries)  # of each dim over outer axes: a shard has as many fewer sections
     for axis, place in cut_together(layout).items():
-        held, sections = entries[place.dim], place.sections
+        indices, sections = entries[place.dim], place.sections
         if len(sections) == 1:
             sections = (sections[0] // num_shards[place.dim],)
         ranks, index = _joined(axis, at, sizes)
-        entries[place.dim] = Cut(0, len(held), sections, ranks).take(held, index)
+        entries[place.dim] = Cut(0, len(indices), sections, ranks).take(indices, index)
         if not place.sections:
             num_shards[place.dim] *= ranks
     return tuple(entries)

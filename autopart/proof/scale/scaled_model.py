@@ -74,7 +74,7 @@ class ScaledCopy:
     def text(self) -> str:
         """`a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
         sizes = [f"{name} {new} of {old}" for name, (old, new) in self.changes.items()]
-        return "a copy with " + ", ".join([*filter(None, [_told(self.kept)]), *sizes])
+        return "a copy with " + ", ".join([*filter(None, [_blocks_text(self.kept)]), *sizes])
 
     def with_weights(self) -> ScaledCopy:
         """Give random values to weights on the meta device, and return the copy."""
@@ -184,7 +184,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
             needed = work.estimate(copied, arguments)
             if needed.total > SHARE_WHOLE * free:
                 raise too_large(copied, needed, free)
-            announce(f"verifying a copy with {_told(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
+            announce(f"verifying a copy with {_blocks_text(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
             copies.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
     return copies
 
@@ -202,7 +202,7 @@ def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]
 
 def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     repeated = {path: (numbers, len(_blocks(model, path))) for path, numbers in _repeated(model)}
-    with_blocks = f", with {_told(repeated)}" if repeated else ""
+    with_blocks = f", with {_blocks_text(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
         why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, activations "
@@ -352,7 +352,7 @@ def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str |
     return name
 
 
-def _told(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
+def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
     return ", ".join(f"{len(blocks)} of {number} blocks ({path})" for path, (blocks, number) in kept.items())
 
 

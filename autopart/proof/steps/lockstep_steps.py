@@ -214,13 +214,13 @@ class _Late:
     """Delay of gradients by one batch, as under PipeDream-2BW."""
 
     def __init__(self) -> None:
-        self.held: dict[int, Tensor | None] = {}
+        self.previous_grads: dict[int, Tensor | None] = {}
 
     def exchange(self, parameters: Iterable[Tensor]) -> None:
         """Store the current gradients and restore those of the last call in `.grad`: None in the first call."""
         for parameter in parameters:
-            before = self.held.get(id(parameter))
-            self.held[id(parameter)], parameter.grad = parameter.grad, before
+            before = self.previous_grads.get(id(parameter))
+            self.previous_grads[id(parameter)], parameter.grad = parameter.grad, before
 
 
 def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
@@ -274,7 +274,7 @@ class _Calls:
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
         self.first = reference.subject.step(arrangement.decisions)
-        self.known: dict[Hashable, tuple[Subject, Program]] = {
+        self.cache: dict[Hashable, tuple[Subject, Program]] = {
             self._key(training.example): (reference.subject, self.first)
         }
 
@@ -282,9 +282,9 @@ class _Calls:
         """Return the subject and program of a step, with the inputs and random seed of that step."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
-        if key not in self.known:
-            self.known[key] = self._traced(arguments)
-        subject, program = self.known[key]
+        if key not in self.cache:
+            self.cache[key] = self._traced(arguments)
+        subject, program = self.cache[key]
         call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
         return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
 

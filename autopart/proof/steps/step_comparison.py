@@ -144,9 +144,9 @@ class Compared:
         for rank, local in actual.items():
             for name, part in local.items():
                 whole = self._cut(name, expected[name], rank)
-                passed = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
-                if passed is not None and part is not None and whole is not None and part.shape == whole.shape:
-                    part, whole = part.masked_fill(passed, 0.0), whole.masked_fill(passed, 0.0)
+                excluded = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
+                if excluded is not None and part is not None and whole is not None and part.shape == whole.shape:
+                    part, whole = part.masked_fill(excluded, 0.0), whole.masked_fill(excluded, 0.0)
                 self._part(kind, name + suffix, rank, part, whole, scale)
 
     def start_equal(

@@ -120,8 +120,10 @@ def _silent(process: Any, rank: int, folder: str, time_limit_s: float) -> Report
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump.read_text(errors="replace"))
-        own = [f for f in frames if f[0] and not is_library(f[0])]
-        place = f"line {own[0][1]} of {Path(own[0][0]).name}, in {own[0][2]}" if own else ""
+        user_frames = [f for f in frames if f[0] and not is_library(f[0])]
+        place = (
+            f"line {user_frames[0][1]} of {Path(user_frames[0][0]).name}, in {user_frames[0][2]}" if user_frames else ""
+        )
     return Report(failure=Failure("waits", f"no answer within {time_limit_s:g} s", place, float("inf")))
 
 

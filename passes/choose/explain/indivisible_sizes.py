@@ -45,7 +45,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
             number, *inner = (pattern.sizes[f] for f in factors)
             if number % ranks == 0:
                 continue
-            how, sent = _instead(node, decisions, axis)
+            how, sent = _fallback(node, decisions, axis)
             fits = ", ".join(str(n) for n in range(2, number + 1) if number % n == 0)
             line = (
                 f"{number} x {math.prod(inner)} features on {axis}={ranks}",
@@ -67,7 +67,7 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
                 yield dim
 
 
-def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
+def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
     """Return what the plan does at an indivisible split, and the bytes that one rank sends for it."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]

@@ -74,11 +74,11 @@ class Reasons:
             return self._why_dp_sync()
         for node in self._conversions():
             if node.name == name:
-                return self._why_moved(node)
+                return self._why_collective(node)
         nodes = self._named(name)
         subject = ", ".join(dict.fromkeys(pattern_of(name_of(n)) for n in nodes[:1]))
         where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
-        in_parts = self._in_parts(nodes[0])
+        in_parts = self._storage_texts(nodes[0])
         if not self.solved:
             reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to shard it over"
             return Why(subject, in_parts[0] or "replicated", in_parts[1] or reason, where=where)
@@ -92,10 +92,10 @@ class Reasons:
         if not others:
             left = " that the pins leave" * bool(self.pins)
             reason = f"there is no other option on {axis}={self.mesh.size(axis)}{left}"
-            return Why(subject, chosen, _both(reason, in_parts[1]), collectives=moved, where=where)
+            return Why(subject, chosen, _joined_texts(reason, in_parts[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
-        texts = {other: _said(price) for other, price in others.items()}
-        reason = _both(_reason(price, runner_up), in_parts[1])
+        texts = {other: _cost_text(price) for other, price in others.items()}
+        reason = _joined_texts(_reason(price, runner_up), in_parts[1])
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
@@ -111,19 +111,19 @@ class Reasons:
             return Why("dp_sync", str(sync), reason)
         stages = self.mesh.size("pp")
         parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
-        took_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
+        method_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
         is_scattered = any(stored.whole_to_send(self.mesh) for stored in self.program.parameters.values())
         kind = "reduce_scatter" if is_scattered else "all_reduce"
         summed_s = sum(exact_s(one, ranks, stride, hardware, kind) for one in parts)
-        pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
+        thresholds_per_s = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
         where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
         thresholds = [f"{one.method} is faster if a rank has less than {quantity(rate, 'B/s')} {where}"
-                for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
-        reason = "; ".join([f"it was requested: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
+                for one, rate in zip(parts, thresholds_per_s, strict=True) if rate is not None]  # fmt: skip
+        reason = "; ".join([f"it was requested: {quantity(method_s, 's')} a step on {axis}={ranks}", *thresholds])
         other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
-        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - took_s, {str(EXACT): other})
+        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - method_s, {str(EXACT): other})
 
-    def _in_parts(self, node: fx.Node) -> tuple[str, str]:
+    def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
         """Return over which axes a weight is stored sharded (ZeRO), and why; empty texts if it is replicated."""
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
@@ -146,7 +146,7 @@ class Reasons:
             raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
         axis = asked.layouts[0].axis
         if axis == data_axis:
-            return self._why_not_in_parts(name, asked)
+            return self._why_not_stored_so(name, asked)
         wanted = f"{asked.layouts[0].text} on {axis}"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
@@ -158,14 +158,14 @@ class Reasons:
             as_asked = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        price = _more(as_asked, self.solved[axis])
+        price = _extra_cost(as_asked, self.solved[axis])
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
             for weight, place in as_asked[1].parameters.items() if place != chosen.parameters[weight]
         )  # fmt: skip
         if as_asked[1].strategies == chosen.strategies and not changed:
             return Why(name, wanted, "the plan has this layout already")
-        others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
+        others = {wanted: "; ".join([_cost_text(price), *(["with " + ", ".join(changed)] if changed else [])])}
         is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
         reason = f"experts are sharded over {axis} only if a pin requests it" if is_folded else _reason(price, wanted)
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
@@ -174,12 +174,12 @@ class Reasons:
         """Return the mixtures whose experts each axis may shard, outermost axis first."""
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
-    def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
+    def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
         """Return the cost of other ZeRO storage for parameters, with their layouts on other axes fixed."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
-        storage, price, held = Storage(mesh, self.program.zero), Price(), 0.0
+        storage, price, added = Storage(mesh, self.program.zero), Price(), 0.0
         layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, mesh, asked)}
         changed = {name: layout for name, layout in layouts.items()
                    if layout.get(mesh.stored_over(layout) or data_axis, R) != place}  # fmt: skip
@@ -197,14 +197,14 @@ class Reasons:
                 trained = parameter.requires_grad
                 parts_price = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
                 price += parts_price * sign
-                held += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+                added += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
             return Why(name, wanted, "the plan has this layout already")
-        memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
-        text = f"{_said(price)}, {memory} on every rank"
+        memory = f"{'+' if added > 0 else '-'}{quantity(abs(added), 'B')} of weights, gradients and optimizer state"
+        text = f"{_cost_text(price)}, {memory} on every rank"
         return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
 
-    def _why_moved(self, node: fx.Node) -> Why:
+    def _why_collective(self, node: fx.Node) -> Why:
         """Explain a collective: the value, its two placements, and the cost of avoiding it."""
         axis, key = node.args[1], facts(node).get("key", "")
         readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
@@ -215,16 +215,16 @@ class Reasons:
         traced = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
         subject = f"{node.name}: {describe(traced)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
-        reason = f"it is produced {_lies(source)} and used {_lies(target)}"
+        reason = f"it is produced {_placement_text(source)} and used {_placement_text(target)}"
         other = self._without(traced, source, target, self.solved[axis][0]) if axis in self.solved else None
         if other is None:
             return Why(subject, sent, reason, where=where)
         problem, chosen = self.solved[axis]
-        price = _more((problem, other), self.solved[axis])
+        price = _extra_cost((problem, other), self.solved[axis])
         changed = [f"{facts(n)['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
-        return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
+        return Why(subject, sent, reason, instead, price.seconds, {instead: _cost_text(price)}, (), where)
 
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
@@ -271,7 +271,7 @@ class Reasons:
                     other = problem.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                priced.append((other.cost, str(option), _more((problem, other), solved)))
+                priced.append((other.cost, str(option), _extra_cost((problem, other), solved)))
         return {option: price for _, option, price in sorted(priced, key=lambda entry: entry[:2])}
 
 
@@ -299,17 +299,17 @@ def _solved(problem: ShardingProblem) -> Solved:
     return problem, problem.solve()
 
 
-def _more(other: Solved, chosen: Solved) -> Price:
+def _extra_cost(other: Solved, chosen: Solved) -> Price:
     """Return how much more one solution costs than another, in the costs that the solver minimises."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 
 
-def _both(one: str, other: str) -> str:
+def _joined_texts(one: str, other: str) -> str:
     return "; ".join(filter(None, (one, other)))
 
 
-def _lies(place: Placement) -> str:
+def _placement_text(place: Placement) -> str:
     if place.is_shard:
         return f"sharded along dim {place.dim}"
     words = {"P": "as a partial sum on every rank", "R": "replicated"}
@@ -332,7 +332,7 @@ def _terms(price: Price) -> list[tuple[float, str]]:
     return terms
 
 
-def _said(price: Price) -> str:
+def _cost_text(price: Price) -> str:
     return ", ".join(text for _, text in _terms(price)) or "equal cost"
 
 

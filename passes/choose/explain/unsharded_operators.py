@@ -54,7 +54,7 @@ def unsharded(
         return ()
     rows: dict[tuple, dict[str, Any]] = {}
     for node in active_operators(trace.graph):
-        why, change = _why_whole(node, decisions)
+        why, change = _why_unsharded(node, decisions)
         if not why:
             continue
         why, change = (PINNED, "") if node in pinned else (why, change)
@@ -89,7 +89,7 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
     }
 
 
-def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
+def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     """Return why every rank runs this call in full, and a remedy if there is one.
 
     Both are "" if the call is sharded or has little work.
@@ -141,7 +141,7 @@ def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
                         (used, t) for s, t in zip(tensor_inputs(user), chosen[user].inputs, strict=True) if s is used
                     }
         for source, target in ways:
-            at = _made(source, axis, decisions)
+            at = _produced_placement(source, axis, decisions)
             step = conversion(at, target) if at is not None else None
             if step is not None:
                 size, ranks = size_bytes(source), decisions.mesh.size(axis)
@@ -153,7 +153,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return [node] if len(tuple_values(node)) == 1 and hasattr(value(node), "shape") else list(node.users)
 
 
-def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
+def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
     """Return the placement in which a value is produced; None if it depends on inputs alone."""
     chosen = decisions.strategies[axis]
     if axis in decisions.row_axes:
@@ -206,8 +206,8 @@ def _name_dims(
     names: list[str] = []
     for size, dim in zip(full, atoms, strict=True):
         is_rows = any(atom.kind == BATCH for atom in dim) and "b" not in names
-        known = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
-        name = "b" if is_rows else known[0] if known else next(letters, "")
+        matching_names = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
+        name = "b" if is_rows else matching_names[0] if matching_names else next(letters, "")
         if not name:
             return None
         sizes[name] = size

@@ -52,33 +52,33 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
         graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
     """
-    together: set[str] = set()
+    unsharded_selections: set[str] = set()
     selects = any(map(is_selection, graph.nodes))
     while True:
-        chosen = _choose(graph, num_shards, together)
+        chosen = _choose(graph, num_shards, unsharded_selections)
         if not selects:
             return chosen
-        needed = _needed_together(graph, chosen, num_shards) - together
+        needed = _needed_unsharded(graph, chosen, num_shards) - unsharded_selections
         if not needed:
             return chosen
-        together |= needed
+        unsharded_selections |= needed
 
 
-def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Node, Strategy]:
-    """Choose batch strategies, with the selections in `together` made from the full batch."""
+def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) -> dict[fx.Node, Strategy]:
+    """Choose batch strategies, with the selections in `unsharded_selections` made from the full batch."""
     chosen: dict[fx.Node, Strategy] = {}
-    whole: set[fx.Node] = set()  # values that an earlier operator has already gathered
-    known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
+    gathered: set[fx.Node] = set()  # values that an earlier operator has already gathered
+    cache: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in on_parameters(graph):
         options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
-        if together:
-            options = tuple([s for s in options if not _cuts(node, s, together)])
-        inputs = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-        key = options if together else id(options), inputs, facts(node)["for_buffers"]
-        if key not in known:
-            known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
-        chosen[node] = known[key][1]
-        whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
+        if unsharded_selections:
+            options = tuple([s for s in options if not _cuts(node, s, unsharded_selections)])
+        inputs = tuple([(placement(s, chosen), size_bytes(s), s in gathered) for s in sources])
+        key = options if unsharded_selections else id(options), inputs, facts(node)["for_buffers"]
+        if key not in cache:
+            cache[key] = options, min(options, key=lambda s: _price(node, s, chosen, gathered))
+        chosen[node] = cache[key][1]
+        gathered.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
     return chosen
 
 
@@ -90,7 +90,7 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
     return any(not selections_cut(operand, place).isdisjoint(selections) for operand, place in values)
 
 
-def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
+def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
     """Return the selections whose elements some operator or output needs all at once."""
     selections: set[str] = set()
     for node, strategy in chosen.items():
@@ -114,7 +114,7 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
     return chosen[source].outputs[index] if source in chosen else None
 
 
-def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], whole: set[fx.Node]) -> tuple:
+def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], gathered: set[fx.Node]) -> tuple:
     """Return the bytes moved to feed this strategy, then the rank of its output placement (sharded first)."""
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]
@@ -123,7 +123,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
             moved = float("inf")  # create a partial sum only to add it to another
         if at is None or at == target:
             continue
-        if source in whole and target.is_replicated and not facts(node)["needs_grad"]:
+        if source in gathered and target.is_replicated and not facts(node)["needs_grad"]:
             continue
         step = conversion(at, target)
         moved += (

@@ -150,7 +150,7 @@ class Pinned:
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
                 if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
-        return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
+        return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def cuts_again(self, name: str, place: Placement) -> bool:
         """Return True if `place` may shard a weight's experts over this axis after the axes solved before."""
@@ -180,7 +180,7 @@ class Pinned:
                     dims[name][place.dim] = dims[name].get(place.dim, 1) * mesh.size(axis)
         return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis), before=done)
 
-    def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
+    def _agrees_with(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
             other = Placement.parse(pin.text)
             return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
@@ -373,12 +373,12 @@ def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> No
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
     raise LayoutError(
-        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh), where=pins.where(pin),
+        f"cannot pin {pin}", why=_why_unsupported(node, pin, mesh), where=pins.where(pin),
         hint=" | ".join(list(outputs)[:8]),
     )  # fmt: skip
 
 
-def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
+def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
     """Explain why an operator cannot run as a pin requests, from the atoms of its output or from its rule."""
     ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
     place = R if "->" in pin.text else Placement.parse(pin.text)
@@ -437,17 +437,17 @@ def _layout_conflict(
             if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
-    why = _where_they_meet(trace, pinned, ranks)
+    why = _conflict_reason(trace, pinned, ranks)
     return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
-def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
+def _conflict_reason(trace: Trace, pinned: Pinned, ranks: int) -> str:
     """Name the first weight or operator at which the pins conflict."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
-            return f"{_every_name(trace, name)} can have only one layout"
+            return f"{_all_names_text(trace, name)} can have only one layout"
         if len({pin.axis for pin in pins}) > 1:
-            return f"{_every_name(trace, name)}: only one axis can shard a dim"
+            return f"{_all_names_text(trace, name)}: only one axis can shard a dim"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
         options = pinned.strategies(node, pinned.ways(node, ranks))
@@ -469,9 +469,9 @@ def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Ite
             places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
             seen = "" if used.op == "get_attr" else f", through {short_name(used)},"
             does = "gives" if is_view else "takes"
-            yield weight, f"{describe(node)} then {does} {_every_name(trace, weight)}{seen} as {places}"
+            yield weight, f"{describe(node)} then {does} {_all_names_text(trace, weight)}{seen} as {places}"
 
 
-def _every_name(trace: Trace, name: str) -> str:
+def _all_names_text(trace: Trace, name: str) -> str:
     others = trace.aliases.get(name, ())
     return f"{name} (tied: one weight with {', '.join(others)})" if others else name

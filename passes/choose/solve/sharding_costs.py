@@ -39,7 +39,7 @@ _AVOID_SCATTERS = 1.5
 all-reduces moves as many bytes (an all-reduce is a reduce-scatter and an all-gather). It saves only memory traffic, a
 few per cent of their time. So it must be cheaper by more than that, as for k and v of few heads."""
 
-_TELLS = 0.01
+_ACCURACY = 0.01
 """Relative difference of predicted times that is below the accuracy of a prediction."""
 
 
@@ -103,7 +103,7 @@ class Price:
         """
         if abs(self.undivided - other.undivided) > 1e-9:
             return self.undivided < other.undivided
-        return self.seconds < other.seconds * (1 - _TELLS)
+        return self.seconds < other.seconds * (1 - _ACCURACY)
 
 
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> bool:
@@ -127,7 +127,7 @@ def _has_rows(atoms: Any) -> bool:
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
-class _Moved(NamedTuple):
+class _ConvertedValue(NamedTuple):
     """Properties of a value that its conversion cost depends on.
 
     `size_bytes`: as `Prices.bytes`. `others`: placements of the value on other axes, with their sizes.
@@ -161,8 +161,8 @@ class Prices:
         self.whole, self.weights_chosen, self.before = whole, weights_chosen, before
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
-        self._values: dict[fx.Node, _Moved] = {}
-        self._seconds: dict[tuple[Placement, Placement, _Moved], float] = {}
+        self._values: dict[fx.Node, _ConvertedValue] = {}
+        self._seconds: dict[tuple[Placement, Placement, _ConvertedValue], float] = {}
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
@@ -230,7 +230,7 @@ class Prices:
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         """Return the seconds per step to convert a value between placements; infinite if impossible."""
-        return self.step.microbatches * self._conversion_s(place, target, self._moved(used))
+        return self.step.microbatches * self._conversion_s(place, target, self._converted_value(used))
 
     def _time_s(self, kind: str, size: float) -> float:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
@@ -294,14 +294,14 @@ class Prices:
         counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
         return self.step.microbatches * (ways * moved_s + counts_s)
 
-    def _conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
+    def _conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
         """Return the seconds of a conversion for one microbatch, cached: most values share a key."""
         key = place, target, value
         if key not in self._seconds:
             self._seconds[key] = self._new_conversion_s(place, target, value)
         return self._seconds[key]
 
-    def _new_conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
+    def _new_conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
         if (place.is_routed or target.is_routed) and place != target:
             return float("inf")  # only dispatch and combine move tokens to experts and back
         if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
@@ -322,10 +322,10 @@ class Prices:
             max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100
         )  # the small term keeps the cheaper of two scatters
 
-    def _moved(self, used: fx.Node) -> _Moved:
+    def _converted_value(self, used: fx.Node) -> _ConvertedValue:
         if used not in self._values:
-            known, others = facts(used), tuple(self._others(used))
-            self._values[used] = _Moved(shape(used), self.bytes(used), known["needs_grad"], known["role"],
+            about, others = facts(used), tuple(self._others(used))
+            self._values[used] = _ConvertedValue(shape(used), self.bytes(used), about["needs_grad"], about["role"],
                                         self._is_chosen_weight(used), others)  # fmt: skip
         return self._values[used]
 

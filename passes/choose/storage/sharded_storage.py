@@ -99,7 +99,7 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
 
     Repeated blocks share a note.
     """
-    mesh, kept = decisions.mesh, []
+    mesh, notes = decisions.mesh, []
     for name, parameter in trace.parameters.items() if zero else ():
         layout = decisions.stored.get(name, {})
         axis = mesh.stored_over(layout)
@@ -110,5 +110,5 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
         if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
             most, why = f"{over[0]}={mesh.size(over[0])}", "no dim that tp leaves unsharded divides"
             how = f"is sharded over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays replicated on {most}"
-            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
-    return tuple(dict.fromkeys(kept))
+            notes.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
+    return tuple(dict.fromkeys(notes))
