@@ -1,1 +1,1 @@
-"""That the partitioned program computes what the model does, and where it does not."""
+"""Proofs that a partitioned program computes what the model computes, and localization of differences."""

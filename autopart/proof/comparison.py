@@ -1,8 +1,8 @@
-"""A traced graph with its weights and inputs, computed twice: whole on one device, and cut over all ranks in lockstep.
+"""Comparison of a traced graph on a single device with its partitioned program in lock step.
 
-`Subject.expected` is what the graph computes on the global batch, `Subject.errors` how far the program of an
-`Arrangement` is from it: outputs, loss, and the gradient of every parameter on every rank that holds it. Both draw
-their random numbers from one seed, as `rng="exact"` does.
+`Subject.expected` runs the graph on the global batch. `Subject.errors` returns the errors of the program of an
+`Arrangement`: outputs, loss, and the gradient of every parameter on every rank that stores it. Both draw random numbers
+from one seed, as `rng="exact"` does.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.shards.shard_state import cuts_at
 
 FLOOR = 1e-3
-"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
+"""Values below this are compared absolutely: a sum that cancels to zero leaves only rounding."""
 
 SEED = 0
-"""Of the random numbers that all runs draw: the model's own, the graph's, and those of the ranks."""
+"""Random seed of all runs: of the model, of its graph, and of the ranks."""
 
 GRAD_FLOOR = 1e-4
-"""The same for gradients: where all cancel to nothing (a shift of all classes), rounding alone is left."""
+"""The same floor for gradients: if all cancel (a shift of all classes), only rounding is left."""
 
 Shards = dict[int, dict[str, nn.Parameter]]
-"""{rank: {name: its part of the parameter}}"""
+"""{rank: {name: local shard of the parameter}}"""
 
 Tamper = Callable[[Program, Shards], None]
 """Plants a fault in a program or its ranks' parameters, in place."""
@@ -48,8 +48,13 @@ Tamper = Callable[[Program, Shards], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a graph is cut: the decisions, how stages are placed on ranks ("loop" or "V"), and a fault to plant, for
-    tests. `plan`: what the decisions are read from."""
+    """Decisions for a graph, with the placement of its stages on ranks and an optional fault.
+
+    Args:
+        stage_style: placement of stages on ranks, "loop" or "V".
+        tamper: plants a fault, for tests.
+        plan: the plan that the decisions come from.
+    """
 
     decisions: Decisions
     stage_style: str = "loop"
@@ -59,8 +64,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Results:
-    """What a graph computes: its flat outputs, the gradients of its parameters and of the inputs that need one, new
-    values of its buffers."""
+    """Results of a run: flat outputs, gradients of parameters and inputs, and new buffer values."""
 
     outputs: list[Any]
     grads: Mapping[str, Tensor]
@@ -68,7 +72,7 @@ class Results:
     input_grads: Mapping[str, Tensor]
 
     def distance(self, other: Results) -> float:
-        """The largest relative difference of anything; infinite where other parameters have gradients."""
+        """Return the largest relative difference of any value; infinite if other parameters have gradients."""
         if self.has_other_gradients(other):
             return float("inf")
         pairs = zip(self.outputs, other.outputs, strict=True)
@@ -81,7 +85,10 @@ class Results:
         return max(apart, default=0.0)
 
     def has_other_gradients(self, other: Results) -> bool:
-        """Whether a parameter has a gradient in one alone, and not of zero: of skipped code there may be none."""
+        """Return True if a parameter has a non-zero gradient in one result and none in the other.
+
+        Parameters of a skipped data-dependent branch may have no gradient.
+        """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
 
@@ -92,7 +99,7 @@ class Results:
 
 
 def held_tensor(model: nn.Module, name: str) -> Tensor:
-    """A buffer of a model, or a parameter."""
+    """Return the buffer or parameter of this name."""
     module, _, last = name.rpartition(".")
     holder = model.get_submodule(module)
     buffer = holder._buffers.get(last)
@@ -101,7 +108,7 @@ def held_tensor(model: nn.Module, name: str) -> Tensor:
 
 @contextmanager
 def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """What the model writes to its buffers inside is undone, and to the parameters `written`."""
+    """Context manager that restores all buffers, and the parameters in `written`, on exit."""
     parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
     modules = [(module, dict(module._buffers)) for module in model.modules()]
     before = [(b, b.clone()) for _, buffers in modules for b in buffers.values() if b is not None]
@@ -120,22 +127,27 @@ def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterato
 
 @contextmanager
 def one_seed(seed: int = SEED) -> Iterator[None]:
-    """Inside, the default generators begin in one and the same state; afterwards they are as they were."""
+    """Context manager that seeds the default generators on entry and restores their state on exit."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """A parameter as the graph reads it: itself, or a leaf with the value that it changes to before."""
+    """Return the parameter itself, or a leaf with its value after the in-forward update."""
     if update is None:
         return parameter
     return update.of_whole(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
 
 
 class Subject:
-    """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
-    weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
+    """A traced graph whose `parameters` have values.
+
+    Gradients are those of its `loss`, or of a fixed weighted sum of all outputs without one.
+
+    Args:
+        random_seed: seed of the random numbers of each run.
+    """
 
     def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
         self.traced, self.loss, self.random_seed = traced, loss, random_seed
@@ -143,11 +155,14 @@ class Subject:
         self.weights = {name: _updated(p, updates.get(name), inputs) for name, p in traced.parameters.items()}
         self.outputs = list(traced.graph.output_node().args[0])
 
-    # Whole
+    # Single device
 
     def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
-        """Every value of the graph on the global batch, where the weights are; `retain_grads`: each gets its `.grad`
-        when the graph is differentiated."""
+        """Return every value of the graph on the global batch, on the device of the weights.
+
+        Args:
+            retain_grads: also retain the gradient of each value when the graph is differentiated.
+        """
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
         inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
@@ -162,14 +177,14 @@ class Subject:
         return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def seed(self, flat: list[Any]) -> Tensor:
-        """The scalar to differentiate, from the flat outputs."""
+        """Return the scalar to differentiate, from the flat outputs."""
         if self.loss is not None:
             return flat[self.outputs.index(self.loss)]
         parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
     def expected(self) -> Results:
-        """What the graph computes on the global batch, in one piece."""
+        """Run the unpartitioned graph on the global batch."""
         values = self.values()
         buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
         return self.differentiate(self.flat_outputs(values), buffers)
@@ -177,8 +192,11 @@ class Subject:
     def differentiate(
         self, flat: list[Any], buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
     ) -> Results:
-        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere.
-        `weights`: of the run, where it is not one of the graph."""
+        """Differentiate a run and collect outputs, gradients and buffers. `.grad` fields are not written.
+
+        Args:
+            weights: parameters of the run, if it is not a run of the graph.
+        """
         trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         call = self.traced.call
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
@@ -190,29 +208,31 @@ class Subject:
         # Copies: an output may be a buffer.
         return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
 
-    # Cut
+    # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
-        """The program of a call: all outputs, whole."""
+        """Lower the program of a call, which returns all outputs unsharded."""
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """The program of a training step: the loss as it is made; without a loss that of a call."""
+        """Lower the program of a training step, which returns the loss in its layout; else that of a call."""
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
 
     def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
-        """Every rank's parameters. Ranks with the same part share its memory, unless they are to be `trained` or a
-        fault is to be planted."""
+        """Return the parameters of every rank.
+
+        Ranks with the same shard share its memory, unless they are `trained` or a fault is planted.
+        """
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
         for name, stored in program.parameters.items():
-            homes = owners(program, stored, arrangement.stage_style)
+            owner_stages = owners(program, stored, arrangement.stage_style)
             parts: dict[tuple[int, ...], Tensor] = {}
             for rank, local in shards.items():
                 at = mesh.coordinates(rank)
-                if at.get("pp", 0) not in homes:
+                if at.get("pp", 0) not in owner_stages:
                     continue
                 cuts = cuts_at(stored, mesh, at)
                 place = tuple(index for _, index in cuts)
@@ -240,7 +260,7 @@ class Subject:
             )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
-        """What every rank differentiates: its losses, or its weighted outputs."""
+        """Return the scalars that the ranks differentiate: their losses, or their weighted outputs."""
         if self.loss is not None:
             return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
         return [
@@ -250,13 +270,13 @@ class Subject:
             if value.requires_grad
         ]
 
-    # Compared
+    # Comparison
 
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
-        """The error of the loss, of every output, parameter's and input's gradient and buffer that is written, by name.
+        """Return the errors of the loss, outputs, gradients and written buffers, by name.
 
-        Errors of outputs are relative to their largest entry, those of gradients to the largest of any. What a fault
-        in the program raises is raised here.
+        Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any gradient.
+        Exceptions of a faulty program pass through.
         """
         errors: dict[str, float] = {}
         if self.loss is not None:
@@ -286,31 +306,34 @@ class Subject:
 
 
 class _InputGradients:
-    """The inputs that need a gradient, as every rank has them."""
+    """Gradients of inputs, as every rank has them."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
         self.names = {n.name: facts(n)["input_name"] for n in nodes if facts(n).get("input_grad")}
-        self.held: dict[str, list[Tensor]] = {}
+        self.values_by_input: dict[str, list[Tensor]] = {}
 
     def keep(self, stage: int, microbatch: int, node: fx.Node, value: Mapping[int, Any]) -> None:
         name = self.names.get(facts(node).get("origin", "")) if node.op == "placeholder" else None
         if name is not None:
-            self.held[name] = list(value.values())
-            for tensor in self.held[name]:
+            self.values_by_input[name] = list(value.values())
+            for tensor in self.values_by_input[name]:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
-        """The largest error over all ranks of every input's gradient: each rank has the whole of it."""
+        """Return the largest error over all ranks of each input's gradient. Each rank has the full gradient."""
         errors = {}
         for name, whole in expected.input_grads.items():
-            apart = [relative(t.grad, whole) if t.grad is not None else float("inf") for t in self.held.get(name, ())]
+            apart = [
+                relative(t.grad, whole) if t.grad is not None else float("inf")
+                for t in self.values_by_input.get(name, ())
+            ]
             errors[f"input {name}"] = max(apart, default=float("inf"))
         return errors
 
 
 def output_errors(program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
-    """The largest error over all ranks of every output."""
+    """Return the largest error over all ranks of every output."""
     errors: dict[str, float] = {}
     for microbatches in results.values():
         merged = merge_microbatches(program, microbatches)
@@ -322,8 +345,10 @@ def output_errors(program: Program, results: Mapping[int, list[tuple]], expected
 
 
 def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict[str, float]:
-    """The largest error over all ranks of every parameter's gradient; one that should be there and is not, or should
-    not be there and is not zero, counts as infinitely wrong."""
+    """Return the largest error over all ranks of every parameter's gradient.
+
+    A missing gradient, or an unexpected non-zero one, has an infinite error.
+    """
     scale = expected.grad_scale
     errors: dict[str, float] = {}
     for rank, local in shards.items():
@@ -341,7 +366,7 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
 
 
 def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
-    """The largest error of every buffer that is written, over the ranks that make its new value."""
+    """Return the largest error of every written buffer, over the ranks that compute its new value."""
     errors = {f"buffer {name}": float("inf") for name in expected.buffers}
     for name, whole in expected.buffers.items():
         differences = [relative(new[name], whole) for new in buffers.values() if name in new]
@@ -350,7 +375,10 @@ def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results
 
 
 def whole_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
-    """The loss of the global batch: partial sums over dp and microbatches added, whole ones taken once."""
+    """Return the loss of the global batch.
+
+    Partial sums over data ranks and microbatches are added; replicated losses count once.
+    """
     layout = program.outputs[0].layout
     at = {rank: program.mesh.coordinates(rank) for rank in results}
     ranks = [r for r in results if all(p.kind == "P" or at[r].get(a, 0) == 0 for a, p in layout.items())]
@@ -360,13 +388,18 @@ def whole_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
 
 
 def weights_like(output: Tensor) -> Tensor:
-    """Fixed weights between 0.5 and 1.5, different for every entry."""
+    """Return fixed weights between 0.5 and 1.5, different for every entry."""
     return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
 
 
 def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """The largest difference relative to `scale` (the largest finite entry expected, at least `FLOOR`); infinite where
-    shapes differ, and where only one is infinite or not a number."""
+    """Return the largest difference, relative to `scale`.
+
+    Infinite if shapes differ, or if an entry is infinite or NaN in one tensor only.
+
+    Args:
+        scale: defaults to the largest finite entry expected, at least `FLOOR`.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     if not expected.numel():
@@ -383,12 +416,12 @@ def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> fl
 
 
 def scale_of(value: Tensor) -> float:
-    """The largest finite entry, at least `FLOOR`."""
+    """Return the largest finite entry, at least `FLOOR`."""
     return max(largest(value), FLOOR)
 
 
 def largest(value: Tensor) -> float:
-    """The largest finite entry of a tensor, 0 of an empty one."""
+    """Return the largest absolute finite entry of a tensor; 0 for an empty tensor."""
     if not value.numel():
         return 0.0
     value = value.detach()

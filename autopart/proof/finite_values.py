@@ -1,7 +1,7 @@
-"""What a model computes that is not finite: a comparison of such numbers proves nothing.
+"""Detection of NaN and infinity in a model's results: a comparison of such numbers proves nothing.
 
-A value that is compared must not hold NaN anywhere. Infinities are at home in outputs and buffers (masked logits), not
-in a loss or a gradient.
+A compared value must not contain NaN. Infinity is legal in outputs and buffers (masked logits), but not in a loss or a
+gradient.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.comparison import Results, Subject
 
 SHOWN = 3
-"""How many values of one kind are named."""
+"""Number of values of one kind that a message names."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """What is not finite in the model itself.
+    """Values of the model itself that are not finite.
 
-    `values`: what is compared and holds such numbers (`loss`, `output 1`, `gradient of h.0.up.weight`), with what it
-    holds. `begins`: parameters, inputs and buffers that hold some before anything is computed. `maker`: the first
-    operator that makes one, with its source line; "" where none does. `same`: whether the program has the same numbers
-    in the same places.
+    Args:
+        values: description of the bad entries, by compared value (`loss`, `output 1`, `gradient of h.0.up.weight`).
+        begins: the same for parameters, inputs and buffers that have bad entries before the run.
+        maker: the first operator that computes a bad value, with its source line; "" if there is none.
+        same: the program has the same numbers in the same positions.
     """
 
     values: Mapping[str, str]
@@ -43,7 +44,7 @@ class NotFinite:
             lines.append(f"  begins   {_listed(self.begins)}")
         if self.maker:
             lines.append(f"  made by  {self.maker}")
-        lines.append(f"  program  {'the same in the same places' if self.same else 'others than the model'}")
+        lines.append(f"  program  {'the same numbers in the same positions' if self.same else 'different numbers'}")
         hint = "finite weights and inputs" if self.begins else "other weights, a smaller input, or an epsilon there"
         return "\n".join([*lines, f"  try      {hint}"])
 
@@ -54,7 +55,7 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def held(value: Any) -> str:
-    """`is nan`, `holds 3 nan of 64`, `holds 2 inf of 8`; "" for what is finite."""
+    """Describe the bad entries of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return ""
     value = value.detach()
@@ -68,19 +69,19 @@ def held(value: Any) -> str:
 
 
 def not_finite(subject: Subject, results: Results) -> dict[str, str]:
-    """{what is compared: what it holds}, of what must not hold it."""
+    """Map each compared tensor with NaN (or infinity, if illegal) to a description of the bad values."""
     return {name: held(value) for name, value, infinities in _compared(subject, results)
             if value.isnan().any() or (not infinities and held(value))}  # fmt: skip
 
 
 def infinite(subject: Subject, results: Results) -> dict[str, str]:
-    """{output or buffer: what it holds}, of those that hold infinities, as they may."""
+    """Map each output or buffer that legally contains infinity to a description."""
     return {name: held(value) for name, value, infinities in _compared(subject, results)
             if infinities and not value.isnan().any() and held(value)}  # fmt: skip
 
 
 def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, value, whether it may hold infinities) of all floating values that are compared."""
+    """Yield (name, value, infinity is legal) of all floating-point values that are compared."""
     loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
     entries: list[tuple[str, Any, bool]] = []
     for i, value in enumerate(results.outputs):
@@ -94,7 +95,7 @@ def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor,
 
 
 def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
-    """Where the numbers come from that `values` (of `not_finite`) hold."""
+    """Find the origin of the bad numbers in `values`, as `not_finite` returns them."""
     computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
     ends = [node for node in subject.outputs if isinstance(node, fx.Node)]
@@ -109,7 +110,10 @@ def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
 
 
 def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
-    """Parameters and inputs that are not finite; constants and buffers hold infinities rightly, but no NaN."""
+    """Yield parameters and inputs that are not finite, and buffers with NaN.
+
+    Infinity in a buffer is legal.
+    """
     for node, value in computed.items():
         text = held(value)
         if not text:
@@ -122,29 +126,29 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: Subject) -> str:
-    """The operator in which a chain of NaN, or of infinities that reach a loss, begins."""
+    """Describe the operator that begins a chain of NaN, or of infinity that reaches a loss."""
     for end in ends:
         node = _origin(end, computed, torch.isnan)
         if node is not None and node.op == "call_function":
             infinities = [source for source in tensor_inputs(node) if _has(computed[source], torch.isinf)]
             if not infinities:
-                return f"{describe(node)} makes nan of finite numbers"
+                return f"{describe(node)} computes nan from finite numbers"
             phrase = _infinity(infinities[0], computed)
-            return f"{describe(node)} makes nan of infinities" + (f", which {phrase}" if phrase else "")
+            return f"{describe(node)} computes nan from infinities" + (f", which {phrase}" if phrase else "")
     phrase = _infinity(subject.loss, computed) if subject.loss is not None else ""
     return f"infinities, which {phrase}" if phrase else ""
 
 
 def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
-    """Which operator makes the infinities that are in this value; "" where it holds none, or none is made."""
+    """Describe the operator that computes the infinities in this value; "" if there is none."""
     node = _origin(end, computed, torch.isinf)
     if node is None or node.op != "call_function":
         return ""
-    return f"{describe(node)} makes of finite numbers"
+    return f"{describe(node)} computes from finite numbers"
 
 
 def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
-    """The earliest node on the way to `end` whose value is bad and whose inputs are not."""
+    """Return the earliest ancestor of `end` with a bad value and good inputs."""
     if not _has(computed[end], bad):
         return None
     node = end
@@ -156,7 +160,7 @@ def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor
 
 
 def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
-    """The operator whose backward makes the first gradient that is not finite."""
+    """Describe the operator whose backward computes the first gradient that is not finite."""
     grads = {
         node: value.grad
         for node, value in computed.items()
@@ -166,7 +170,7 @@ def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
         if held(grads[node]):
             readers = [user for user in node.users if user.op == "call_function"]
             kind = "nan" if _has(grads[node], torch.isnan) else "infinity"
-            return f"the backward of {describe(readers[-1])} makes {kind}" if readers else ""
+            return f"the backward of {describe(readers[-1])} computes {kind}" if readers else ""
     return ""
 
 

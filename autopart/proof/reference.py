@@ -1,21 +1,21 @@
-"""What the partitioned program is compared with: a model on one device, and its trace in float64.
+"""Reference for the partitioned program: a model on a single device, and its trace in float64.
 
 There are two ways, and a verification takes the first that works:
 
-1. **The model in float64.** A copy is converted to float64 and run, and it is traced as it is then. The program is
-   compared with the copy itself to 1e-10. Where the copy casts down inside (a loss in float32), the casts are lifted
-   in the trace; then the program is compared with the trace to 1e-10, and the trace with the copy to float32 rounding.
-2. **The model in its own precision.** Some models do not run in float64: they make `torch.zeros(...)` and add to it,
-   hold weights in bfloat16 beside others, enter autocast inside, keep tensors of float32 in a cache, or call a kernel
-   that has no float64. Such a copy is run and traced in the precision that it has, and the graph is then converted to
-   float64 (`passes/normalize/double_precision.py`). The program is compared with that graph to 1e-10, and the graph
-   with the model to the rounding of the precision that the model computes in. Where rounding decides more than that
-   (which units of a ReLU are on, which expert is chosen), the graph is compared with the model before it is converted.
+1. **The model in float64.** A copy is converted to float64, run and traced. The program is compared with the copy to
+   1e-10. If the copy casts down inside (a loss in float32), the trace upcasts these operators to float64. Then the
+   program is compared with the trace to 1e-10, and the trace with the copy to float32 rounding.
+2. **The model in its own precision.** Some models do not run in float64: they add to `torch.zeros(...)`, mix bfloat16
+   with other weights, enter autocast inside, keep float32 tensors in a cache, or call a kernel without float64. Such a
+   copy is run and traced in its own precision, and the graph is then converted to float64
+   (`passes/normalize/double_precision.py`). The program is compared with that graph to 1e-10, and the graph with the
+   model to the rounding of the model's precision. If rounding decides more than that (which units of a ReLU are on,
+   which expert is chosen), the graph is compared with the model before the conversion.
 
-So both ways can fail: a fault of the program (a lost sum, a wrong shard) shows at 1e-10, against a graph that is not
-partitioned; and a fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against
-Python code that no part of autopart has touched. What the second comparison cannot see is a fault of the trace that
-changes every result by less than the model's own rounding does.
+Both ways can fail. A fault of the program (a lost sum, a wrong shard) shows at 1e-10 against a graph that is not
+partitioned. A fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against Python
+code that no part of autopart has touched. The second comparison misses a fault of the trace only if the fault changes
+every result by less than the model's own rounding.
 """
 
 from __future__ import annotations
@@ -48,30 +48,34 @@ from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
-"""How far a model that computes in float32, or in half precision, may be from its trace in double precision."""
+"""Largest error of the float64 trace against a model that computes in float32, or in half precision."""
 NOT_DOUBLE = "the model does not run in float64: it runs in its own precision, its trace and the program in float64"
 NOT_FINITE_IN_DOUBLE = (
     "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
     "in float64"
 )
-"""Of finite weights: a mask that holds the least float64, which a softmax in float32 makes minus infinity."""
+"""Possible with finite weights: a softmax in float32 turns a mask of the least float64 into minus infinity."""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
-"""What models raise that do not run in float64."""
+"""Exceptions of models that do not run in float64."""
 
 
 class Reference:
     """A copy of a model, traced and run for a call.
 
-    `source`: the model, which stays as it is. `arguments`: of the call. `loss_fn`: as `verify`. `precision`: what the
-    graph is traced in, whose casts are the identity here.
+    Args:
+        source: the model, which is not changed.
+        arguments: arguments of the call.
+        loss_fn: as in `verify`.
+        precision: mixed precision of the trace, whose casts are identities here.
 
-    `model`: the copy, with the loss function behind it; `base`: without. `arguments`: of the call, in the precision of
-    the copy. `traced`: its trace, whose graph, weights, buffers and inputs are float64. `is_double`: so is the copy;
-    then the trace has its weights and buffers. `lost`: the buffers that the model changes unseen by the trace.
-    `infinite`: what it computes that is not finite, as `not_finite` says it.
+    Attributes: `model` is the copy with its loss function, `base` the copy without it, and `arguments` the call in the
+    copy's precision. `traced` is its trace, with graph, weights, buffers and inputs in float64. `is_double` is True if
+    the copy is float64 too; then the trace shares its weights and buffers. `lost` holds the buffers that the model
+    changes without the trace recording it. `infinite` holds its values that are not finite, as `not_finite` returns
+    them.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Reference:
     ):  # fmt: skip
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
-        self._loss_fn = loss_fn  # the copy's own, if it is a module
+        self._loss_fn = loss_fn  # a copy, if it is a module
         try:
             with quiet_shapes():
                 self._use(self._copy(source, in_double), arguments)
@@ -93,7 +97,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model, with a loss function that is a module: the two may share tensors."""
+        """Copy and convert the model together with a loss module: the two may share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
@@ -101,7 +105,11 @@ class Reference:
         return copied.get_submodule("model")
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
-        """Trace and run a copy, which is in float64 or says why not. Raises what the model raises."""
+        """Trace and run a copy. Errors of the model pass through.
+
+        Args:
+            why_single: why the copy is not float64; "" if it is.
+        """
         is_double = not why_single
         self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
         self.model = base if self.loss_fn is None else WithLoss(base, self._loss_fn).train(self.training)
@@ -120,37 +128,37 @@ class Reference:
         self.infinite = not_finite(self.subject, self.of_model)
 
     def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, in the precision that the copy takes."""
+        """Return the arguments of a call in the precision of the copy."""
         return dict(tree_map(_to_double if self.is_double else _to_single, dict(arguments)))
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
-        """The trace of another call, with the weights and buffers of this one's."""
+        """Trace another call, with the weights and buffers of the first trace."""
         traced = prepare(self.model, arguments, double=True, precision=self.precision)
         if self.is_double:
             return traced
         return replace(_doubled(traced), parameters=self.traced.parameters, buffers=self.traced.buffers)
 
     def in_double(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call of the trace."""
+        """Return the arguments of a call of the trace."""
         return dict(tree_map(_to_double, dict(arguments)))
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer of the copy, or a frozen parameter that it writes, as the last forward has left it."""
+        """Return a buffer of the copy, or a frozen parameter that it writes, after the last forward."""
         return held_tensor(self.base, name)
 
     @property
     def is_lifted(self) -> bool:
-        """Whether the trace computes in a higher precision than the copy."""
+        """True if the trace computes in a higher precision than the copy."""
         return not self.is_double or not {LIFTED, LIFTED_HALF}.isdisjoint(self.notes)
 
     @cached_property
     def expected(self) -> Results:
-        """What the program must compute."""
+        """The results that the program must compute."""
         return self.subject.expected() if self.is_lifted else self.of_model
 
     @cached_property
     def errors(self) -> dict[str, float]:
-        """How far the trace is from the model, where that is more than rounding makes it."""
+        """The differences between trace and model that exceed rounding, by name."""
         apart = self.expected.distance(self.of_model) if self.is_lifted else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
@@ -161,11 +169,11 @@ class Reference:
 
     @cached_property
     def not_finite(self) -> NotFinite | None:
-        """What of the model is infinite, or not a number."""
+        """The values of the model that are infinite or NaN, if any."""
         return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: Subject) -> Results:
-        """What the copy itself computes, its gradients too."""
+        """Run the copy itself and differentiate it."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
         with buffers_restored(self.base, written_parameters), PythonState(self.model):
@@ -180,28 +188,28 @@ class Reference:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Whether float64 is the model's own precision: that of all its weights."""
+    """Return True if float64 is the model's own precision: that of all its weights."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """The same model, its weights and buffers in float64."""
+    """Convert the weights and buffers of a model to float64, in place."""
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_complex():  # which `double()` leaves as they are
+        if tensor.is_complex():  # `double()` does not convert these
             tensor.data = tensor.data.to(torch.complex128)
     return model
 
 
 def _in_single(model: nn.Module) -> nn.Module:
-    """The same model, what is float64 in float32: it does not run in float64."""
+    """Convert float64 tensors of a model to float32, in place, because it does not run in float64."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(_SINGLE.get(tensor.dtype, tensor.dtype))
     return model
 
 
 def _doubled(traced: Trace) -> Trace:
-    """A trace in float64 with its tensors, which are copies then. A tensor with two names stays one."""
+    """Return a float64 copy of a trace and its tensors. A tensor with two names stays one tensor."""
     double_by_id: dict[int, Tensor] = {}
 
     def double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,15 @@
-"""Proof by execution: all ranks of the partitioned program in one process, against the model itself.
+"""Proof by execution: all ranks of the partitioned program in one process, compared with the model.
 
-`verify` runs the very graphs that the runtime executes, forward and backward, in double precision, and compares loss,
-outputs, every gradient and every buffer that is written. Where they differ it compares value by value and names the
-first that is wrong.
+`verify` runs the very graphs that the runtime executes, forward and backward, in float64. It compares the loss,
+outputs, every gradient and every written buffer. If they differ, it compares value by value and names the first wrong
+value.
 
-With `precision=` that is done with casts that are the identity, and the program is then run as it is, casts and all,
-and compared with the same policy on one device (`precision.py`).
+With `precision=` the float64 comparison replaces casts by identities. Then the program runs with its casts and is
+compared with a single-device run under the same precision (`verify_precision.py`).
 
-A model that computes in float32 inside (transformers' losses and RMS norms) cannot be matched to 1e-10 by any other
-order of additions. Its trace is then computed in float64; the trace is compared with the model to the model's own
-rounding, and the partitioned program with the trace to 1e-10 (`reference.py` says what that proves).
+A model that computes in float32 inside (losses and RMS norms of transformers) cannot be matched to 1e-10 by another
+order of additions. Its trace is then computed in float64. The trace is compared with the model to the model's own
+rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that proves).
 """
 
 from __future__ import annotations
@@ -61,20 +61,27 @@ from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_WHOLE = 3
-"""How many kinds of operators that run whole are named."""
+"""Number of unsharded kinds of operators that a note names."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`. Its text names the largest error and the first wrong value.
 
-    `max_error`: the largest error of loss, outputs (relative to their largest entry) and gradients (relative to the
-    largest gradient entry of the model), over all ranks. `errors`: by name (`loss`, `output 0`, parameters,
-    `buffer bn.running_mean`). `first_mismatch`: None if all is well. `smallest`: with `shrink=True`, the smallest part
-    that is wrong alone. `steps`: with `steps=`, what each training step was and how far all ranks are from it; their
-    errors are in `errors` too (`step 2 weight h.0.up.weight`). `not_finite`: NaN, or an infinite loss or gradient, in
-    the model itself: then nothing is proven, and `ok` is False. `rounded`: with `precision=`, how far the program is
-    from one device in that precision; all else is of the same program with casts that are the identity, in float64.
+    Args:
+        ok: all values agree, and none is NaN.
+        max_error: largest error of the loss, outputs (relative to their largest entry) and gradients (relative to the
+            largest gradient entry of the model), over all ranks.
+        first_mismatch: the first wrong value; None if all agree.
+        errors: error by name (`loss`, `output 0`, parameter names, `buffer bn.running_mean`, and with `steps=`
+            `step 2 weight h.0.up.weight`).
+        mesh: the mesh, as text.
+        smallest: with `shrink=True`, the smallest subgraph that is wrong alone.
+        steps: with `steps=`, a report of each training step.
+        not_finite: the NaN, or infinite loss or gradient, that the model itself computes. Nothing is proven then, and
+            `ok` is False.
+        rounded: with `precision=`, the comparison with a single-device run in that precision. All other fields are from
+            the float64 program whose casts are identities.
     """
 
     ok: bool
@@ -108,7 +115,7 @@ class Verification:
         number = len(self.smallest.operators)
         head = f"\nsmallest part that is wrong alone: {number} operator{'s' * (number > 1)}"
         lines = str(self.smallest).splitlines()
-        again = "again: .smallest.errors(), or elsewhere Subgraph.parse(these lines).errors(), with random values"
+        again = "to rerun: .smallest.errors(); elsewhere Subgraph.parse(these lines).errors(), with random values"
         return "".join([head, *(f"\n  {line}" for line in lines), f"\n{again}"])
 
 
@@ -121,27 +128,30 @@ def verify(
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Verification:  # fmt: skip
-    """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
+    """Run ALL ranks of the partitioned model in this process and compare with the model.
 
-    No process group is needed. A copy of the model runs in float64, or as it is where it cannot. What it draws in the
-    mode it is in (dropout when training) is drawn from one seed on both sides.
+    No process group is needed. A copy of the model runs in float64, or in its own precision if it does not run in
+    float64. Both sides draw random numbers (such as dropout in training mode) from one seed.
 
     Args:
-        model, mesh, example_args, example_kwargs, plan: as `parallelize`; nothing is compiled here.
+        model, mesh, example_args, example_kwargs, plan: as in `parallelize`; nothing is compiled here.
         **options: `PlanOptions`.
-        loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
-            compared for a fixed random weighting of the outputs.
-        rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
-        tolerance, shrink: what counts as equal, relative; also find the smallest part of the graph that is wrong alone.
-        scaled: verify a copy with two of every run of equal blocks (True), the model itself (False), or the copy where
-            the model does not fit into memory in float64 or has no weights ("auto"). A plan of the model is followed.
+        loss_fn, target: for a model that returns no loss, as in `ParallelModule.step`. Without either, the comparison
+            differentiates a fixed weighted sum of the outputs.
+        rng: "exact", or "fast" to turn dropout off (eval mode), for models whose random numbers cannot be reproduced.
+        tolerance: largest relative error that counts as equal.
+        shrink: also find the smallest part of the graph that is wrong alone.
+        scaled: True verifies a copy that keeps two of every run of equal blocks; False the model itself. "auto" uses
+            the copy if the model does not fit in memory in float64 or has no weights. A plan of the model is followed.
         tamper: called with the program and the ranks' parameters before the run, to plant a fault.
-        steps: then also run so many training steps, and compare loss, norm, gradients, weights and the optimizer's
-            state after each. The other four arguments are of these steps (3 where none is named).
-        optimizer: makes a rank's from its [(name, parameter)].  [default: AdamW, lr=1e-3]
-        max_norm: what gradients are clipped to. scaler: True, settings of a `torch.amp.GradScaler`, or one.
-        batches: one call's keyword arguments for each step.  [default: the example in every step]
-    Raises as `plan`.
+        steps: number of training steps to run after the first comparison. Compares loss, norm, gradients, weights and
+            optimizer state after each step. Any of the next four arguments implies 3 steps.
+        optimizer: function that makes a rank's optimizer from its [(name, parameter)].  [default: AdamW, lr=1e-3]
+        max_norm: gradient clipping norm.
+        scaler: True, settings of a `torch.amp.GradScaler`, or a scaler.
+        batches: keyword arguments of the call of each step.  [default: the example in every step]
+
+    Raises the errors of `plan`.
 
     Example:
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
@@ -162,15 +172,17 @@ def verify(
         asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
     work = VerifyLoad(sizes, training.steps if training is not None else 0, loss_fn is not None)
     verifications = []
-    for copied in _chosen(model, arguments, scaled, work):
+    for copied in _copies_to_verify(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
         verifications.append(run.check(run.arrange(sizes, followed, asked, tamper), tolerance, shrink, training))
     return together(verifications)
 
 
 def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
-    """Whether a model without weights could be verified as it is if it had them. With `scaled=False` it must: raises
-    InputError where it takes more than is free."""
+    """Return True if a model without weights could be verified at full size once it has weights.
+
+    With `scaled=False` it must be: raises InputError if it needs more memory than is free.
+    """
     assert source.example is not None
     arguments = bind_call(source.model, (), source.example)
     asked = read_training(source.model, arguments, **training)
@@ -183,8 +195,10 @@ def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scale
 def _check_fits(
     model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
 ) -> Options:
-    """The options without a limit of memory. Raises MemoryLimitError where the model as it is, not its copy in float64,
-    does not fit in one."""
+    """Return the options without their memory limit.
+
+    Raises MemoryLimitError if the model itself, not its float64 copy, exceeds the limit.
+    """
     if options.memory is None:
         return options
     if loss_fn is not None:
@@ -196,12 +210,14 @@ def _check_fits(
 
 
 class VerificationRun:
-    """A double-precision copy of a model, traced once for a call, to be checked under any number of arrangements.
+    """A float64 copy of a model, traced once for a call and checked under any number of arrangements.
 
-    `arguments`: the call by name, from `bind_call`. `scaled`: as `verify`, or the copy to check in the model's place.
+    Args:
+        arguments: the call by argument name, from `bind_call`.
+        scaled: as in `verify`, or the copy to check instead of the model.
 
-    `base`: the copy alone. `model`: with the loss function behind it. `arguments`: of the call of the copy. `traced`:
-    in float64. `subject`: the trace, to be run whole or cut.
+    Attributes: `base` is the copy alone, `model` the copy with its loss function, `arguments` the call of the copy,
+    `traced` the float64 trace, and `subject` runs the trace unsharded or sharded.
 
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
@@ -213,7 +229,7 @@ class VerificationRun:
         scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact", precision: Precision | None = None,
     ):  # fmt: skip
         if isinstance(scaled, (bool, str)):
-            (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
+            (scaled,) = _copies_to_verify(model, arguments, scaled, ONE_PASS)
         self.scaled = scaled.with_weights() if scaled is not None else None
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
@@ -233,7 +249,7 @@ class VerificationRun:
         self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
 
     def taken(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
-        """The arguments of a call of the user's model as those of a call of the copy."""
+        """Convert the arguments of a call of the user's model to a call of the copy."""
         taken = self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments)
         taken = {"target": target, "call": taken} if self.has_loss_fn else taken
         return placed(taken, device_of(self.source))
@@ -241,7 +257,7 @@ class VerificationRun:
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
     ) -> Arrangement:
-        """How the model is laid out on a mesh: as a plan says, else as is chosen for it. Raises what `plan` raises."""
+        """Return the arrangement of the model on a mesh: from a plan, or chosen. Raises the errors of `plan`."""
         sizes, options = Mesh.parse(mesh), options or Options()
         if plan is not None:
             check_plan_mesh(plan, sizes)
@@ -260,14 +276,17 @@ class VerificationRun:
         self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
         training: Training | None = None,
     ) -> Verification:  # fmt: skip
-        """Run the program of an arrangement on all ranks, and compare; where all is well its training steps too."""
+        """Run the program of an arrangement on all ranks and compare.
+
+        If all agree, also run the training steps.
+        """
         phase("running the model on one device")
         expected, errors, bad = self.reference.expected, dict(self.reference.errors), self.reference.not_finite
         phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks")
         failure: Exception | None = None
         try:
             errors |= self.subject.errors(arrangement, expected)
-        except BROKEN as error:  # a fault can break the run itself
+        except BROKEN as error:  # a fault can also raise
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
         equal = failure is None and worst <= tolerance
@@ -277,9 +296,9 @@ class VerificationRun:
             smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
         notes = [
             *self.notes,
-            *_whole_notes(arrangement.plan),
+            *_unsharded_notes(arrangement.plan),
             *_method_notes(arrangement.decisions.dp_sync),
-            *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
+            *(f"{name} {text}, which is allowed" for name, text in infinite(self.subject, expected).items()),
         ]
         rounded = None
         if self.one_device is not None and equal and bad is None:
@@ -295,10 +314,11 @@ class VerificationRun:
     def _trained(
         self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
-        """What was found, and what the training steps show."""
+        """Add the results of the training steps to a verification."""
         if not verification.ok:
             return replace(
-                verification, notes=(*verification.notes, "no training step was run: one pass is not right already")
+                verification,
+                notes=(*verification.notes, "no training step was run, because a single pass is already wrong"),
             )
         targets = training.targets or (self.target,) * len(training.batches)
         pairs = zip(training.batches, targets, strict=True)
@@ -309,7 +329,7 @@ class VerificationRun:
         first = reports[-1].first
         worst = max([verification.max_error, *errors.values()])
         rounding = reports[-1].rounding
-        note = f"weights of which the gradient is rounding alone are not compared: {', '.join(rounding[:3])}"
+        note = f"weights whose gradient is only rounding are not compared: {', '.join(rounding[:3])}"
         note += f" and {len(rounding) - 3} more" * (len(rounding) > 3)
         return replace(
             verification, ok=first is None, max_error=worst, first_mismatch=first,
@@ -318,26 +338,24 @@ class VerificationRun:
         )  # fmt: skip
 
 
-def _whole_notes(plan: Plan | None) -> list[str]:
-    """A line on what runs whole on every rank, where something does."""
+def _unsharded_notes(plan: Plan | None) -> list[str]:
     if plan is None or not plan.unsharded:
         return []
     rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
     rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
-    return ["run whole: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
+    return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
 
 
 def _method_notes(dp_sync: DpSync) -> list[str]:
-    """A line on what is not run here, where gradients are not summed as they are."""
     if dp_sync.is_default:
         return []
-    return [f"dp_sync='{dp_sync}': gradients are compared as their sum, before data-parallel ranks send less of them"]
+    return [f"dp_sync='{dp_sync}': gradients are compared with exact reduction, the method is not run"]
 
 
-def _chosen(
+def _copies_to_verify(
     model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
-    """The copies to verify in place of the model, if any is asked for or needed; else None alone."""
+    """Return the copies to verify instead of the model, if requested or needed; else a list of None."""
     if scaled not in (True, False, "auto"):
         raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:
@@ -360,7 +378,7 @@ def _chosen(
 
 
 def together(verifications: Sequence[Verification]) -> Verification:
-    """What was found of several copies of one model, as one."""
+    """Merge the verifications of several copies of one model."""
     if len(verifications) == 1:
         return verifications[0]
     wrong = next((one for one in verifications if not one.ok), verifications[0])
@@ -373,7 +391,7 @@ def together(verifications: Sequence[Verification]) -> Verification:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raises where there is nothing to compute with."""
+    """Raise RuntimeSetupError if a parameter has no values."""
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise RuntimeSetupError(
@@ -384,7 +402,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raises where there is no gradient to compare."""
+    """Raise InputError if no parameter has a gradient to compare."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"{type(model).__name__} has no parameter that needs a gradient",

@@ -1,4 +1,4 @@
-"""What a verification needs, said before it begins: memory by what it holds, time by what it computes."""
+"""Estimate of the memory and time of a verification, before it begins."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ VIEWS = (
     "reshape", "view", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
     "split_with_sizes", "t",
 )  # fmt: skip
-"""Operators that mostly compute nothing: what they give shares the memory of what they are given."""
+"""View operators: their outputs mostly share the memory of their inputs."""
 
 SHARE_WHOLE = 0.75
-"""How much of the free memory a verification of the model itself may take."""
+"""Share of the free memory that the verification of a full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
-"""A smaller copy proves as much; it leaves the machine to others: this share of the free memory, and no more bytes."""
+"""Limits of a reduced copy, which proves as much: share of the free memory, and bytes."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a verification takes. `weights`: values, gradients and optimizer states, of one device and of all ranks;
-    `values`: what is computed on the way. In bytes; time in seconds."""
+    """Estimated memory in bytes and time in seconds.
+
+    Args:
+        weights: values, gradients and optimizer state, of the single device and of all ranks.
+        values: activations.
+    """
 
     weights: int
     values: int
@@ -52,8 +56,11 @@ class Estimate:
 
 
 def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool) -> int:
-    """Float64 copies of the weights: of one device the values and gradients, of all ranks the parts and their
-    gradients, once for each data-parallel rank; with an optimizer its state, and the values to go back to."""
+    """Return the bytes of the float64 copies of the weights.
+
+    The single device has values and gradients. The ranks have shards and their gradients, once per data-parallel rank.
+    An optimizer adds its state and saved values to restore.
+    """
     number = sum(p.numel() for p in parameters)
     replicas = 1 if mesh is None else mesh.row_ranks
     copies = 3 + replicas + (3 + 3 * replicas if trains else 0)
@@ -61,7 +68,10 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
 
 
 def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
-    """What one forward makes, in float64: all of it is held until its backward, and what no axis cuts by every rank."""
+    """Return the bytes of one forward's activations in float64.
+
+    All of them stay until their backward. Every rank has the values that no axis shards.
+    """
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
     largest = DOUBLE * max((node.meta["val"].numel() for node in nodes), default=0)
@@ -70,14 +80,17 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
 
 
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
-    """How long the matrix products take here: the forward three times and the backward twice, on one device and on all
-    ranks together (6 operations a weight and token for both; Kaplan et al. 2020, arXiv:2001.08361, table 1)."""
+    """Return the time of the matrix products on this machine.
+
+    The forward runs three times and the backward twice, on a single device and on all ranks together. Both take 6
+    operations per weight and token (Kaplan et al. 2020, arXiv:2001.08361, table 1).
+    """
     number = sum(p.numel() for p in parameters)
     return number * tokens * (20 + 12 * steps) / _rate()
 
 
 def _rate() -> float:
-    """Float64 operations a second of a small matrix product."""
+    """Return the measured float64 operations per second of a small matrix product."""
     a = torch.ones(384, 384, dtype=torch.float64)
     a @ a
     start_s = time.perf_counter()
@@ -86,12 +99,15 @@ def _rate() -> float:
     return 4 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-9)
 
 
-# --- What is free
+# Free memory
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """Memory that can be had now. On the host: what the machine has free, and what the limits of this process's cgroups
-    leave. On a GPU: what it has free, and what torch keeps of it and does not use."""
+    """Return the bytes of memory that this process can allocate now.
+
+    On the host: the free memory, limited by the cgroups of the process. On a GPU: the free memory, plus memory that
+    torch has reserved and does not use.
+    """
     if device is not None and device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + kept)
@@ -102,7 +118,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def cgroup_room(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
-    """What the memory limits of a process's cgroups leave, version 1 or 2; infinite without a limit."""
+    """Return the bytes left below the memory limits of a process's cgroups; infinite without a limit."""
     room = math.inf
     for line in process.read_text().splitlines() if process.exists() else ():
         number, controllers, path = line.split(":", 2)
@@ -130,7 +146,6 @@ def _room_of(folder: Path, limit: str, usage: str, idle: str) -> float:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none (`max`)."""
     try:
         text = path.read_text().strip()
     except OSError:

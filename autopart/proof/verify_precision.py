@@ -1,8 +1,8 @@
-"""Mixed precision, proven: the program as it computes, all ranks in lock-step, against the same policy on one device.
+"""Proof of mixed precision: the program with its casts in lock step, against a single-device run.
 
-What `verify` proves in float64 is the partition, with casts that are the identity. This is about the casts: the model's
-own Python runs with its parameters cast and gradients that flow back to them as they are stored, and the program, with
-every cast and every sum in the dtype that it names, must be as near to that as rounding allows.
+`verify` proves the partition in float64, with casts that are identities. This module checks the casts. The model's own
+Python code runs with cast parameters, and gradients flow back to the stored dtype. The program runs with every cast and
+every reduction in its dtype. Both must agree as closely as rounding allows.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call, users_model
 
 ROUNDINGS = 4
-"""How many roundings of the coarsest dtype the program may be from one device: each sum that ranks share is rounded
-otherwise, and the layers after it carry that on."""
+"""Largest error against the single device, in roundings of the coarsest dtype. Each reduction over ranks rounds
+differently, and later layers carry the difference on."""
 
 MOST = 0.25
-"""Where one device's own rounding is more than this, it decides something (which expert, which unit is on), and how far
-two orders of additions are apart says nothing."""
+"""Above this, the single device's own rounding decides something (which expert, which unit is on). Then the difference
+between two orders of additions means nothing."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """How far the program is from one device under a precision.
+    """Difference between the program and the single-device run under a precision.
 
-    `errors`: by name, as `Verification.errors`. `tolerance`: what was allowed: `ROUNDINGS` of the coarsest dtype, or
-    three times what one device is from float64 itself (`own`), whichever is more; infinite where `own` is above `MOST`.
+    Args:
+        errors: by name, as `Verification.errors`.
+        own: distance of the single-device run from float64.
+        tolerance: largest error allowed: `ROUNDINGS` of the coarsest dtype, or three times `own`, whichever is larger.
+            Infinite if `own` is above `MOST`.
     """
 
     precision: Precision
@@ -56,16 +59,22 @@ class Rounded:
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:
-        name, rounding = self.precision.name, f"one device's own rounding is {self.own:.2g}"
+        name, rounding = self.precision.name, f"the rounding error of one device is {self.own:.2g}"
         if self.tolerance == float("inf"):
-            return f"{name}: not compared with one device in {name}, where rounding decides values: {rounding}"
-        head = f"{name}: {'as' if self.ok else 'NOT AS'} one device in {name}: largest difference {self.max_error:.2g}"
+            return f"{name}: not compared with one device in {name}, because rounding decides values there: {rounding}"
+        head = (
+            f"{name}: {'agrees' if self.ok else 'DISAGREES'} with one device in {name}: "
+            f"largest difference {self.max_error:.2g}"
+        )
         worst = max(self.errors, key=self.errors.__getitem__, default="")
         return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {rounding}"
 
 
 class OneDevice:
-    """A copy of a model under a precision, run on one device and traced. Arguments as `proof.reference.Reference`."""
+    """Single-device run of a copy of a model under a precision, with its trace.
+
+    Arguments as in `Reference`.
+    """
 
     def __init__(
         self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, precision: Precision, training: bool
@@ -92,7 +101,11 @@ class OneDevice:
             return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
 
     def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:
-        """The program of an arrangement's plan against this. `in_double`: what the model computes in float64."""
+        """Compare the program of an arrangement's plan with this run.
+
+        Args:
+            in_double: results of the model in float64.
+        """
         plan = arrangement.plan
         assert plan is not None, "decisions for one trace are another's only through their plan"
         if in_double.has_other_gradients(self.results):
@@ -108,7 +121,7 @@ class OneDevice:
 
 
 class _Call(nn.Module):
-    """A call of a model, as a module: what `functional_call` takes."""
+    """Module whose forward is a call of a model, for `functional_call`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -119,7 +132,7 @@ class _Call(nn.Module):
 
 
 def _in_double(results: Results) -> Results:
-    """The same results in float64, to be compared there."""
+    """Return the results in float64, for comparison."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

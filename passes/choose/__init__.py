@@ -1,1 +1,1 @@
-"""The choices of a plan: layouts, rows, storage, stages, what is run again; and what every other choice would cost."""
+"""Choices of a plan: layouts, batch sharding, storage, stages, recomputation; cost of alternatives."""

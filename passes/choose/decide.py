@@ -1,4 +1,4 @@
-"""The choices: rows are followed, layouts solved for on one axis after the other, stages cut."""
+"""Decisions of a plan: propagate the batch, solve layouts axis by axis, choose stage boundaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopart.passes.pass_pipeline import driven
 
 
 class Decided(NamedTuple):
-    """What was decided, and what was solved for it, by axis."""
+    """The decisions, and the solved problem and its solution by axis."""
 
     decisions: Decisions
     solved: Mapping[str, tuple[ShardingProblem, Sharding]]
@@ -37,7 +37,10 @@ class Decided(NamedTuple):
 
 @driven(notes=decision_notes)
 def decide(problem: Problem) -> Decided:
-    """Choose layouts and cuts, around what the user has pinned."""
+    """Choose layouts and stage boundaries, subject to the user's pins.
+
+    Raises LayoutError if no operator of the model depends on a parameter.
+    """
     trace, mesh, microbatches = problem.trace, problem.mesh, problem.microbatches
     if not active_operators(trace.graph):
         raise LayoutError(
@@ -78,7 +81,7 @@ def _solve(
     stored: Mapping[str, Layout],
     pinned: Pinned,
 ) -> tuple[ShardingProblem, Sharding]:
-    """The cheapest sharding over an axis, beside what was `solved` before."""
+    """Return the cheapest sharding over one axis, with the axes in `solved` fixed."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
     storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
     summed = summed_share(problem.trace)
@@ -92,7 +95,10 @@ def _solve(
 
 @driven(notes=decision_notes)
 def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """These layouts with the stages and microbatches of another problem; nothing is solved for again."""
+    """Keep the layouts of `decisions`, and choose stages and microbatches for another problem.
+
+    Nothing is solved again.
+    """
     rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
     return replace(
         decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
@@ -102,7 +108,6 @@ def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
 
 
 def _stages(problem: Problem) -> dict[fx.Node, int]:
-    """The stage of every active operator, where cuts are chosen."""
     return stages_from_cuts(problem.trace, _cuts(problem))
 
 
@@ -112,7 +117,11 @@ def _cuts(problem: Problem) -> tuple[int, ...]:
 
 
 def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
-    """The stage of every active operator, from the positions where stages begin in the whole model."""
+    """Map every active operator to its stage.
+
+    Args:
+        cuts: index of each stage's first operator, counted over the model with all its repeated blocks.
+    """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
     for at, index in enumerate(in_whole(nodes, trace.folds)):
         stages.setdefault(nodes[index], sum(cut <= at for cut in cuts))
@@ -120,7 +129,7 @@ def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
 
 
 def around_cuts(problem: Problem) -> list[str]:
-    """The operators with which stages begin, and those before them, by the names that they have in the whole model."""
+    """Return the keys of the operators on both sides of each stage boundary, in the model with all blocks."""
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))
     names = [*unrolled(folds, [*keys], str, partial(later, folds))]

@@ -1,4 +1,4 @@
-"""Between decisions and plans: `encode` writes decisions as plan entries, `decode` reads them.
+"""Conversion between decisions and plan entries: `encode` writes a plan, `decode` reads it.
 
 `decode(encode(decisions)) == decisions`, so a plan from a file runs the identical program without choosing anything.
 Other calls of the same model follow the same plan: `decode` fits it to their shapes.
@@ -52,12 +52,15 @@ from autopart.plans.plan import Plan
 T = TypeVar("T")
 
 OnAxes = Mapping[str, str]
-"""{axis: strategy} of an operator, as a plan has it."""
+"""{axis: strategy} of an operator, as text in a plan."""
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`,
-    `dp_sync` and `balance` that hold these decisions."""
+    """Return the plan entries that represent these decisions.
+
+    The entries are `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`,
+    `dp_sync` and `balance`.
+    """
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries, trace.folds).items()}
     chosen = decisions.features
@@ -66,15 +69,19 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     grouped = {key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()}
     written = _by_pattern(grouped, trace.folds)
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
-    kept = {key for key, node in nodes.items()
+    fixed_keys = {key for key, node in nodes.items()
             if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
-    whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
-    spoken = {facts(node)["group"] for key, node in nodes.items() if key not in whole or key in kept}
-    silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
-    keep = {name for key in kept for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
+    replicated_keys = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
+    listed_groups = {
+        facts(node)["group"] for key, node in nodes.items() if key not in replicated_keys or key in fixed_keys
+    }
+    default_groups = {
+        facts(node)["group"] for node in nodes.values()
+    } - listed_groups  # replicated throughout: the default
+    keep = {name for key in fixed_keys for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
-        for name, on_axes in written.items() if name not in silent
+        for name, on_axes in written.items() if name not in default_groups
     }  # fmt: skip
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}
@@ -94,7 +101,10 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
-    """`(axis, placement)` of a parameter; whole on an axis that cuts rows need not be said."""
+    """Return the `(axis, placement)` pairs of a parameter.
+
+    Batch axes and storing axes on which the parameter is replicated are left out: replicated is their default.
+    """
     features = decisions.mesh.chosen
     joined = (axis for axis in decisions.stored.get(name, {}) if decisions.mesh.stores(axis))
     axes = dict.fromkeys((*decisions.mesh.along("rows"), *joined, *features))
@@ -103,8 +113,10 @@ def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...
 
 
 def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: Folds) -> dict[str, T]:
-    """`{name: (pattern, text)}` to `{pattern or name: text}`: the pattern holds the most frequent text of its names,
-    names that differ are listed on their own."""
+    """Compress `{name: (pattern, text)}` to `{pattern or name: text}`.
+
+    A pattern gets the most frequent text of its names. Names with another text get their own entry.
+    """
     groups: dict[str, dict[str, T]] = defaultdict(dict)
     for name, (pattern, text) in entries.items():
         groups[pattern][name] = text
@@ -130,7 +142,10 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 
 
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
-    """Cut the positions that the plan cuts, as it does; one for a mesh without such an axis says nothing of how."""
+    """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace.
+
+    A plan for a mesh without a context axis does not fix the order.
+    """
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
         cut_in_zigzag(trace, any("zigzag" in text for text in texts))
@@ -139,14 +154,15 @@ def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
 
 @driven(notes=decision_notes)
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
-    """The decisions a plan holds for this trace.
+    """Return the decisions that a plan holds for this trace.
 
-    Where the plan was made for another call or mode of the model (other shapes, without the loss, with dropout), its
-    entries are followed as far as they fit; operators that it does not know are chosen around them and around where its
-    weights lie, and the rows of the batch are cut as they divide.
+    The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). Then its
+    entries are followed as far as they fit. The solver chooses operators that the plan does not list, around the listed
+    operators and the stored weights. The batch is sharded as its size allows.
 
     Args:
-        decided: `{operator: {axis: strategy}}` from `decided_by`, of an earlier trace: nothing is to be chosen twice.
+        decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace, so that nothing is chosen twice.
+
     Raises PlanError with the line that does not fit, and why.
     """
     _check_rules(plan)
@@ -199,7 +215,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
-    """Whether a plan was made for this very trace: the same mode, autocast, inputs and shapes."""
+    """Return True if the plan was made for this very trace: equal mode, autocast, inputs and shapes."""
     shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
     planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
     same = plan.model.get("mode") == trace.mode and plan.autocast == trace.autocast
@@ -207,13 +223,13 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
-    """`{operator: {axis: strategy}}` of all operators, in order: what `decode` follows in other traces of the model."""
+    """Return `{operator: {axis: strategy}}` in graph order, for `decode` in other traces of the model."""
     nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
 
 def _check_rules(plan: Plan) -> None:
-    """Raises PlanError where the plan needs a user's rule that this process does not have, or has otherwise."""
+    """Raise PlanError if the plan needs a user rule that this process lacks or defines differently."""
     for name, data in plan.rules.items():
         rule = from_data(data)
         if REGISTERED.get(name) != rule:
@@ -225,7 +241,11 @@ def _check_rules(plan: Plan) -> None:
 
 
 def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mapping[str, Layout]) -> dict[str, Placement]:
-    """Where the plan stores every parameter on an axis, beside its layout on `others`."""
+    """Return the plan's placement of every parameter on an axis.
+
+    Args:
+        others: layouts of the parameters on the axes that were read before.
+    """
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
         if name not in known:
@@ -254,15 +274,14 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 
 
 def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement], stored: Mapping[str, Layout]) -> None:
-    """Raises PlanError where a parameter has a dim cut over an axis that others cut, and is not a stack of experts
-    that divides over all of them."""
+    """Raise PlanError if two axes shard one dim of a parameter that is not a divisible expert stack."""
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
         if place.is_shard and others and not beside.cuts_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are cut over several axes, "
+                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are sharded over several axes, "
                 "where there are enough",
                 where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
@@ -272,9 +291,10 @@ def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: Pinned,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """The strategies of the plan on an axis where they fit this trace; the others are chosen around them.
+    """Return strategies on an axis: those of the plan where they fit this trace, solved ones elsewhere.
 
-    `beside`: what axes before this one leave.
+    Args:
+        beside: what the axes that were read before leave.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
@@ -299,7 +319,7 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: Pinned,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """The strategies of a plan of this very trace on an axis. Raises PlanError for one that cannot be."""
+    """Return the strategies on an axis from a plan of this very trace. Raise PlanError for an illegal one."""
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
@@ -322,7 +342,7 @@ def _read_strategies(
 
 
 def _is_cast(name: str) -> bool:
-    """Casts come and go with the dtype a model is run in, so a plan may name some that are not there."""
+    """Return True for a cast. The dtype of a run adds or removes casts, so a plan may name absent ones."""
     return name.rpartition("/")[2].partition("#")[0] in (CAST, "to", "_to_copy")
 
 
@@ -347,7 +367,10 @@ def _follow_weights(
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
-    """Let an operator follow the layout its weights are stored in, where that was edited in the plan."""
+    """Replace a strategy that does not fit the stored weights, whose layout may be edited in the plan.
+
+    The replacement is the legal strategy with the fewest changed placements.
+    """
     if _fits_weights(node, strategy, stored, chosen):
         return strategy
     fitting = [s for s in options if _fits_weights(node, s, stored, chosen)]
@@ -355,7 +378,7 @@ def _follow_weights(
 
 
 def fits_weights(node: fx.Node, decisions: Decisions, axis: str, chosen: Mapping[fx.Node, Strategy]) -> bool:
-    """Whether what an operator does on an axis takes the weights where they are stored."""
+    """Return True if a node's strategy on an axis uses its weights in their stored placements."""
     names = {str(source.target) for source in tensor_inputs(node) if facts(source)["role"] == PARAMETER}
     return _fits_weights(node, chosen[node], {name: decisions.place(name, axis) for name in names}, chosen)
 
@@ -363,7 +386,6 @@ def fits_weights(node: fx.Node, decisions: Decisions, axis: str, chosen: Mapping
 def _fits_weights(
     node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement], chosen: Mapping[fx.Node, Strategy]
 ) -> bool:
-    """Whether a strategy takes the weights where they are stored."""
     for source, used in zip(tensor_inputs(node), strategy.inputs, strict=True):
         if facts(source)["role"] == PARAMETER and not _matches(used, stored[source.target]):
             return False
@@ -373,7 +395,10 @@ def _fits_weights(
 
 
 def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
-    """Whether it takes a weight cut otherwise than it is stored: then another operator had its name in the plan."""
+    """Return True if the strategy shards a weight differently from its storage.
+
+    Then the name in the plan belonged to another operator.
+    """
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if facts(s)["role"] == PARAMETER]  # fmt: skip
     return any(used.is_shard and stored[name].is_shard and used != stored[name] for name, used in weights)
@@ -389,10 +414,12 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 
 
 def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
-    """The positions of the plan's cuts.
+    """Return the index of each stage's first operator among the active operators.
 
-    `same_trace`: the plan is of this very trace. `order`: the operators of an earlier trace; where a cut is at one that
-    is not in this trace, the stage begins with the next that is.
+    Args:
+        same_trace: the plan was made for this very trace.
+        order: operator keys of an earlier trace. If a stage's first operator is missing here, the next one in this
+            order that exists begins the stage.
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
@@ -409,7 +436,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
         if at is None and cut in order:
             at = next((position[key] for key in order[order.index(cut) :] if key in position), None)
         if at is None and (not same_trace or _is_cast(cut)) and len(plan.stages) == num_stages:
-            # Of another mode or precision of the model: the stage begins behind the last operator of the one before.
+            # The plan is for another mode or precision: begin the stage after the last operator of the previous stage.
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
@@ -431,6 +458,7 @@ def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(
-                f"the plan cuts before '{name}'", why="a value without gradient would have to travel to the next stage",
+                f"the plan cuts before '{name}'", why="a value without gradient would have to be sent to the "
+                "next stage",
                 where=plan.where("cuts", name), hint="a cut a few operators earlier or later",
             )  # fmt: skip

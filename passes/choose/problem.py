@@ -1,4 +1,4 @@
-"""What is to be chosen, in one value: an annotated trace, the mesh and schedule it is for, and what users fix."""
+"""Input of the planner: an annotated trace, its mesh and schedule, and the user's options and pins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopart.plans.pins import Pins
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A trace with what is asked for it, and what follows from these alone, found once."""
+    """An annotated trace, the options of its plan, and cached facts derived from them."""
 
     trace: Trace
     mesh: Mesh
@@ -41,7 +41,7 @@ class Problem:
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     stage_slack: float = SLACK
-    """How much heavier than need be the heaviest stage may be, to send less."""
+    """Imbalance tolerance: relative excess load of the largest stage that is accepted to send less."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -57,8 +57,11 @@ class Problem:
 
     @cached_property
     def pinned(self) -> Mapping[str, Pinned]:
-        """The layout pins, by the axis on which layouts are chosen, in the order in which they are. Raises for one that
-        no plan can follow, also where nothing is chosen."""
+        """Map each solved axis to its layout pins, in solving order.
+
+        Without a solved axis the pins are still checked. Raises LayoutError or OptionError for a pin that no plan can
+        follow.
+        """
         axes = self.mesh.solving_order
         by_axis = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
         asked = {axis: by_axis[axis].stacks for axis in self.mesh.chosen}
@@ -67,17 +70,17 @@ class Problem:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes on which experts may be cut, outermost first."""
+        """The axes that may shard experts, outermost first."""
         mesh, pinned = self.mesh, self.pinned
         return tuple(axis for axis in mesh.chosen if mesh.axis(axis).cuts == "experts" or pinned[axis].stacks)
 
     @cached_property
     def storage(self) -> Storage:
-        """How parameters are to be stored over the axes that may store them in parts."""
+        """The storage policy of parameters over the axes that may store them sharded (ZeRO)."""
         return Storage(self.mesh, self.zero, pinned_parts(self.trace, self.mesh, self.pins))
 
     def options(self) -> dict[str, Any]:
-        """What the text of a pass says of it."""
+        """Return the options that the dump of a pass prints."""
         return {
             "mesh": self.mesh, "microbatches": self.microbatches, "num_stages": self.num_stages,
             "sequence_parallel": self.sequence_parallel, "zero": self.zero,

@@ -1,10 +1,11 @@
-"""What the backward computes again in place of keeping it: the regions of stage graphs, found from the graph alone.
+"""Activation recomputation: find the regions of stage graphs that the backward recomputes.
 
-`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are kept.
-`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is, which takes much memory
-and little work: from one product of two activations (queries and keys) over everything that follows without a weight
-(scale, mask, softmax, dropout) to the next (times values). Attention that is one operator keeps none of that, also
-where it is one in the stage graph alone.
+`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are saved.
+`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is a region, because it has
+large activations and little compute. The core begins with a product of two activations (queries and keys). It contains
+all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times values).
+Fused attention saves none of these activations, so it has no region. This includes attention that is fused only in the
+stage graph.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.run.recompute_spec import Recompute, check_names, word_of, words_of
 
 Groups = Mapping[str, str]
-"""{key of an operator: the group of operators that is computed again together}"""
+"""{key of an operator: the group of operators that is recomputed together}"""
 
 Region = list[fx.Node]
 
@@ -43,16 +44,16 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """What writes `region` on the calls of a stage graph that are run again: a number, from 0 in every stage.
+    """Return a function that writes the fact `region` on the recomputed calls of a stage graph.
 
-    A region can be run as one call: nothing outside it lies between two of its nodes, and it is in one piece, for
-    which nodes of the graph are moved.
+    Regions are numbered from 0 in every stage. A region can run as one call: it is convex and contiguous in the graph,
+    for which nodes are moved.
     """
-    whole, core_of = _groups(traced, recompute)
+    full_blocks, core_of = _groups(traced, recompute)
 
     def mark(graph: fx.Graph) -> None:
-        regions = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
-        for number, region in enumerate(_in_one_piece(graph, [region for region in regions if len(region) > 1])):
+        regions = [*(_block_regions(graph, full_blocks) if full_blocks else ()), *_core_regions(graph, core_of)]
+        for number, region in enumerate(_contiguous_regions(graph, [region for region in regions if len(region) > 1])):
             for node in region:
                 facts(node)["region"] = number
 
@@ -60,37 +61,37 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 
 def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """The blocks that are computed again as a whole ("" for all other operators), and the cores that are."""
+    """Return the recomputed block of each operator ("" if none), and the recomputed cores."""
     words = words_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
-    whole = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
+    full_blocks = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
     core_of = cores(traced) if "selective" in words else {}
     chosen = {key: core for key, core in core_of.items() if word_of(recompute, block_of[core]) == "selective"}
-    return whole if any(whole.values()) else {}, chosen
+    return full_blocks if any(full_blocks.values()) else {}, chosen
 
 
 def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> None:
-    """Raises OptionError for a pattern that is for no repeated block."""
+    """Raise OptionError for a pattern that matches no repeated block."""
     if not isinstance(recompute, str):
         check_names(recompute, blocks(traced).values(), where)
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
-    """Why a plan that asks for recomputation recomputes nothing, if so."""
+    """Explain why a plan with a recompute option recomputes nothing; empty otherwise."""
     words = words_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
     core_of = cores(traced) if "selective" in words else {}
     written_out = {facts(node)["key"] for node in operators(traced) if "attention" in facts(node)}
     if core_of and written_out.issuperset(core_of):
-        why = "attention is one operator (attention_dropout), which keeps nothing between its products"
+        why = "attention is one operator (attention_dropout), which saves nothing between its products"
         return (f"recompute='selective' changes nothing with rng='fast': {why}",)
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
         why = "no product of two activations leads to another without a weight between"
         if fused:
-            why = f"attention is one operator ({fused[0]}), which keeps nothing between its products"
+            why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
     return ()
 
@@ -99,10 +100,13 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
 
 
 def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None]) -> tuple[Recompute, tuple[str, ...]]:
-    """What to compute again where the model itself checkpoints those modules, and what a user should know of it.
+    """Return the recompute option that follows the model's own checkpoints, and notes for the user.
 
-    `checkpointed`: as `Trace.checkpointed`. A repeated block is computed again where the model checkpoints it, what is
-    around it, or all of its parts that have weights.
+    A repeated block is recomputed if the model checkpoints the block, a module around it, or all its submodules that
+    have weights.
+
+    Args:
+        checkpointed: as `Trace.checkpointed`.
     """
     block_of = blocks(traced)
     paths = [path for path in checkpointed if path is not None]
@@ -111,21 +115,29 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
         block = block_of.get(facts(node)["key"], "")
         if block and any(facts(read).get("parameter") for read in node.all_input_nodes):
             weighted[block].append(facts(node)["key"])
-    again = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
-    lost = [path for path in paths if not (_is_in(f"{path}/", again) or any(_is_in(f"{b}/", [path]) for b in again))]
+    recomputed_blocks = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
+    lost = [
+        path
+        for path in paths
+        if not (_is_in(f"{path}/", recomputed_blocks) or any(_is_in(f"{b}/", [path]) for b in recomputed_blocks))
+    ]
     not_kept = [*lost, *(["plain operations"] if None in checkpointed else [])]
     notes = []
-    if again:
-        which = "every repeated block" if len(again) == len(weighted) else first_of(again)
-        notes.append(f"the model's own checkpoints are kept: the backward computes {which} again")
+    if recomputed_blocks:
+        which = "every repeated block" if len(recomputed_blocks) == len(weighted) else first_of(recomputed_blocks)
+        notes.append(f"the model's own checkpoints are kept: the backward recomputes {which}")
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
-        notes.append(f"the model's own {which}: not kept, its values are stored (whole repeated blocks can be kept)")
-    return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
+        notes.append(
+            f"the model's own {which}: not kept, its activations are saved (checkpoints of full repeated blocks "
+            "can be kept)"
+        )
+    return (
+        "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")
+    ) if recomputed_blocks else "none", tuple(notes)
 
 
 def _is_in(key: str, paths: Sequence[str]) -> bool:
-    """Whether an operator is in one of some modules."""
     return any(not path or key.startswith((f"{path}.", f"{path}/")) for path in paths)
 
 
@@ -133,13 +145,13 @@ def _is_in(key: str, paths: Sequence[str]) -> bool:
 
 
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
-    """The runs of the stage's calls that are in one block."""
+    """Return the maximal runs of a stage's calls that belong to one block."""
     runs: list[Region] = []
     traced_calls: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
     for node in _calls(graph):
         key = _key(node)
-        if key not in block_of:  # a conversion, or made from the inputs alone: written where it is first read
+        if key not in block_of:  # a conversion or an input-only value, inserted before its first use
             between.append(node)
             continue
         traced_calls.add(node)
@@ -148,13 +160,15 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
         elif block_of[key]:
             runs.append([*between, node])
         current, between = block_of[key], []
-    return [_of_the_block(run, traced_calls) for run in runs]
+    return [_block_dependent(run, traced_calls) for run in runs]
 
 
-def _of_the_block(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """A run without what does not depend on the block: it is kept for the region, which need not make it again; but for
-    what is larger than what it is made of, and read here alone, such as a gathered weight. A value that was received in
-    parts is gathered once, and kept whole."""
+def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
+    """Return a run without the nodes that do not depend on the block: the region saves their outputs.
+
+    A node that is larger than its inputs and used only in the region stays in it, for example a gathered weight. A
+    value that was received sharded is gathered once and saved in full.
+    """
     members = traced_calls.intersection(run)
     for node in run:
         if not members.isdisjoint(node.all_input_nodes):
@@ -171,7 +185,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _key(node: fx.Node) -> str:
-    """The operator that a written call belongs to; "" for a conversion between operators."""
+    """Return the key of the traced operator that a lowered call belongs to; "" for a conversion."""
     source, _ = source_of(node)
     return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")
 
@@ -180,12 +194,14 @@ def _key(node: fx.Node) -> str:
 
 
 def cores(traced: fx.Graph) -> dict[str, str]:
-    """{key of an operator: the first operator of its core}, of what lies between two products of activations in one
-    block, these included."""
+    """Map the key of each operator in an attention core to the key of the core's first operator.
+
+    A core is everything between two products of activations in one block, including both products.
+    """
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}
     starts = [node for node in traced.nodes if node in products and len(_activations(node, weights)) > 1]
-    # What a product makes is a node of its own here, so that nothing is reached through a product.
+    # The output of a product is a separate vertex, so that no path leads through a product.
     calls, joined = _calls(traced), nx.Graph()
     flow = nx.DiGraph(((used, used in products), (node, False)) for node in calls for used in node.all_input_nodes)
     for start in starts:
@@ -203,7 +219,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Parameters, and what is made from these alone, such as rows picked from one."""
+    """Return parameters and the nodes computed from parameters alone, such as rows picked from one."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
@@ -215,13 +231,13 @@ def _weights(traced: fx.Graph) -> set[fx.Node]:
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """What a matrix product multiplies, where none of it is a weight."""
+    """Return the operands of a matrix product if none is a weight, else an empty list."""
     read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """The calls of every core in the stage, with what was written between them, such as collectives."""
+    """Return the calls of each core in the stage, including inserted calls such as collectives."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -237,7 +253,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """The nodes, and what of a span lies between two of them."""
+    """Return the nodes and every node of the span on a path between two of them."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):
@@ -248,8 +264,8 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
     return [node for node in span if node in after and node in before]
 
 
-def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
-    """The regions without those that wait for each other; the graph gets an order in which each is in one piece."""
+def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
+    """Reorder the graph so that each region is contiguous. Drop regions that depend on each other."""
     if not regions:
         return []
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -262,8 +278,8 @@ def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     order.remove_edges_from(list(nx.selfloop_edges(order)))
     waiting = {number for one in nx.strongly_connected_components(order) if len(one) > 1 for number in one}
     if waiting:
-        return _in_one_piece(graph, [region for region in regions if place[region[0]] not in waiting])
+        return _contiguous_regions(graph, [region for region in regions if place[region[0]] not in waiting])
     *first, _ = [node for number in nx.lexicographical_topological_sort(order) for node in members[number]]
-    for node in first:  # what was first stays first
+    for node in first:  # keep the original order elsewhere
         graph.output_node().prepend(node)
     return regions

@@ -157,9 +157,9 @@ inputs: x float32[8,5,8], y float32[8,5,8]
 it is traced: 9 operators, 184 kFLOP of matrix work
 
 tp2 works: tp divides 11.1 % of the matrix work, 1 operator runs whole
-  whole  1 aten::lstm in lstm, 88.9 % of the work: its sharding rule keeps the
-         dims of its weights whole
-  try    dp in place of tp: it cuts rows of the batch
+  whole  1 aten::lstm in lstm, 88.9 % of the work: its sharding rule does not
+         shard the dims of its weights
+  try    dp in place of tp: it shards the batch
 dp2 works: dp divides 100 % of the matrix work
 pp2 works: the heaviest of 2 stages has 94 % of the work
 
@@ -171,7 +171,7 @@ def test_a_model_of_which_a_layer_runs_whole():
     model, batch = recurrent()
     result = autopart.verify(model, "tp2", example_kwargs=batch)
     assert result.ok
-    assert "note: run whole: 1 aten::lstm in lstm, 88" in str(result)
+    assert "note: run in full on every rank: 1 aten::lstm in lstm, 88" in str(result)
     assert autopart.verify(model, "dp2", example_kwargs=batch).notes == ()
 
 

@@ -191,25 +191,27 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: text size": (plan({"tp": "2"}),
         "MeshError: mesh axis 'tp' has size '2'\n  why    a size is an integer from 1"),
     "mesh: cp": (plan("cp2"),
-        "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input "
-        "[8, 4]\n  try    leave cp out of the mesh; dp cuts the rows of any batch"),
+        "LayoutError: cp=2 has nothing to cut\n  why    no matrix product of the model has a sequence dim: its "
+        "inputs are input "
+        "[8, 4]\n  try    leave cp out of the mesh; dp shards any batch"),
     "mesh: ep": (plan("ep2"),
-        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all rows go through all of its "
-        "matrix products\n  try    leave ep out of the mesh; dp cuts the rows of any batch"),
+        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all tokens go through all of its "
+        "matrix products\n  try    leave ep out of the mesh; dp shards any batch"),
     # what a mesh cannot split
     "tp: divides nothing": (skip("tp3"),
         "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "
         "64\n  where  linear at zoo.py:{skip_line} (layers.0)\n  try    tp=2, 4, 8, 16, 32"),
     "tp: nothing to split": (plan("tp2", Scale),
         "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter, and no "
-        "table of embeddings that can be cut\n  try    leave tp out of the mesh; dp works for any model"),
+        "embedding table that can be sharded\n  try    leave tp out of the mesh; dp works for any model"),
     "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
         "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
         "runs lstm whole\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
         "model"),
     "pp: too many stages": (skip("pp64"),
         "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "
-        "parameters, and 37 places to cut between them\n  try    pp=38 or less (pp times virtual_stages is the "
+        "parameters, and 37 possible stage boundaries between them\n  try    pp=38 or less (pp times "
+        "virtual_stages is the "
         "number of stages)"),
     "dp: batch": (skip("dp3"),
         "StageError: a batch of 8 rows cannot be cut into dp=3 x microbatches=1 equal parts\n  why    8 is not a "
@@ -218,7 +220,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "StageError: a batch of 8 rows cannot be cut into dp=2 x microbatches=3 equal parts\n  why    8 is not a "
         "multiple of 6\n  try    microbatches=1, 2, 4"),
     "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
-        "StageError: the batch cannot be cut into 2 microbatches\n  why    matmul takes all rows of a "
+        "StageError: the batch cannot be split into 2 microbatches\n  why    matmul needs all samples of a "
         "value of shape [4, 8] at once: a statistic of the batch\n  where  matmul at "
         "test_errors.py:{contrast_line}\n  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "nothing to partition": (plan("dp2", nn.ReLU),
@@ -281,7 +283,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "TraceError: a builtin_function_or_method is not a model\n  why    autopart partitions an nn.Module\n  try    "
         "an nn.Module whose forward calls it"),
     "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2),
-        "StageError: the batch cannot be cut into 2 microbatches\n  why    batch_norm takes all rows of a value of "
+        "StageError: the batch cannot be split into 2 microbatches\n  why    batch_norm needs all samples of a "
+        "value of "
         "shape [1, 4] at once: a statistic of the batch\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
         "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "random numbers": (plan("dp2", Counts),

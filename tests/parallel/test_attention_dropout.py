@@ -329,7 +329,7 @@ def test_selective_recomputation_leaves_the_operator():
     plan = autopart.plan(model, "tp2", example_kwargs=batch, recompute="selective")
     assert [note for note in plan.notes if "recompute" in note] == [
         "recompute='selective' changes nothing with rng='fast': attention is one operator (attention_dropout), which "
-        "keeps nothing between its products"
+        "saves nothing between its products"
     ]
 
 

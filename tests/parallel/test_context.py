@@ -130,14 +130,14 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
 
 @pytest.mark.parametrize(("made", "mesh", "text"), [
     (zoo.skip_mlp, "cp2", "cp=2 has nothing to cut\n"
-     "  why    no product of the model has a sequence: it is given x [8, 32], y [8, 32]\n"
-     "  try    leave cp out of the mesh; dp cuts the rows of any batch"),
+     "  why    no matrix product of the model has a sequence dim: its inputs are x [8, 32], y [8, 32]\n"
+     "  try    leave cp out of the mesh; dp shards any batch"),
     (lambda: (Mixed(), {"x": torch.randn(4, 4, 10)}), "cp2", "cp=2 cuts nothing of the model\n"
-     "  why    its operators take all positions of a value at once\n"
+     "  why    its operators need the full sequence at once\n"
      "  where  conv1d at test_context.py:LINE (mix)\n"
-     "  try    leave cp out of the mesh; dp cuts the rows of any batch"),
+     "  try    leave cp out of the mesh; dp shards any batch"),
     (lambda: zoo.llama(seq=5), "cp8", "cp=8 cuts 5 positions\n"
-     "  why    every rank needs some of the longest sequence, of input_ids [8, 5], labels [8, 5]\n"
+     "  why    every rank needs a part of the longest sequence, of input_ids [8, 5], labels [8, 5]\n"
      "  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)\n  try    cp=5"),
 ])  # fmt: skip
 def test_what_has_no_sequence_is_told(made, mesh, text):
@@ -162,13 +162,13 @@ class Sorted(nn.Module):
 @pytest.mark.parametrize(("made", "mesh", "notes"), [
     (zoo.conv_net, "cp2", [
         "cp=2 divides no matrix product of the model, whose inputs are image [8, 3, 8, 8], target [8]: every rank runs "
-        "all of them; dp cuts the rows of any batch",
-        "cp: every rank computes with all positions, brought together, in 2 conv2d, 2 group_norm, 2 max_pool2d, "
+        "all of them; dp shards any batch",
+        "cp: every rank gathers the full sequence for 2 conv2d, 2 group_norm, 2 max_pool2d, "
         "1 linear"]),
     (lambda: (Sorted(), {"x": torch.randn(2, 12, 4)}), "cp2", [
-        "cp: every rank computes with all positions, brought together, in 1 cumsum, 1 roll, 1 sort"]),
+        "cp: every rank gathers the full sequence for 1 cumsum, 1 roll, 1 sort"]),
     (lambda: zoo.llama(seq=13), "cp4", [
-        "cp=4: of 13 positions the fullest rank has 23% more than the mean; 16 would be as many for each"]),
+        "cp=4: the largest shard of a sequence of 13 is 23% above the mean; 16 would divide evenly"]),
     (lambda: zoo.llama(seq=16), "cp4", []),
 ])  # fmt: skip
 def test_what_is_whole_or_unequal_is_noted(made, mesh, notes):
@@ -296,7 +296,7 @@ def test_heads_that_are_too_few_to_exchange_are_told(mesh):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, mesh, example_kwargs=batch, context="ulysses")
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == (
-        "context='ulysses' cannot be\n  why    the heads of this attention do not divide over cp\n"
+        "context='ulysses' is impossible\n  why    the heads of this attention do not divide over cp\n"
         "  where  scaled_dot_product_attention at modeling_llama.py:LINE (model.layers.0.self_attn)\n"
         "  try    context='auto', or 'gather'"
     )

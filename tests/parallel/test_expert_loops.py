@@ -124,7 +124,7 @@ def test_the_plan_says_that_they_are_whole():
     model, batch = looped("where")
     plan = autopart.plan(model, "ep2", example_kwargs=batch)
     (note,) = (note for note in plan.notes if note.startswith("ep:"))
-    assert "are whole on every rank, and their rows are cut, as over dp" in note and "(experts.0.gate)" in note
+    assert "are replicated, and their tokens are sharded as over dp" in note and "(experts.0.gate)" in note
     assert {on["ep"] for name, on in plan.parameters.items() if name.startswith("experts")} == {"R(grad P)"}
 
 

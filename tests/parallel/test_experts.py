@@ -72,7 +72,7 @@ def test_one_written_by_hand(form, options):
     if "microbatches" in options:
         batch = {name: torch.cat([x, x]) for name, x in batch.items()}
         model.forward = type(model).forward.__get__(model)
-        with pytest.raises(StageError, match="cannot be cut into 2 microbatches"):  # of the means of its own loss
+        with pytest.raises(StageError, match="cannot be split into 2 microbatches"):  # of the means of its own loss
             autopart.verify(model, mesh, example_kwargs=batch, **options)
         return
     plan = autopart.plan(model, mesh, example_kwargs=batch, **options)
@@ -140,10 +140,10 @@ def test_experts_need_not_divide_on_processes():
 
 @pytest.mark.parametrize(("made", "mesh", "text"), [
     (zoo.llama, "ep2", "ep=2 has nothing to cut\n"
-     "  why    the model has no experts: all rows go through all of its matrix products\n"
-     "  try    leave ep out of the mesh; dp cuts the rows of any batch"),
+     "  why    the model has no experts: all tokens go through all of its matrix products\n"
+     "  try    leave ep out of the mesh; dp shards any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
-     "  why    there are 4; unequal parts need two a rank, and one in the last\n"
+     "  why    there are 4; unequal shards need two per rank, and one on the last\n"
      "  where  expert_linear at expert_models.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip

@@ -126,13 +126,16 @@ def test_the_plan_says_it_and_is_read_back():
 def test_why_names_what_it_would_cost_otherwise():
     model, batch = of_experts(8)
     plan = autopart.plan(model, "ep2,tp2", example_kwargs=batch, pins=folded(["tp"]))
-    assert str(plan.why("up")).startswith("up: S(0)\n  because  there is no other way on tp=2 that the pins leave")
+    assert str(plan.why("up")).startswith("up: S(0)\n  because  there is no other option on tp=2 that the pins leave")
     assert "R(grad P), R -> E(0)" in str(plan.why("/to_experts"))
     plain = autopart.plan(model, "ep2,tp2", example_kwargs=batch)
     other = plain.why_not("up", {"tp": "S(0)"})
-    assert other.reason == "experts are cut over tp where a pin asks for it" and "down " in other.others["S(0) on tp"]
+    assert (
+        other.reason == "experts are sharded over tp only if a pin requests it"
+        and "down " in other.others["S(0) on tp"]
+    )
     few = autopart.plan(*mixture()[:1], "ep4,tp2", example_kwargs=mixture()[1]).why_not("up", {"tp": "S(0)"})
-    assert few.reason.startswith("experts cannot be cut over ep=4 x tp=2; why    there are 4 for 8 ranks")
+    assert few.reason.startswith("experts cannot be sharded over ep=4 x tp=2; why    there are 4 for 8 ranks")
 
 
 @pytest.mark.parametrize(("mesh", "axes", "zero", "layout", "summed"), [
@@ -255,21 +258,21 @@ def test_on_processes(mesh, axes, sent, experts, options):
 EXPERTS = "where  expert_linear at expert_models.py:LINE\n"
 REFUSED = {
     "too many ranks": ("cp2,ep2,tp2", folded(["cp", "tp"]), {},
-        "LayoutError: experts cannot be cut over cp=2 x ep=2 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal parts need two a rank, and one in the last\n"
+        "LayoutError: experts cannot be sharded over cp=2 x ep=2 x tp=2\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
         f"  {EXPERTS}"
-        "  try    pins that cut them over cp and ep alone"),
+        "  try    pins that shard them over cp and ep alone"),
     "no rank left": ("ep4,tp2", folded(["tp"]), {},
-        "LayoutError: experts cannot be cut over ep=4 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal parts need two a rank, and one in the last\n"
+        "LayoutError: experts cannot be sharded over ep=4 x tp=2\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
         f"  {EXPERTS}"
-        "  try    pins that cut them over ep alone"),
+        "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
         "LayoutError: cannot pin 'up' as S(0) on dp\n"
-        "  why    up: ep cuts dim 0 already; over dp a weight is stored in parts, and whole where it is used\n"
-        "  try    S(1), S(2) or R; experts themselves are cut over cp, ep, tp"),
+        "  why    up: ep cuts dim 0 already; over dp a weight is stored sharded and used unsharded\n"
+        "  try    S(1), S(2) or R; experts themselves are sharded over cp, ep, tp"),
     "pp": ("pp2,ep2", folded(["pp"], stacks=["up"]), {},
-        "OptionError: the pin 'up' as S(0) on pp cannot be\n"
+        "OptionError: the pin 'up' as S(0) on pp is impossible\n"
         "  why    stages are not layouts\n"
         "  try    'stages': {'cut_before': [...]}"),
     "compiled": ("tp2", folded(["tp"]), {"compile": True},
@@ -325,7 +328,7 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
         "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp cuts dim 0 already; only experts are cut over several axes, where there are enough\n"
+        "  why    tp cuts dim 0 already; only experts are sharded over several axes, where there are enough\n"
         "  where  line 1\n  try    R"
     )
 

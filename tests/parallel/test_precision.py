@@ -268,7 +268,7 @@ def test_verify_proves_the_partition_and_the_casts(name, mesh, options):
     found = autopart.verify(model, mesh, example_kwargs=batch, precision="bf16", **options)
     assert found.ok and found.max_error < 1e-10, str(found)
     assert found.rounded.max_error <= (2 * EPS if name != "t5" else 0.1) and found.rounded.tolerance < 0.35
-    assert "as one device in bf16" in str(found)
+    assert "agrees with one device in bf16" in str(found)
 
 
 def test_verify_finds_a_wrong_cast():
@@ -284,7 +284,7 @@ def test_verify_finds_a_wrong_cast():
 
     model, batch = build("gpt2")
     found = autopart.verify(model, "tp2", example_kwargs=batch, precision="bf16", tamper=tamper)
-    assert not found.ok and found.max_error < 1e-10 and "NOT AS one device" in str(found)
+    assert not found.ok and found.max_error < 1e-10 and "DISAGREES with one device" in str(found)
 
 
 def _coarse(weight):

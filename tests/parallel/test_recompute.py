@@ -217,7 +217,7 @@ def test_where_nothing_can_be_recomputed_the_plan_says_so():
         assert regions_of(program) == [{}]
     plan, program = program_of(zoo.gpt2, "tp2", "selective")
     assert [n for n in plan.notes if "recompute" in n] == [
-        "recompute='selective' changes nothing: attention is one operator (scaled_dot_product_attention), which keeps "
+        "recompute='selective' changes nothing: attention is one operator (scaled_dot_product_attention), which saves "
         "nothing between its products"
     ]
 

@@ -151,11 +151,11 @@ def test_what_is_sent_is_what_the_plan_says(name, mesh):
         assert found == expected
 
 
-OTHER = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
+OTHER = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
 
 
 @pytest.mark.parametrize(("made", "why"), [
-    (lambda: given("t5"), "this attention learns what it adds to scores, whose gradient would have to go around too"),
+    (lambda: given("t5"), "this attention has a learned bias, whose gradient would have to circulate too"),
     (lambda: sequence(written_out), OTHER),
     (lambda: sequence(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)), OTHER),
 ])  # fmt: skip
@@ -164,7 +164,7 @@ def test_what_has_no_ring_is_refused_by_name(made, why):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, "cp2", example_kwargs=batch, context="ring")
     lines = str(error.value).splitlines()
-    assert lines[:2] == ["context='ring' cannot be on cp", f"  why    {why}"]
+    assert lines[:2] == ["context='ring' is impossible on cp", f"  why    {why}"]
     assert lines[2].startswith("  where  ") and lines[3] == "  try    context='gather'"
 
 

@@ -157,7 +157,7 @@ def test_a_weight_is_gathered_once():
     plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=3)
     moved = {c.where: c.count for c in plan.collectives if c.forward == "all_gather"}
     assert moved == {"twice": 1, "table": 1, "model": 1}
-    assert any("odd.weight: [3, 7] stays whole on dp=2" in note for note in plan.notes)
+    assert any("odd.weight: [3, 7] stays replicated on dp=2" in note for note in plan.notes)
     tied, batch = zoo.gpt2(num_layers=1)
     plan = autopart.plan(tied, "dp2,pp2", example_kwargs=batch, zero=3)
     table = [(c.forward, c.backward, c.count) for c in plan.collectives if c.where == "transformer.wte"]

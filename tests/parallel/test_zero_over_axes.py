@@ -87,7 +87,7 @@ def test_what_does_not_divide_over_all_is_stored_over_fewer():
     """64 rows of the vocabulary and 32 features do not divide over 6 ranks, and do over 2."""
     plan = stored(*zoo.llama(), "dp2,cp3")
     assert {axis for entry in plan.parameters.values() for axis in entry} == {"dp", "cp"}
-    assert any("is cut over dp=2 and not dp_cp=6: no dim divides" in note for note in plan.notes), plan.notes
+    assert any("is sharded over dp=2 and not dp_cp=6: no dim" in note for note in plan.notes), plan.notes
 
 
 def test_one_collective_gathers_over_all_axes():

@@ -136,5 +136,5 @@ def test_the_plan_says_what_does_not_divide():
     assert cut == ["transformer.wte.weight: dim 0 of size 97 on tp=4: shards of 25, 25, 25, 22"]
     (few,) = few
     assert few.startswith("model.layers.*.self_attn: 2 x 4 features on tp=8: divided before, gathered here, ")
-    assert few.endswith(" MB sent by a rank a microbatch in all; tp=2 would divide")
+    assert few.endswith(" MB sent per rank and microbatch; tp=2 would divide")
     assert notes_of(zoo.gpt2, "tp4") == notes_of(zoo.llama, "dp2", heads=8, kv_heads=2) == []

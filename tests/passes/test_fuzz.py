@@ -50,7 +50,7 @@ def assert_exact(case: Subgraph) -> None:
     except LayoutError:
         reject()
     except Exception as error:
-        raise Failure(f"the run breaks: {type(error).__name__}\n{case}") from error
+        raise Failure(f"the run raises an error: {type(error).__name__}\n{case}") from error
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise Failure(f"wrong: {wrong}\n{case}")

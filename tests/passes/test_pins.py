@@ -88,7 +88,7 @@ def test_a_module_pinned_whole_runs_whole():
     assert {e["tp"] for key, e in plan.parameters.items() if ".self_attn" in key} <= {"R", "R(grad P)"}
     assert plan.parameters[f"{LAYER}.mlp.up_proj.weight"] == {"tp": "S(0)"}
     reasons = {row["why"] for row in plan.unsharded if ".self_attn" in row["where"]}
-    assert reasons == {"it is pinned so"}
+    assert reasons == {"a pin fixes it"}
 
 
 def test_positions_are_cut_where_they_are_pinned_so():

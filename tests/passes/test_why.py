@@ -63,13 +63,13 @@ def test_pinning_costs_what_why_not_says():
 def test_a_collective_knows_its_edge(plan):
     found = plan.why("reduce_scatter_2")
     assert "down_proj" in found.subject and "from P to S(1) on tp" in found.subject
-    assert found.reason == "it is left as a partial sum on every rank and taken cut along dim 1"
+    assert found.reason == "it is produced as a partial sum on every rank and used sharded along dim 1"
     assert "read by" in found.where and "modeling_llama.py" in found.where
     assert found.price_s >= 0 and found.runner_up
 
 
 def test_what_is_so_and_what_cannot_be(plan):
-    assert plan.why_not(DOWN, {"tp": "S(1)"}).reason == "it is so in the plan"
+    assert plan.why_not(DOWN, {"tp": "S(1)"}).reason == "the plan has this layout already"
     model, batch = zoo.llama()
     toy = autopart.plan(model, "tp2", example_kwargs=batch, pins={DOWN: {"tp": "S(1)"}})
     refused = toy.why_not(DOWN, {"tp": "S(0)"})
@@ -100,7 +100,7 @@ def test_storing_a_weight_in_parts_has_a_price(plan):
     saved = 2 * size / 8 / 2 * 4  # two layers, in eighths on tp, half of it, with gradient and two moments
     assert f"-{quantity(saved, 'B')} of weights, gradients and optimizer state on every rank" in found.reason
     assert "tp cuts dim 1 already" in plan.why_not(DOWN, {"dp": "S(1)"}).reason
-    assert plan.why_not(DOWN, {"dp": "R"}).reason == "it is so in the plan"
+    assert plan.why_not(DOWN, {"dp": "R"}).reason == "the plan has this layout already"
     model, batch = zoo.gpt2()
     without = autopart.plan(model, "dp2", example_kwargs=batch)
     assert "of communication" in without.why_not("transformer.h.*.mlp.c_fc.weight", {"dp": "S(1)"}).reason
@@ -110,7 +110,7 @@ def test_without_a_tensor_axis():
     model, batch = zoo.gpt2()
     plan = autopart.plan(model, "dp2", example_kwargs=batch)
     found = plan.why("transformer.h.0.attn.c_attn")
-    assert found.chosen == "whole" and found.reason == "the mesh dp2 has no axis tp to cut it over"
+    assert found.chosen == "replicated" and found.reason == "the mesh dp2 has no axis tp to shard it over"
 
 
 @pytest.mark.parametrize(("mesh", "chosen"), [("dp2", "S(0) on dp"), ("dp2,tp2", "S(1; sections=3), S(0) on dp")])
@@ -118,7 +118,7 @@ def test_a_weight_in_parts(mesh, chosen):
     model, batch = zoo.gpt2()
     found = autopart.plan(model, mesh, example_kwargs=batch, zero=3).why("transformer.h.0.attn.c_attn.weight")
     assert found.chosen == chosen
-    assert found.reason.endswith("a rank of dp=2 stores its part, and gathers it where it is read")
+    assert found.reason.endswith("each rank of dp=2 stores one shard and gathers the rest before use")
 
 
 def test_a_copy_of_a_plan_says_that_it_cannot_tell(plan):

@@ -24,24 +24,24 @@ def plan_of(vocab, mesh="dp1", hardware=H200, dtype=torch.bfloat16, inner=None, 
 
 
 def notes(*args, **options):
-    return [note for note in plan_of(*args, **options).notes if "no multiple of" in note]
+    return [note for note in plan_of(*args, **options).notes if "not a multiple of" in note]
 
 
 def test_a_vocabulary_that_is_no_multiple():
     (odd,) = notes(501)
     assert odd == (
-        "transformer.wte.weight: dim 0 of 501 in bfloat16 is no multiple of 8, so its products run at 18 % of the "
-        "rate; 504 would run at all of it"
+        "transformer.wte.weight: dim 0 of 501 in bfloat16 is not a multiple of 8, so its products run at 18 % of the "
+        "full rate; 504 would run at the full rate"
     )
     (even,) = notes(502)
-    assert "run at 32 % of the rate; 504 would" in even
+    assert "run at 32 % of the full rate; 504 would" in even
     assert not notes(504)
 
 
 def test_shards_decide():
     """504 on four ranks are shards of 126, which is even; what fits is a multiple of 8 on each."""
     (note,) = notes(504, "tp4")
-    assert "is no multiple of 32" in note and "512 would" in note
+    assert "is not a multiple of 32" in note and "512 would" in note
     assert not notes(512, "tp4")
 
 

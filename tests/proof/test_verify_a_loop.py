@@ -165,7 +165,7 @@ def test_another_order_of_calls_is_named():
                 optimizer.step()
 
     first = verified(skips).first_mismatch
-    assert first.kind == "order" and "here is a loss, and one process is at a gradient" in first.detail
+    assert first.kind == "order" and "this rank is at a loss, and one process is at a gradient" in first.detail
 
 
 def test_an_error_of_autopart_is_raised_once_with_rank_and_line():

@@ -74,11 +74,11 @@ def line_of(text: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "mesh", "value", "makes", "line"),
     [
-        (RootOfNegatives, "tp2", "loss is nan", "makes nan of finite numbers", "# the first"),
-        (Overflow, "dp2", "loss is nan", "makes nan of infinities, which exp at", "# overflows"),
+        (RootOfNegatives, "tp2", "loss is nan", "computes nan from finite numbers", "# the first"),
+        (Overflow, "dp2", "loss is nan", "computes nan from infinities, which exp at", "# overflows"),
         (MaskedRows, "pp2", "loss is nan", "softmax at test", "# of infinities alone"),
         (RootOfZero, "tp2", "gradient of up.weight holds 128 nan of 128", "the backward of sqrt", "# infinite slope"),
-        (Statistic, "dp2", "buffer between.statistic holds 16 nan of 16", "makes nan of finite", "# of negatives"),
+        (Statistic, "dp2", "buffer between.statistic holds 16 nan of 16", "computes nan from finite", "# of negatives"),
     ],
 )
 def test_what_is_not_finite_is_named_with_its_line(kind, mesh, value, makes, line):
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_named_with_its_line(kind, mesh, value, makes, lin
     assert not found.ok and found.not_finite is not None and found.first_mismatch is None, str(found)
     text = str(found)
     assert text.startswith("NOT FINITE on") and "exact" not in text
-    assert value in text and makes in text and "the same in the same places" in text, text
+    assert value in text and makes in text and "the same numbers in the same positions" in text, text
     assert line in line_of(found.not_finite.maker)
     assert not found.not_finite.begins
 

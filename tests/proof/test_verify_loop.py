@@ -262,7 +262,7 @@ def test_an_optimizer_that_is_stepped_twice_on_one_rank(monkeypatch):
     monkeypatch.setattr(lockstep_steps._AllRanks, "update", twice)
     first = trained(run_of(zoo.skip_mlp), "dp2").first_mismatch
     assert (first.step, first.kind, first.rank) == (1, "weight", 1), str(first)
-    assert "the gradients are equal; AdamW took another step here" in str(first)
+    assert "the gradients are equal; AdamW made a different update on this rank" in str(first)
 
 
 # --- Optimizers that are not elementwise, and gradients of nothing
@@ -276,7 +276,7 @@ def test_an_optimizer_that_needs_the_whole_of_a_weight(kind):
 
     first = trained(run_of(zoo.skip_mlp), "tp2", optimizer=optimizer).first_mismatch
     assert (first.step, first.kind, first.name) == (1, "weight", "layers.0.weight") and first.error > 1e-4
-    assert f"{kind} does something else on a part than on the whole" in str(first)
+    assert f"{kind} computes something else on a shard than on the full tensor" in str(first)
     assert trained(run_of(zoo.skip_mlp), "pp2", optimizer=optimizer).ok  # whole matrices there
 
 
@@ -296,7 +296,7 @@ def test_gradients_of_rounding_alone_decide_nothing():
     x = torch.randn(8, 8, dtype=torch.float64)
     found = autopart.verify(Loud().double(), "dp2,tp2", example_kwargs={"x": x}, steps=2)
     assert found.ok, str(found)
-    assert "weights of which the gradient is rounding alone are not compared: shift" in found.notes
+    assert "weights whose gradient is only rounding are not compared: shift" in found.notes
 
 
 class Counts(nn.Module):

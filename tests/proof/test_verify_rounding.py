@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.proof.steps import lockstep_steps
 
-NOT_COMPARED = "gradient is rounding alone are not compared: conv.bias"
+NOT_COMPARED = "gradient is only rounding are not compared: conv.bias"
 
 
 class Normed(nn.Module):

@@ -15,7 +15,7 @@ STAGES = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.nor
 LINEAR = "linear at zoo.py:{skip_line}"
 H, WTE, FC = "transformer.h.*", "transformer.wte.weight", "transformer.h.0.mlp.c_fc"
 TIED = f"{WTE} (tied: one weight with lm_head.weight)"
-AS_STORED = "and a weight is used as it is stored, or whole\n  try    leave one of them out"
+AS_STORED = "but a weight is used as it is stored, or gathered\n  try    leave one of them out"
 UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
 
 
@@ -80,7 +80,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: the pin cut_before 'head' is for an axis that the mesh tp2 lacks: pp\n  try    leave it out, or "
         "mesh='pp2,tp2'"),
     "pins: pp": (pinned({"head.weight": {"pp": "R"}}, "pp2"),
-        "OptionError: the pin 'head.weight' as R on pp cannot be\n  why    stages are not layouts\n  try    'stages': "
+        "OptionError: the pin 'head.weight' as R on pp is impossible\n  why    stages are not layouts\n  try    "
+        "'stages': "
         "{'cut_before': [...]}"),
     "pins: does not divide": (pinned({"layers.*.weight": {"tp": "S(1)"}}, "tp4", narrow),
         "LayoutError: cannot pin 'layers.*.weight' as S(1) on tp\n  why    layers.0.weight: dim 1 has "
@@ -92,11 +93,11 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: cannot pin 'head.weight' as P on tp\n  why    head.weight: a weight is not a "
         "partial sum\n  try    S(0), S(1) or R"),
     "pins: module": (pinned({"head": {"tp": "S(0)"}}),
-        "LayoutError: cannot pin the module 'head' as S(0) on tp\n  why    only R says the same of all its weights and "
+        "LayoutError: cannot pin the module 'head' as S(0) on tp\n  why    only R fits all its weights and "
         "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
     "pins: not in the rule": (pinned({"layers.3/linear": {"tp": "S(0)"}}),
         f"LayoutError: cannot pin 'layers.3/linear' as S(0) on tp\n  why    {LINEAR} (layers.3): dim 0 of its "
-        "output is rows of the batch, which dp cuts\n  try    R | R(grad P) | P | S(1)"),
+        "output is the batch, which dp shards\n  try    R | R(grad P) | P | S(1)"),
     "pins: an operator has no dim": (pinned({"head/linear": {"tp": "S(3)"}}),
         "LayoutError: cannot pin 'head/linear' as S(3) on tp\n  why    linear at zoo.py:{skip_head_line} (head): its "
         "output has shape [8, 32], no dim 3\n  try    R | R(grad P) | P | S(1)"),
@@ -107,7 +108,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: not in its rule": (pinned({f"{UP}.weight": {"tp": "S(0)"}, "model.layers.*.mlp/mul": {"tp": "P, P -> P"}},
                                      build=llama),
         "LayoutError: cannot pin 'model.layers.*.mlp/mul' as P, P -> P on tp\n  why    mul at "
-        "modeling_llama.py:{gated_line} (model.layers.0.mlp) has no such way to run on tp=2\n  try    R, R -> R | "
+        "modeling_llama.py:{gated_line} (model.layers.0.mlp) has no such strategy on tp=2\n  try    R, R -> R | "
         "R(grad P), R(grad P) -> R(grad P) | P, R(grad P) -> P | R(grad P), P -> P | S(1), S(1) -> S(1) | "
         "S(2), S(2) -> S(2)"),
     "pins: sequence parallelism": (
@@ -131,7 +132,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
         "'model.layers.*.mlp.down_proj/linear' as S(2), S(1) -> P on tp\n  why    linear at "
         "modeling_llama.py:{llama_line} (model.layers.0.mlp.down_proj) then takes "
-        "model.layers.0.mlp.down_proj.weight as S(1), and a weight is used as it is stored, or whole\n  try    leave "
+        "model.layers.0.mlp.down_proj.weight as S(1), but a weight is used as it is stored, or gathered\n  try  "
+        "  leave "
         "one of them out"),
     "pins: a tied weight": (pinned({"lm_head.weight": {"tp": "S(1)"}, WTE: {"tp": "S(0)"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'lm_head.weight' as S(1) on tp; 'transformer.wte.weight' as "
@@ -144,15 +146,16 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({"model.layers.*.mlp/mul": {"tp": "S(2)"}, "model.layers.1.mlp": {"tp": "R"}, "lm_head": {"tp": "R"}},
                build=llama),
         "LayoutError: these pins cannot hold together: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
-        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) runs in one way\n  try    leave "
-        "one of them out"),
+        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) can run in one way only\n "
+        " try    "
+        "leave one of them out"),
     "pins: two of six": (
         pinned({"transformer.ln_f": {"tp": "R"}, f"{H}.mlp.c_fc.weight": {"tp": "S(0)"}, WTE: {"tp": "S(0)"},
                 f"{H}.mlp.c_proj.weight": {"tp": "S(0)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"},
                 "transformer.h.1.attn": {"tp": "R"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc.weight' as S(0) on tp; "
         "'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    linear at pytorch_utils.py:{conv1d_line} "
-        f"({FC}) then takes {FC}.weight, seen through t, as S(0), {AS_STORED}"),
+        f"({FC}) then takes {FC}.weight, through t, as S(0), {AS_STORED}"),
     "pins: a view of a weight": (
         pinned({f"{H}.mlp.c_fc/t": {"tp": "S(1)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc/t' as S(1) on tp; "
@@ -181,7 +184,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"{LINEAR} (layers.3) is kept together with what runs before it\n  try    leave one of them out"),
     "pins: all together": (pinned({"stages": {"together": [["layers.0", "head"]]}}, "pp6"),
         "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    what runs between modules that are "
-        "kept together is kept with them; places left to cut: 3, and 6 stages (pp times virtual_stages) need 5\n  try  "
+        "kept together is kept with them; possible stage boundaries left: 3, and 6 stages (pp times "
+        "virtual_stages) need 5\n  try  "
         "  other modules, or another number of stages"),
     "pins: another plan": (of_another_plan,
         "OptionError: pins= contradict the plan, which was made with none\n  try    leave pins out, edit the plan, or "

@@ -74,8 +74,8 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: the rule of {MATMUL} says sum='c'\n  why    every output has all factors of the inputs; sharding "
         "what an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
-        f"RuleError: the rule of {MATMUL} has 'd' in an output alone\n  why    a shard of it cannot come from whole "
-        "inputs\n  try    whole='d'"),
+        f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
+        "\n  try    whole='d'"),
     "rule: number of tensors": (rule("a b -> a b"),
         f"RuleError: the line 'a b -> a b' of {MATMUL} has 1 input and 1 output\n  why    it is {MATMUL}(Tensor x, "
         "Tensor weight) -> Tensor\n  try    one operand for every tensor, in the order of the call"),
@@ -97,7 +97,7 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"none\n  try    autopart.rule(\"{MATMUL}\", \"... h, h o -> ... o\", sum=\"h\") before parallelize, or a new "
         "plan"),
     "microbatches: no rule": (mixing_rows,
-        "StageError: the batch cannot be cut into 2 microbatches\n  why    scaled_mm takes all rows of a value of "
+        "StageError: the batch cannot be split into 2 microbatches\n  why    scaled_mm needs all samples of a value of "
         "shape [8, 3, 16] at once: it has no sharding rule\n  where  scaled_mm at custom_ops.py:{custom_line}\n  try"
         "    microbatches=1 (on a pipeline with schedule='gpipe')"),
 }  # fmt: skip

@@ -75,10 +75,10 @@ def edited(name: str, entry: dict[str, str]) -> Callable[[], Any]:
 ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: 4": (planned("dp2", zero=4), f"OptionError: unknown zero=4{LEVELS}"),
     "zero: 1 without dp": (planned("tp2", zero=1),
-        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh tp2 has no axis dp or cp or ep"
+        "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh tp2 has no axis dp or cp or ep"
         "\n  try    mesh='dp2,tp2', or leave it out"),
     "zero: over replicas alone": (planned("dpr2", zero=1),
-        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh dpr2 has no axis dp or cp or ep"
+        "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh dpr2 has no axis dp or cp or ep"
         "\n  try    mesh='dpr2,dp2', or leave it out"),
     "zero: another level than the plan's": (followed(1, 2),
         "OptionError: zero=2 contradicts the plan, which says 1\n  try    leave zero out, or edit "
@@ -91,26 +91,31 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: bool": (planned("dp2", zero=True),
         f"OptionError: unknown zero=True{LEVELS}"),
     "zero: without dp": (planned("pp2,tp2", zero=3),
-        "OptionError: zero=3 needs an axis to cut parameters over\n  why    the mesh pp2,tp2 has no axis dp or cp or ep"
+        "OptionError: zero=3 needs an axis to shard parameters over\n  why    the mesh pp2,tp2 has no axis dp "
+        "or cp or ep"
         "\n  try    mesh='pp2,dp2,tp2', or leave it out"),
     "zero: nothing divides": (odd,
-        "LayoutError: zero=3 finds nothing to cut over dp=2\n  why    no parameter with two dims or more has one that "
-        "divides over it and that tp does not cut\n  try    another size of dp, or zero=0"),
+        "LayoutError: zero=3 finds no parameter to shard over dp=2\n  why    no parameter with two dims or more "
+        "has one that "
+        "divides over it and that tp does not shard\n  try    another size of dp, or zero=0"),
     "zero: a plan without it": (followed(0, 3),
         f"OptionError: zero=3 contradicts the plan, which cuts no parameters over dp{AGAIN}"),
     "zero: a plan with it": (followed(3, 0),
         f"OptionError: zero=0 contradicts the plan, which cuts parameters over dp{AGAIN}"),
     # methods of dp_sync
     **{f"zero: {how} with a method": (planned("dp2", dp_sync="top_k:0.1", **options),
-        f"OptionError: dp_sync='top_k:0.1' on parameters that are stored in parts ({how})\n  why    '{first}' is cut "
-        "over dp: its gradient is summed as it is cut, and no rank has all of it\n  try    zero=1, or a mesh with both "
-        "axes of data, 'dpr2,dp4': parts over dp, the method over dpr")
+        f"OptionError: dp_sync='top_k:0.1' on parameters that are stored sharded ({how})\n  why    '{first}' is "
+        "sharded "
+        "over dp: its gradient is reduce-scattered, and no rank has all of it\n  try    zero=1, or a mesh with both "
+        "axes of data, 'dpr2,dp4': shards over dp, the method over dpr")
        for how, first, options in (("zero=2", "head.bias", {"zero": 2}), ("zero=3", "head.weight", {"zero": 3}),
                                    ("by a pin", "head.weight", {"pins": {"head.weight": {"dp": "S(0)"}}}))},
     "zero: 1 with a method of models": (planned("dp2", zero=1, dp_sync="local:4"),
-        "OptionError: dp_sync='local:4' on parameters that are stored in parts (zero=1)\n  why    'head.bias' is cut "
-        "over dp: ranks have parts of one model, and no rank a model of its own\n  try    zero=0, or a mesh with both "
-        "axes of data, 'dpr2,dp4': parts over dp, the method over dpr"),
+        "OptionError: dp_sync='local:4' on parameters that are stored sharded (zero=1)\n  why    'head.bias' is "
+        "sharded "
+        "over dp: ranks store shards of one model, and no rank has a separate model\n  try    zero=0, or a mesh "
+        "with both "
+        "axes of data, 'dpr2,dp4': shards over dp, the method over dpr"),
     "zero: 1 with a method, read in two layouts": (read_twice,
         "OptionError: dp_sync='*.bias=all_reduce,*=top_k:0.1' with zero=1 for 'rows'\n  why    it is read in more than "
         "one layout, so every use gathers its shards and reduces its gradient\n  try    zero=0, or an exact "
@@ -134,11 +139,11 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "head.weight can have only one layout\n  try    leave one of them out"),
     "zero: pinned where tp cuts": (pinned({"head.weight": {"dp": "S(1)", "tp": "S(1)"}}, "dp2,tp2"),
         "LayoutError: these pins cannot hold together: 'head.weight' as S(1) on dp; 'head.weight' as S(1) on tp\n  "
-        "why    head.weight: a dim is cut by one axis alone\n  try    leave one of them out"),
+        "why    head.weight: only one axis can shard a dim\n  try    leave one of them out"),
     "zero: a pinned module": (pinned({"head": {"dp": "S(0)"}}, "dp2"),
-        "LayoutError: cannot pin the module 'head' as S(0) on dp\n  why    only R says the same of all its weights and "
+        "LayoutError: cannot pin the module 'head' as S(0) on dp\n  why    only R fits all its weights and "
         "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
     "zero: a pinned operator": (pinned({"head/linear": {"dp": "S(0)"}}, "dp2"),
-        "OptionError: the pin 'head/linear' as S(0) on dp cannot be\n  why    what an operator does over dp follows "
-        "from the rows of the batch\n  try    R, or a pin for tp"),
+        "OptionError: the pin 'head/linear' as S(0) on dp is impossible\n  why    the placements of an operator on dp "
+        "follow from the batch\n  try    R, or a pin for tp"),
 }  # fmt: skip

@@ -165,7 +165,7 @@ def test_a_statistic_is_reduced_once_in_either_direction():
 
 def test_microbatches_are_refused_and_none_are_chosen():
     model, call = build("batch norm"), batch("batch norm")
-    with pytest.raises(autopart.AutopartError, match=r"batch_norm takes all rows .* a statistic of the batch"):
+    with pytest.raises(autopart.AutopartError, match=r"batch_norm needs all samples .* a statistic of the batch"):
         autopart.plan(model, "pp2", example_kwargs=call, microbatches=2)
     assert autopart.plan(model, "pp2", example_kwargs=call).schedule.microbatches == 1
 

@@ -314,7 +314,7 @@ def test_a_number_read_from_elsewhere_must_not_change(call):
 
 def test_microbatches_are_refused_where_the_backward_is_not_linear_in_sums_of_them():
     autopart.plan(model_of("of a weight"), "dp2", example_kwargs=example(), microbatches=2)
-    with pytest.raises(StageError, match="cannot be cut into 2 microbatches"):
+    with pytest.raises(StageError, match="cannot be split into 2 microbatches"):
         autopart.plan(model_of("clipped weight"), "dp2", example_kwargs=example(), microbatches=2)
 
 

@@ -145,7 +145,7 @@ def test_the_models_checkpoints_are_the_plans_choice_until_another_is_asked_for(
     model, x = built("whole", True, 2)
     plan = autopart.plan(model, "tp2", example_args=(x,))
     assert plan.recompute == {"h.0": "full", "h.2": "full"}
-    assert "the model's own checkpoints are kept: the backward computes h.0, h.2 again" in plan.notes
+    assert "the model's own checkpoints are kept: the backward recomputes h.0, h.2" in plan.notes
     assert Plan.from_json(plan.to_json()).recompute == plan.recompute
     asked = autopart.plan(model, "tp2", example_args=(x,), recompute="none")
     assert asked.recompute == "none"

@@ -54,7 +54,7 @@ def test_bags_one_after_the_other(name, mesh):
     torch.manual_seed(0)
     options, offsets = BAGS[name]
     found = autopart.verify(Bags(**options), mesh, example_args=(tokens(8), offsets))
-    notes = [note for note in found.notes if not note.startswith("run whole")]  # the largest of a bag
+    notes = [note for note in found.notes if not note.startswith("run in full")]  # the largest of a bag
     assert found.ok and found.max_error < 1e-10 and not notes, str(found)
 
 
@@ -94,5 +94,5 @@ def test_a_table_alone_is_cut_by_rows():
 
 
 def test_a_table_that_cannot_be_cut_is_refused():
-    with pytest.raises(LayoutError, match="no matrix product with a parameter, and no table of embeddings that can be"):
+    with pytest.raises(LayoutError, match="no matrix product with a parameter, and no embedding table that can be"):
         autopart.plan(nn.Embedding(ROWS, WIDTH, scale_grad_by_freq=True), "tp2", example_args=(tokens(4, 3),))

@@ -1,4 +1,4 @@
-"""Finding the first value of a partitioned program that differs from the model's, by comparing all of them."""
+"""Localization of the first value of a partitioned program that differs from the model's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import PerRank
 
 BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeError)
-"""What a fault in a program can raise when it is run."""
+"""Exceptions that a faulty program can raise."""
 
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What a group of ranks holds of a value, their partial sums added: which entries of each dim of the whole."""
+    """Shard of a value on a group of ranks, with their partial sums added.
+
+    `entries`: indices of the shard along each dim of the full value.
+    """
 
     ranks: tuple[int, ...]
     microbatches: tuple[int, ...]
@@ -33,7 +36,7 @@ class HeldPart:
     value: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of the whole value."""
+        """Return the same shard of the full value."""
         for dim, entries in enumerate(self.entries):
             if len(entries) < whole.shape[dim]:
                 whole = whole.index_select(dim, entries.to(whole.device))
@@ -45,7 +48,10 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class WrongPart:
-    """A part that is wrong: where most, what is there and what should be. `num_wrong` of `num_parts` are wrong."""
+    """The worst of the wrong shards of a value.
+
+    `worst` is a text with its worst entry and the expected value. `num_wrong` of `num_parts` shards are wrong.
+    """
 
     part: HeldPart
     error: float
@@ -65,9 +71,12 @@ class WrongPart:
 class Mismatch:
     """The first value that differs.
 
-    `name`: in the traced graph, or of the parameter. `kind`: "value" or "gradient". `operator`: what made it there,
-    or, of a gradient, what reads the value; `keys` are the names of these operators in plans. `part`: the worst part;
-    None where the run broke.
+    Args:
+        name: name of the value in the traced graph, or of the parameter.
+        kind: "value" or "gradient".
+        operator: the operator that computed the value; for a gradient, the operators that read the value.
+        keys: names of these operators in plans.
+        part: the worst shard; None if the run raised an exception.
     """
 
     name: str
@@ -84,7 +93,9 @@ class Mismatch:
 
     def __str__(self) -> str:
         what = (
-            f"{self.kind} of {self.name} differs by {self.error:.3g}" if self.part else f"the run breaks: {self.name}"
+            f"{self.kind} of {self.name} differs by {self.error:.3g}"
+            if self.part
+            else f"the run raises an error: {self.name}"
         )
         lines = [what, f"  operator {self.operator}, stage {self.stage}", f"  layout   {self.layout}"]
         lines += [f"  shard    {self.part}"] if self.part else []
@@ -98,7 +109,7 @@ def first_mismatch(
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
-    """Where the step's values differ, else where the call's do, else the parameter that is most wrong."""
+    """Return the first wrong value of the step, else of the call, else the worst parameter."""
     step = _Search(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
     if first is None and subject.loss is not None:
@@ -111,7 +122,7 @@ def first_mismatch(
 
 
 class _Search:
-    """Compares a lockstep run with the traced graph value by value, then gradient by gradient."""
+    """Comparison of a lock-step run with the traced graph, value by value, then gradient by gradient."""
 
     def __init__(self, subject: Subject, program: Program, arrangement: Arrangement, tolerance: float):
         self.subject, self.program, self.arrangement = subject, program, arrangement
@@ -123,15 +134,17 @@ class _Search:
         self.grad_scale = max([GRAD_FLOOR, *map(largest, self.whole_grads.values())])
 
     def first(self, gradients: bool = True) -> Mismatch | None:
-        """The first wrong value, else where the run breaks, else (with `gradients`) the first wrong gradient."""
+        """Return the first wrong value, else the operator that raised, else (with `gradients`) the first wrong
+        gradient.
+        """
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
         try:
             results = self.subject.lockstep(self.program, self.shards, self.arrangement.stage_style, self._keep)
         except BROKEN as error:
             failure = error
-        for node, (stage, held) in self.made.items():
-            wrong = self._wrong(held, facts(node)["layout"], self.whole[facts(node)["origin"]])
+        for node, (stage, shard_values) in self.made.items():
+            wrong = self._wrong(shard_values, facts(node)["layout"], self.whole[facts(node)["origin"]])
             if wrong is not None:
                 return self._mismatch(node, "value", stage, wrong)
         if failure is not None:
@@ -146,7 +159,8 @@ class _Search:
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
         if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
-        if any(place.is_routed for place in facts(node)["layout"].values()):  # which row is where is in another value
+        # Another value says which expert each dispatched token is for.
+        if any(place.is_routed for place in facts(node)["layout"].values()):
             return
         for v in value.values():
             if v.requires_grad and not v.is_leaf:
@@ -154,8 +168,10 @@ class _Search:
         self.made.setdefault(node, (stage, {}))[1][microbatch] = value
 
     def _first_gradient(self) -> Mismatch | None:
-        """The first in the order of the backward: the last values of the forward first. Copies in other layouts carry a
-        part of the gradient only and are passed over."""
+        """Return the first wrong gradient in backward order: the last values of the forward come first.
+
+        Copies of a value in other layouts have only a part of its gradient, so they are skipped.
+        """
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
         for node in self.made:
@@ -164,8 +180,8 @@ class _Search:
             source, _ = source_of(self.origins[name])
             if facts(source)["role"] != ACTIVE or name not in self.whole_grads:
                 continue
-            stage, held = self.made[node]
-            grads = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
+            stage, shard_values = self.made[node]
+            grads = {m: {r: v.grad for r, v in values.items()} for m, values in shard_values.items()}
             if any(grad is None for values in grads.values() for grad in values.values()):
                 continue
             places = {axis: _of_gradient(place) for axis, place in facts(node)["layout"].items()}
@@ -175,28 +191,35 @@ class _Search:
         return None
 
     def parameter(self, name: str) -> Mismatch:
-        """A parameter whose gradient is wrong although every value's gradient is right: the part of the backward that
-        makes it is wrong, or its sum over ranks."""
+        """Return the mismatch of a wrong parameter gradient when the gradients of all values are right.
+
+        The backward operator that computes it, or its reduction over ranks, is wrong.
+        """
         sync_gradients_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         stored = self.program.parameters[name]
         node = next(n for n in self.subject.traced.graph.nodes if n.op == "get_attr" and n.target == name)
         zero = torch.zeros_like(self.subject.weights[name])
-        held = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
-        grads = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in held.items()}}
+        shard_values = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
+        grads = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in shard_values.items()}}
         scale = self.grad_scale
         wrong = self._wrong(grads, stored.layout, self.whole_grads.get(node.name, zero), scale)
         keys = _readers(node)
         return Mismatch(
             name, "gradient", wrong.error if wrong else float("inf"),
-            f"the backward of {', '.join(keys[:3])}, or the sum over ranks", name.rpartition(".")[0], _source(node),
+            f"the backward of {', '.join(keys[:3])}, or the reduction over "
+            "ranks", name.rpartition(".")[0], _source(node),
             stored.stages[0], format_value(node, format_layout(stored.layout)), keys, wrong, node,
         )  # fmt: skip
 
     def _wrong(
-        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], whole: Tensor, scale: float | None = None
+        self,
+        shard_values: Mapping[int, PerRank],
+        layout: Mapping[str, Placement],
+        whole: Tensor,
+        scale: float | None = None,
     ) -> WrongPart | None:
-        """The worst part of a value, if any is wrong."""
-        parts = list(self._parts(held, layout, whole.shape))
+        """Return the worst shard of a value, if any is wrong."""
+        parts = list(self._parts(shard_values, layout, whole.shape))
         scale = scale or scale_of(whole)
         errors = [relative(part.value, part.of(whole), scale) for part in parts]
         wrong = [i for i, error in enumerate(errors) if error > self.tolerance]
@@ -209,12 +232,15 @@ class _Search:
         )  # fmt: skip
 
     def _parts(
-        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
+        self, shard_values: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[HeldPart]:
-        """What is held by whom. Where the layout says `P`, what ranks or microbatches hold is added."""
+        """Yield the shards of a value.
+
+        Shards of ranks or microbatches on an axis with placement `P` are added.
+        """
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for microbatch, values in held.items():
+        for microbatch, values in shard_values.items():
             for rank in values:
                 at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
                 key = tuple(index for axis, index in at.items() if layout.get(axis, R) != P)
@@ -222,7 +248,7 @@ class _Search:
         for members in groups.values():
             rank, microbatch = members[0]
             at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
-            tensors = [held[m][r].detach() for r, m in members]
+            tensors = [shard_values[m][r].detach() for r, m in members]
             same = all(v.shape == tensors[0].shape for v in tensors)
             yield HeldPart(
                 tuple(dict.fromkeys(r for r, _ in members)), tuple(dict.fromkeys(m for _, m in members)),
@@ -231,7 +257,7 @@ class _Search:
             )  # fmt: skip
 
     def _coordinates(self, part: HeldPart) -> str:
-        """`dp 1, tp 0, microbatch 2`: where a part is, on the axes that all its ranks share."""
+        """Return `dp 1, tp 0, microbatch 2`: the coordinates that all ranks of a shard share."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
         if self.program.microbatches > 1 and len(part.microbatches) == 1:
@@ -245,13 +271,13 @@ class _Search:
         module = name.rpartition(".")[0] if stored else module_path(origin)
         origin_keys = (facts(origin)["key"],) if "key" in facts(origin) else ()
         keys = (origin_keys or _readers(origin)) if kind == "value" else (_readers(origin) or origin_keys)
-        backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its way to the output'}"
+        backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its path to the output'}"
         maker = _maker(node) if kind == "value" else backward
         layout = format_value(origin, format_layout(facts(node)["layout"]))
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _broken(self, failure: Exception) -> Mismatch:
-        """The operator after the last value that was made."""
+        """Return a mismatch for the operator after the last value that was computed."""
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
@@ -268,7 +294,7 @@ class _Search:
 
 
 def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every value of the traced graph on the global batch, and its gradient, by the node's name."""
+    """Return every value of the traced graph on the global batch, and its gradient, by node name."""
     values = subject.values(retain_grads=True)
     tensors = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
     subject.seed(subject.flat_outputs(values)).backward()
@@ -281,26 +307,26 @@ def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def entries_of(
     shape: Sequence[int], layout: Mapping[str, Placement], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Tensor, ...]:
-    """The indices along each dim of a whole value of this shape that are held at these coordinates.
+    """Return the indices along each dim of a full value that the rank at these coordinates stores.
 
     >>> entries_of([4], {"dp": Placement.parse("S(0)")}, {"dp": 1}, {"dp": 2})
     (tensor([2, 3]),)
     """
     entries = [torch.arange(size) for size in shape]
-    num_pieces = [1] * len(entries)  # into which outer axes have cut a dim: each holds as many fewer sections
+    num_shards = [1] * len(entries)  # of each dim over outer axes: a shard has as many fewer sections
     for axis, place in cut_together(layout).items():
-        held, sections = entries[place.dim], place.sections
+        indices, sections = entries[place.dim], place.sections
         if len(sections) == 1:
-            sections = (sections[0] // num_pieces[place.dim],)
+            sections = (sections[0] // num_shards[place.dim],)
         ranks, index = _joined(axis, at, sizes)
-        entries[place.dim] = Cut(0, len(held), sections, ranks).take(held, index)
+        entries[place.dim] = Cut(0, len(indices), sections, ranks).take(indices, index)
         if not place.sections:
-            num_pieces[place.dim] *= ranks
+            num_shards[place.dim] *= ranks
     return tuple(entries)
 
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Over how many ranks an axis cuts, or several joined in one, and which shard the rank at these coordinates has."""
+    """Return the number of ranks of an axis or flattened axes, and the shard index at these coordinates."""
     ranks, index = 1, 0
     for part in parts_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
@@ -308,18 +334,17 @@ def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 
 
 def _maker(node: fx.Node) -> str:
-    """What made a value of a program: `model.layers.0.mlp/mul (aten.mul.Tensor)`, a collective, or where it is from."""
+    """Describe the origin of a program value: `layers.0/mul (aten.mul.Tensor)`, a collective, an input."""
     key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"
     if node.op == "placeholder":
-        return f"none: received, or made from the inputs: {key}"
+        return f"none: received, or computed from the inputs: {key}"
     axis = axis_of(node)
     return f"{autopart_operator(node)} over {axis}, of {key}" if axis else f"{key} ({node.target})"
 
 
 def _readers(node: fx.Node) -> tuple[str, ...]:
-    """The keys of the operators that read a value, through projections."""
     keys: list[str] = []
     for user in node.users:
         keys += [facts(user)["key"]] if "key" in facts(user) else _readers(user)
@@ -331,7 +356,7 @@ def _source(node: fx.Node) -> str:
 
 
 def _worst_entry(part: HeldPart, whole: Tensor) -> str:
-    """`entry [3, 40] is 0.52, not 0.51`, by the indices of the whole value."""
+    """Return `entry [3, 40] is 0.52, not 0.51`, with the indices of the full value."""
     expected = part.of(whole)
     if part.value.shape != expected.shape:
         return f"shape {list(part.value.shape)}, not {list(expected.shape)}"
@@ -343,12 +368,11 @@ def _worst_entry(part: HeldPart, whole: Tensor) -> str:
 
 
 def _ranges(entries: Tensor) -> str:
-    """`0:8+16:24` for the indices 0 to 7 and 16 to 23."""
+    """Format the indices 0 to 7 and 16 to 23 as `0:8+16:24`."""
     numbered = enumerate(entries.tolist())
     runs = [[index for _, index in run] for _, run in groupby(numbered, lambda pair: pair[1] - pair[0])]
     return "+".join(f"{run[0]}:{run[-1] + 1}" for run in runs) or "none"
 
 
 def _of_gradient(place: Placement) -> Placement:
-    """The placement of the gradient of a value in this placement."""
     return {"R(grad P)": P, "P": R}.get(place.kind, place)

@@ -1,8 +1,8 @@
-"""The smallest part of a partitioned graph that is still wrong when it runs alone.
+"""Reduction of a wrong partitioned graph to the smallest part that is wrong when it runs alone.
 
-The first wrong value says where to begin: the operator that makes it, or, for a gradient, the operators that read the
-value. They are cut out of the graph with their inputs recorded as the model computes them, and run under the same
-decisions. Where they are right alone, their neighbours join, until the part is wrong; then whatever can be left out is
+The search begins at the first wrong value: at the operator that computes it or, for a gradient, at the operators that
+read it. These operators are extracted, with their inputs recorded from the model, and run under the same decisions. If
+they are right alone, neighbours are added until the part is wrong. Then every operator that can be removed is removed
 (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input").
 """
 
@@ -28,12 +28,13 @@ MAX_RUNS = 300
 def smallest_failing(
     subject: Subject, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
 ) -> Subgraph | None:
-    """The smallest subgraph found that is wrong by more than `tolerance`; None where no part is wrong alone.
+    """Return the smallest subgraph found with an error above `tolerance`; None if no part is wrong alone.
 
-    `first`: the first wrong value of the whole; None: nothing is known of where the fault is. `breaks`: whether the
-    run of the whole breaks: then a part that breaks is wrong too.
+    Args:
+        first: the first wrong value of the full graph; None if the position of the fault is unknown.
+        breaks: the run of the full graph raises. Then a part that raises counts as wrong.
     """
-    for recorded in (True, False):  # values of the inputs alone: recorded, else computed
+    for recorded in (True, False):  # whether input-only values are recorded or recomputed
         search = _Search(subject, arrangement, tolerance, recorded, breaks)
         chosen = search.grown(search.suspects(first))
         if chosen:
@@ -42,7 +43,7 @@ def smallest_failing(
 
 
 class _Search:
-    """Cuts parts out of one graph, and runs them."""
+    """Extraction and runs of parts of one graph."""
 
     def __init__(self, subject: Subject, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool):
         self.subject, self.arrangement, self.tolerance = subject, arrangement, tolerance
@@ -54,7 +55,7 @@ class _Search:
         self.joined = nx.Graph((node, user) for node in self.active for user in _users(node) if user in self.order)
 
     def suspects(self, first: Mismatch | None) -> set[fx.Node]:
-        """The operators to begin with."""
+        """Return the operators at which the search begins."""
         if first is None:
             return set(self.active)
         source, _ = source_of(first.node)
@@ -62,7 +63,10 @@ class _Search:
         return {source} if makes else {user for user in _users(source) if user in self.order}
 
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """`chosen` with as many rings of neighbours as it needs to be wrong; empty where not even all are."""
+        """Add rings of neighbours to `chosen` until it is wrong.
+
+        Return an empty set if all operators together are right.
+        """
         rings = 1
         while not self.fails(chosen):
             if len(chosen) == len(self.active):
@@ -74,7 +78,7 @@ class _Search:
         return chosen
 
     def reduced(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """`chosen` without what can be left out: first large pieces of it, at last single operators."""
+        """Remove operators from `chosen` while it stays wrong: large chunks first, single operators last."""
         size = max(1, len(chosen) // 2)
         while len(chosen) > 1 and self.runs < MAX_RUNS:
             ordered = sorted(chosen, key=self.order.__getitem__)
@@ -89,26 +93,31 @@ class _Search:
         return chosen
 
     def fails(self, chosen: set[fx.Node]) -> bool:
-        """Whether these operators alone are wrong. Where the whole does not break, a part that does proves nothing."""
+        """Return True if these operators alone are wrong.
+
+        A part that raises proves nothing if the full graph does not raise.
+        """
         self.runs += 1
         planted = _Planted(self.arrangement)
         try:
             subgraph = self.cut(chosen, planted.arrangement)
             errors = subgraph.errors()
         except AutopartError:
-            return False  # such a part cannot be cut out
+            return False  # this part cannot be extracted
         except BROKEN:
             return self.breaks and planted.is_planted
         return max(errors.values(), default=0.0) > self.tolerance
 
     def cut(self, chosen: set[fx.Node], arrangement: Arrangement | None = None) -> Subgraph:
-        """These operators alone, under the decisions of the whole."""
+        """Extract these operators, with the decisions of the full graph."""
         return _Cut(self.subject, arrangement or self.arrangement, self.values, chosen, self.recorded).subgraph()
 
 
 class _Planted:
-    """An arrangement whose fault says whether it could be planted in a part: one that needs what is not there proves
-    nothing by breaking."""
+    """An arrangement that records if its fault could be planted in a part.
+
+    A fault that needs an absent value raises, which proves nothing about the part.
+    """
 
     def __init__(self, arrangement: Arrangement):
         self.is_planted = True
@@ -124,7 +133,7 @@ class _Planted:
 
 
 class _Cut:
-    """Copies chosen operators into a graph of their own."""
+    """Extraction of chosen operators into a separate graph."""
 
     def __init__(
         self, subject: Subject, arrangement: Arrangement, values: dict[fx.Node, Any], chosen: set[fx.Node],
@@ -149,7 +158,6 @@ class _Cut:
         return Subgraph(subject, built)
 
     def _is_used_up(self, node: fx.Node) -> bool:
-        """Whether all that reads a value is inside."""
         return bool(node.users) and all(user in self.chosen for user in node.users)
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -169,7 +177,7 @@ class _Cut:
         return self.new[node]
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """What a chosen operator reads and no chosen one makes."""
+        """Create the input of a chosen operator that no chosen operator computes."""
         source, index = source_of(node)
         role, decisions, value = facts(source)["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
@@ -191,13 +199,12 @@ class _Cut:
 
 
 def _origin(source: fx.Node, node: fx.Node) -> dict[str, Any]:
-    """What a recorded value keeps of the node that makes it."""
     kept = {k: v for k, v in {**source.meta, **node.meta}.items() if k in ("key", "stack_trace", "nn_module_stack")}
     return kept | ({"comment": describe(source)} if node.op == "call_function" else {})
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
-    """The operators that read a value, through projections and views of weights."""
+    """Yield the operators that read a value, through projections and views of weights."""
     for user in node.users:
         if user.op != "output" and facts(user)["role"] == ACTIVE and "key" in facts(user):
             yield user

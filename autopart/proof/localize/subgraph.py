@@ -1,7 +1,7 @@
-"""A few operators of a partitioned graph that run alone, and their text.
+"""Part of a partitioned graph that runs alone, and its text form.
 
-`str(subgraph)` has one line for every value and parses back, with random values in place of recorded ones, so that a
-failure can be pasted as a test:
+`str(subgraph)` has one line per value and parses back. Random values replace recorded ones, so that a failure can be
+pasted as a test:
 
     mesh tp2
     x = recorded f64[8,12] | tp R
@@ -9,9 +9,9 @@ failure can be pasted as a test:
     y = aten.linear.default(x, w) | tp R(grad P), S(0) -> S(1)  # linear at attention.py:27 (layers.0.attn.q)
     return y
 
-After bars stand the stage and the placements on the axes of the batch (`batch`: dp and microbatches) and on `tp`. An
-`input` is cut by rows as the model's inputs are; a `weight` is a parameter as it is stored on `tp` and `dp`; a
-`recorded` value comes from elsewhere, in the layout in which it is made there.
+After the bars are the stage, the placements on the batch axes (`batch`: dp and microbatches) and those on `tp`. An
+`input` is sharded over the batch like an input of the model. A `weight` is a parameter with its storage on `tp` and
+`dp`. A `recorded` value comes from another part of the graph, in the layout in which it is produced.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ aten = torch.ops.aten
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _RECORDED = "recorded_"
 ROWS = "batch"
-"""What the text calls the rows of the batch: all axes that cut them, and the microbatches."""
+"""Name of the batch in the text form: all axes that shard it, and the microbatches."""
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A graph with its values, and how it is cut.
+    """A graph with its values and its sharding.
 
     Example:
         >>> assert Subgraph.parse(text).max_error() < 1e-10    # doctest: +SKIP
@@ -58,7 +58,10 @@ class Subgraph:
     arrangement: Arrangement
 
     def errors(self) -> dict[str, float]:
-        """The error of every output and gradient over all ranks. What a fault in the program raises is raised."""
+        """Return the error of every output and gradient over all ranks.
+
+        Exceptions of a faulty program pass through.
+        """
         return self.subject.errors(self.arrangement, self.subject.expected())
 
     def max_error(self) -> float:
@@ -66,7 +69,7 @@ class Subgraph:
 
     @property
     def operators(self) -> list[fx.Node]:
-        """The nodes that compute something, without those that only record a value."""
+        """The operators, without the nodes that only reproduce a recorded value."""
         nodes = self.arrangement.decisions.stage_of
         return [node for node in nodes if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
@@ -75,13 +78,15 @@ class Subgraph:
 
     @staticmethod
     def parse(text: str, axes: tuple[Axis, ...] = AXES) -> Subgraph:
-        """The inverse of `str`, with random values, on a mesh of these axes. Raises PlanError for a line that cannot be
-        read."""
+        """Parse the result of `str`, with random values, on a mesh of these axes.
+
+        Raises PlanError for a line that cannot be read.
+        """
         return _Parser(text, axes).subgraph()
 
 
 class Builder:
-    """Builds a subgraph value by value, in the order of its graph."""
+    """Builder of a subgraph, value by value in graph order."""
 
     def __init__(self, mesh: Mesh, microbatches: int = 1, num_stages: int = 1, scatter_sends: bool = False):
         self.mesh, self.microbatches, self.num_stages = mesh, microbatches, num_stages
@@ -95,14 +100,14 @@ class Builder:
         self.stage_of: dict[fx.Node, int] = {}
 
     def input(self, name: str, tensor: Tensor) -> fx.Node:
-        """An input of the model."""
+        """Add an input of the model."""
         node = self.graph.placeholder(name)
         node.meta = _meta(tensor, INPUT, input_name=name)
         self.inputs[name] = tensor
         return node
 
     def weight(self, target: str, tensor: Tensor, layout: Layout | None = None, name: str = "") -> fx.Node:
-        """A parameter, stored in this layout."""
+        """Add a parameter that is stored in this layout."""
         node = self.graph.create_node("get_attr", target, (), {}, name or target)
         node.meta = _meta(tensor, PARAMETER, tensor.requires_grad)
         self.weights[target] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
@@ -110,12 +115,13 @@ class Builder:
         return node
 
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
-        """A value that is made elsewhere, on this stage and in this layout over `ROWS` and the axes of features. Its
-        gradient is compared as a weight's is.
+        """Add a value from another part of the graph, with its stage and layout.
 
-        Rows are picked by their numbers, which are cut over ranks and microbatches as inputs are; a partial sum is the
-        value times shares that add up to one, different for every entry and rank. Raises LayoutError for a layout
-        that no such value can have.
+        Its gradient is compared like a weight's.
+
+        The layout has an entry for `ROWS` and for each feature axis. Samples are selected by index; the indices are
+        sharded over ranks and microbatches like inputs. A partial sum is the value times shares that add up to one and
+        differ for every entry and rank. Raises LayoutError for a layout that no such value can have.
         """
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
@@ -145,7 +151,7 @@ class Builder:
     def _in_parts(
         self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """A value as a partial sum over the rows or one axis, `others` being its placements on the others."""
+        """Make a value a partial sum over the batch or one axis. `others`: its placements on all other axes."""
         num_parts = self.parts[over]
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
         shares = (7 * shares).sin().reshape(num_parts, *tensor.shape)
@@ -169,7 +175,7 @@ class Builder:
         return node
 
     def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> Subject:
-        """The graph with these outputs."""
+        """Return the graph with these outputs."""
         self.graph.output(tuple(outputs))
         call = Call(
             tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
@@ -188,7 +194,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """What passes read of a node that stands for a value."""
+    """Return the node metadata that passes read."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 
@@ -226,7 +232,7 @@ def _what(node: fx.Node, subgraph: Subgraph) -> str:
 
 
 def _below(tensor: Tensor) -> str:
-    """Whole numbers are drawn below the largest one there is."""
+    """Return the exclusive upper bound of random integers: one above the largest entry."""
     counts = not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel()
     return f" below {max(int(tensor.max()), 0) + 1}" if counts else ""
 
@@ -262,7 +268,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """The axes over which parameters may be in parts, also joined."""
+    """Return the axes, single and flattened, over which parameters may be sharded."""
     return [*mesh.chosen, *mesh.storing()]
 
 
@@ -362,14 +368,14 @@ class _Parser:
 
 
 def _attribute(root: Any, tree: ast.expr) -> Any:
-    """`aten.add.Tensor` below `torch.ops`, `torch.float64` below `torch`."""
+    """Resolve `aten.add.Tensor` below `torch.ops`, or `torch.float64` below `torch`."""
     for name in ast.unparse(tree).removeprefix("torch.").split("."):
         root = getattr(root, name)
     return root
 
 
 def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: int = 2) -> Tensor:
-    """Floats in (0.1, 0.9), whole numbers below `below`, booleans; the same for the same seed."""
+    """Return floats in (0.1, 0.9), integers below `below`, or booleans; deterministic for a seed."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
         return torch.rand(sizes, generator=generator, dtype=torch.float64).mul(0.8).add(0.1).to(dtype)
@@ -377,7 +383,7 @@ def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: in
 
 
 def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
-    """What a line says an operator does on an axis; replicated where it says nothing."""
+    """Parse the strategy of an operator on an axis; replicated if the line has none."""
     options = strategies(node, num_shards, ANY_KIND)
     for option in options:
         if str(option) == text or not text:

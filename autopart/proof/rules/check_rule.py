@@ -1,4 +1,4 @@
-"""Proof of a sharding rule by execution, both ways: what it claims holds, and what holds it claims."""
+"""Proof of a sharding rule by execution: its claims hold, and it claims all that holds."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 
 
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
-    """The annotated trace of a model whose parameters are the tensors of a call and whose outputs are the call's.
+    """Return the annotated trace of one operator call, whose tensors are parameters, and these parameters.
 
-    Values in the trace are real: `val` is what the call computes.
+    Values in the trace are real: `val` is the computed tensor.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
@@ -56,12 +56,12 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     _, spec = tree_flatten(tuple(outputs))
     trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
-    graph.eliminate_dead_code()  # the splits have asked
+    graph.eliminate_dead_code()  # remove the splits: the analysis has seen them
     return trace, weights
 
 
 def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The node, or a `getitem` for each of its outputs."""
+    """Return the node, or a `getitem` for each of its outputs."""
     values = node.meta["val"]
     if isinstance(values, Tensor):
         return [node]
@@ -72,7 +72,7 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Let a later split ask for every dim of the outputs in sections, as a fused projection does: equal and unequal."""
+    """Split every dim of the outputs like a fused projection, so that analysis requests all sections."""
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
         for node in outputs:
@@ -84,7 +84,7 @@ def _ask_for_every_section(graph: fx.Graph) -> None:
 
 @dataclass
 class Proof:
-    """One traced call, what it computes on whole inputs, and its runs cut in all ways."""
+    """One traced call and its results on full inputs, to compare with sharded runs."""
 
     trace: Trace
     weights: dict[str, nn.Parameter]
@@ -98,17 +98,17 @@ class Proof:
         outputs = fx.GraphModule(weights, trace.graph)()
         backward(outputs)
         grads = {name: w.grad for name, w in weights.items() if w.grad is not None}
-        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but draws
+        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but random operators
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
-        """Replicated work, except for what is chosen on an axis."""
+        """Return decisions with replicated operators, except those chosen on an axis."""
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
         on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
         return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
-        """What is wrong with the outputs and gradients of the program cut as chosen; "" if nothing is."""
+        """Describe the wrong outputs and gradients of the program with these strategies; "" if all are right."""
         outputs = list(self.trace.graph.output_node().args[0])
         try:
             program = lower(self.trace, self.decisions(mesh, chosen), outputs, whole_outputs=True)
@@ -116,7 +116,7 @@ class Proof:
                 rank: {n: nn.Parameter(w.detach().clone(), w.requires_grad) for n, w in self.weights.items()}
                 for rank in range(mesh.num_ranks)
             }
-            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # of dropout
+            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # dropout seeds
             ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
             by_rank = {rank: values for rank, (values,) in ran.items()}
             backward([value for values in by_rank.values() for value in values])
@@ -137,8 +137,10 @@ class Proof:
 
 
 def _uneven_sums(values: list[Tensor]) -> list[Tensor]:
-    """A whole value as a partial sum of which every rank has a part that is not zero: all of it on the first rank alone
-    would let `tanh` pass for linear."""
+    """Split a replicated value into partial sums that are non-zero on every rank.
+
+    With the full value on the first rank and zeros elsewhere, `tanh` would pass for linear.
+    """
     if not values[0].is_floating_point():
         return LIST_PRIMITIVES["own"](values)
     rest = [(rank + 1) * 0.3 * weights_like(value).sin() for rank, value in enumerate(values[1:])]
@@ -149,7 +151,7 @@ UNEVEN_SUMS = {**LIST_PRIMITIVES, "own": _uneven_sums}
 
 
 def backward(values: Sequence[Tensor]) -> None:
-    """Differentiate a fixed weighting of all values."""
+    """Differentiate a fixed weighted sum of all values."""
     values = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
     seeds = [(v * weights_like(v)).sum() for v in values if v.requires_grad]
     if seeds:

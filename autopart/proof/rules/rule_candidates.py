@@ -1,8 +1,8 @@
-"""Ways of running an operator on shards that hold, found by trying them: what a sharding rule could claim.
+"""Search for shardings of an operator that hold, by brute force: what a sharding rule could claim.
 
-No rule is read here. Every combination of placements of the inputs is run on two ranks, its outputs are recombined in
-every way there is and compared with the operator on whole inputs, then its gradients. What holds twice, on other values
-and with other shards, holds. The idea is that of `torch.distributed.tensor`'s strategy validation.
+No rule is read here. Every combination of input placements runs on two ranks. Its outputs are recombined in every
+possible way and compared with the operator on full inputs, and so are its gradients. A sharding that holds twice, with
+different values and shard sizes, holds. The idea is that of `torch.distributed.tensor`'s strategy validation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopart.proof.comparison import relative
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (1, 2)
-"""The part of every sharded dim that the first rank holds: numerator and denominator."""
+"""Share of every sharded dim on the first rank: numerator and denominator."""
 UNEVEN = ((1, 4), (1, 3), HALVES)
-"""The parts tried the second time: the first that all sharded dims allow."""
+"""Shares for the second trial: the first of these that divides all sharded dims."""
 
 Edit = Callable[[Any, int, int], Any]
 """`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""
@@ -33,7 +33,10 @@ Edit = Callable[[Any, int, int], Any]
 
 @dataclass(frozen=True)
 class Possibility:
-    """Placements on two ranks that hold. `inputs` has all placements that hold for each input (`R`, `R(grad P)`)."""
+    """Placements on two ranks that hold.
+
+    `inputs` has every valid placement of each input (`R`, `R(grad P)`).
+    """
 
     inputs: tuple[frozenset[Placement], ...]
     outputs: tuple[Placement, ...]
@@ -52,13 +55,15 @@ class Possibility:
 
 
 def candidates(node: fx.Node) -> Iterator[Possibility]:
-    """What holds for this call on two ranks, apart from replicated work. `val` of its inputs are real tensors.
+    """Yield the shardings of this call that hold on two ranks, except the replicated one.
 
-    Tried: every combination of whole and sharded inputs, and of whole inputs and partial sums; the call's integers as
-    they are and (one at a time, or a list of them together) scaled to a shard.
+    `val` of its inputs must be real tensors. Tried are all combinations of replicated and sharded inputs, and of
+    replicated inputs and partial sums. The call's integers are tried as they are, then scaled to a shard (one at a
+    time, or a list of integers together).
     """
     values = [value(source) for source in tensor_inputs(node)]
-    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):  # which is never cut
+    # Sparse tensors are never sharded.
+    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):
         return
     even = _Trial(node, values, (HALVES,))
     other = _Trial(node, [_shuffled(v, i) for i, v in enumerate(values)], UNEVEN)
@@ -75,7 +80,7 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
             ]  # fmt: skip
             yield from possibilities
             if possibilities:
-                break  # as the call is, before other arguments
+                break  # unchanged arguments hold: no need to scale them
 
 
 def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
@@ -86,14 +91,14 @@ def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
 
 
 def _shuffled(tensor: Tensor, seed: int) -> Tensor:
-    """Other values of the same kind: the tensor's own, in another order."""
+    """Return the tensor with its entries in random order."""
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
     shuffled = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
     return shuffled.requires_grad_(tensor.requires_grad)
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Placements of the inputs: whole or sharded, then whole or (floating ones) partial sums."""
+    """Yield input placements: replicated or sharded, then replicated or (floating-point) partial sums."""
     shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
     sums = [[R, P] if v.is_floating_point() else [R] for v in values]
     yield from itertools.product(*shards)
@@ -101,7 +106,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """One set of input values: what the operator computes on them whole, and on two ranks."""
+    """Results of an operator on one set of full inputs, to compare with runs on two ranks."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts
@@ -121,7 +126,7 @@ class _Trial:
     def holding(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """{placements of the outputs: placements of every input} that hold for inputs placed so."""
+        """Return `{output placements: valid placements of every input}` for inputs with these placements."""
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
         if part is None:
@@ -164,7 +169,7 @@ class _Trial:
 
 
 def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients by all values; zero for those that need none."""
+    """Return the gradients of all values; zero for values that need none."""
     wanted = [v for v in values if v.requires_grad]
     used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
     if not wanted or not used:
@@ -175,7 +180,7 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Seq
 
 
 def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -> list[Tensor]:
-    """The two ranks' parts of an input, as leaves of their own."""
+    """Return the two ranks' shards of an input, as separate leaf tensors."""
     if place == P:
         first = _random(tensor, -2.0, 2.0, seed)
         parts = [first, tensor.detach() - first]
@@ -185,7 +190,7 @@ def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -
 
 
 def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
-    """What the two ranks hold of a value that is sharded; all of it else."""
+    """Return the two ranks' shards of a value; the full value for other placements."""
     if not place.is_shard:
         return [whole, whole]
     numerator, denominator = part
@@ -199,7 +204,7 @@ def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Te
 def _output_placements(
     whole: Tensor, values: Sequence[Tensor], part: tuple[int, int], summed: bool
 ) -> Iterator[Placement]:
-    """The ways to recombine an output: of partial sums a partial sum, else any."""
+    """Yield the placements tried for an output: only a partial sum if inputs are partial sums, else all."""
     if whole.is_floating_point():
         yield P
     if summed:
@@ -215,7 +220,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Whether the two ranks' values are this value, placed so."""
+    """Return True if the two ranks' values are shards of this value, with this placement."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:
@@ -224,16 +229,16 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
     return all(relative(actual, wanted) <= tolerance for actual, wanted in zip(both, expected, strict=True))
 
 
-# Other arguments
+# Scaled arguments
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Ways to scale the integers of a call: each alone, and each list of them together."""
+    """Return functions that scale the integers of a call: each alone, and each list of them together."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 
 def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
-    """The places of integers above 1, and of lists of integers, among the arguments of a call."""
+    """Yield the paths of integers above 1, and of lists of integers, in the arguments of a call."""
     if isinstance(arguments, dict):
         for name, argument in arguments.items():
             yield from _integers(argument, (*path, name))
@@ -247,9 +252,9 @@ def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
 
 
 def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> Any:
-    """The arguments with what is at `path` times numerator / denominator.
+    """Multiply the argument at `path` by numerator / denominator.
 
-    Raises ValueError where that is not an integer.
+    Raise ValueError if that is not an integer.
     """
     if path:
         copy = dict(arguments) if isinstance(arguments, dict) else list(arguments)

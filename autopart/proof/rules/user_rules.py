@@ -1,4 +1,4 @@
-"""Sharding rules for a user's own operators: `rule` registers one, `check_rule` proves it on an example."""
+"""Sharding rules for custom operators: `rule` registers one, `check_rule` proves it on an example."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ NOTATION = "autopart.rule('mylib::op', 'b s h, h o -> b s o', sum='h')"
 def rule(
     operator: str, *lines: str, sum: str = "", whole: str = "", linear: Sequence[Sequence[int]] = (), flops: str = ""
 ) -> None:
-    """Register how an operator may be sharded, for this process: your own `torch.library` operator, or one of torch's
-    that has no rule.
+    """Register a sharding rule for an operator in this process.
 
-    A line names the dims of every tensor input and output: dims with one name run over the same indices. `...` stands
-    for any dims, `(g r)` for one dim that holds two factors, the outer one first. autopart may run the operator, with
-    its other arguments as they are, on shards of any one factor; inputs without the factor are given whole.
+    The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims of
+    every tensor input and output. Dims with one name run over the same indices. `...` stands for any dims, `(g r)` for
+    one dim that holds two factors, the outer one first. autopart may run the operator on shards of any one factor, with
+    its other arguments unchanged. Inputs without the factor are replicated.
 
     Args:
-        operator: the name in the dispatcher, `"mylib::op"`, without an overload.
-        lines: one line; more for calls with other numbers of tensors or dims, tried in turn.
-        sum: the factors that an output lacks: sharding them leaves a partial sum that is added up. All must be named.
-        whole: the factors that may not be sharded.
-        linear: the sets of inputs in which the operator is linear, `[[0], [1]]`: they may be partial sums together.
-        flops: the factors whose sizes, multiplied and doubled, are its FLOPs: matrix work, to be divided over `tp`.
+        operator: name in the dispatcher, `"mylib::op"`, without an overload.
+        lines: one line; several for calls with different numbers of tensors or dims, tried in turn.
+        sum: factors that an output lacks. Sharding them leaves a partial sum, which is reduced. All must be named.
+        whole: factors that must not be sharded.
+        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They may be partial sums together.
+        flops: factors whose product, doubled, is the FLOPs of the operator. It then is matrix work, to divide over
+            `tp`.
     Raises:
-        RuleError: a line that cannot be read, factors it does not have, an operator that has a rule or does not exist.
+        RuleError: an unreadable line, unknown factors, an operator that already has a rule or does not exist.
 
-    The operator needs its fake kernel (`register_fake`) to be traced and `register_autograd` to be trained. See
+    The operator needs a fake kernel (`register_fake`) for tracing and `register_autograd` for training. See
     `check_rule` to prove the rule; docs/rules.md has more.
 
     Example:
@@ -74,7 +75,10 @@ def rule(
 
 
 def _overloads(operator: str) -> list[Any]:
-    """Raises AttributeError where there is none; those of an autograd.Function are made when it is first traced."""
+    """Return the overloads of an operator, none for an autograd.Function that is not traced yet.
+
+    Raises AttributeError if the operator does not exist.
+    """
     namespace, _, name = operator.partition("::")
     if namespace == FUNCTIONS and not hasattr(getattr(torch.ops, namespace), name):
         return []
@@ -98,7 +102,7 @@ def _check_operator(operator: str) -> None:
 
 
 def _check_line(operator: str, line: str) -> None:
-    """Raises RuleError where a line is not of the notation."""
+    """Raise RuleError for a line that is not in the notation."""
 
     def wrong(why: str) -> RuleError:
         return RuleError(f"the line '{line}' of {operator} cannot be read", why=why, hint=NOTATION)
@@ -117,7 +121,7 @@ def _check_line(operator: str, line: str) -> None:
 
 
 def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
-    """Raises RuleError where options name factors that the lines lack, or a sum is not said."""
+    """Raise RuleError if an option names an unknown factor, or `sum` does not match the lines."""
     known: dict[str, None] = {}
     made_up: list[str] = []
     for text in (new_rule.text, *new_rule.also):
@@ -133,21 +137,21 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
                 )  # fmt: skip
     if made_up:
         raise RuleError(
-            f"the rule of {operator} has '{made_up[0]}' in an output alone",
-            why="a shard of it cannot come from whole inputs", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
+            f"factor '{made_up[0]}' of the rule of {operator} appears only in an output",
+            why="it cannot be sharded", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
         )  # fmt: skip
     lacking = contracted(new_rule)
     if sorted(summed.split()) != sorted(lacking):
         stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} says {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
+            f"the rule of {operator} has {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
             hint=f"sum='{' '.join(lacking)}', or whole= for what may not be sharded" if lacking else "leave sum out",
         )  # fmt: skip
 
 
 def _check_signature(operator: str, new_rule: Rule) -> None:
-    """Raises RuleError where a line has another number of tensors than the operator, or `linear` more than a line."""
+    """Raise RuleError if a line does not match the operator's schema, or `linear` names a missing input."""
     for text in (new_rule.text, *new_rule.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
@@ -166,7 +170,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 
 
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
-    """Whether an operator of this schema may be called with and return so many tensors (lists hold any number)."""
+    """Return True if the schema allows so many input and output tensors (lists hold any number)."""
     inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
     many = any("List" in kind and "Tensor" in kind for kind in inputs)
     least = sum(kind == "Tensor" for kind in inputs)
@@ -181,10 +185,12 @@ def _count(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What execution says of an operator's rule on one call.
+    """Result of `check_rule`. It prints as text.
 
-    `right`: what it claims and what holds, replicated work among it; `wrong`: what it claims and what does not hold, as
-    in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`; `missing`: what holds as well, found by trying. It prints as text.
+    Args:
+        right: claimed shardings that hold, including the replicated one.
+        wrong: claimed shardings that fail, as in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`.
+        missing: shardings that hold and are not claimed.
     """
 
     operator: str
@@ -194,7 +200,7 @@ class RuleCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether all that the rule claims holds."""
+        """True if every claim of the rule holds."""
         return not self.wrong
 
     def __str__(self) -> str:
@@ -207,14 +213,15 @@ class RuleCheck:
 def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     """Prove the rule of an operator by running it on an example call, in this process.
 
-    Every sharding that the rule claims runs on two and on three ranks and is compared with the operator on whole
-    inputs, outputs and gradients; then every sharding there is is tried on two ranks, and what holds but is not claimed
-    is listed (of an operator without a rule: what a rule could claim).
+    Every sharding that the rule claims runs on two and on three ranks. Its outputs and gradients are compared with the
+    operator on full inputs. Then every possible sharding is tried on two ranks, and those that hold but are not claimed
+    are listed. For an operator without a rule, this is what a rule could claim.
 
     Args:
-        operator: the name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
-        args, kwargs: the call. Small tensors with values that differ, dims of different sizes that 2 and 3 divide (6,
-            12, 24) and, if it can be, of dtype float64. Floating tensors get gradients.
+        operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
+        args, kwargs: the call. Use small tensors with distinct values, float64 if possible, and different dim sizes
+        that
+            2 and 3 divide (6, 12, 24). Floating-point tensors get gradients.
     Raises:
         RuleError: no such operator, or a rule that does not fit the call.
 
@@ -247,7 +254,7 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
 
 
 def _check_fits(node: fx.Node, name: str) -> None:
-    """Raises RuleError where a registered rule has no line for this call."""
+    """Raise RuleError if a registered rule has no line for this call."""
     if operator_name(node) == name and name in REGISTERED and facts(node)["pattern"] is None:
         raise RuleError(
             f"the rule of {name} does not fit this call", why=call_text(name, REGISTERED[name]),

@@ -1,8 +1,8 @@
-"""A copy of a model that is small enough to be verified in float64: fewer repeated blocks, then smaller sizes.
+"""Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
 
-Blocks of one kind (same class, same shapes) are right or wrong together, so a few stand for all: of every run of equal
-blocks, or of equal groups of alternating blocks, two are kept, so that what happens between two blocks is seen too.
-Sizes are made smaller through the config that the model is made from (`smaller.py`).
+Blocks of one kind (equal class, equal shapes) are right or wrong together, so a few represent all. Two are kept of
+every run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. The
+config that the model is made from gives smaller sizes (`smaller_config.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,14 @@ _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(n
 
 @dataclass(frozen=True)
 class ScaledCopy:
-    """The copy. `kept`: {path of a container of blocks: (numbers of the kept ones, how many there were)}. `changes`: of
-    its config. `call`: how calls are made smaller, as (vocabulary, divisor of a row's tokens, number of ranks)."""
+    """A reduced copy of a model.
+
+    Args:
+        kept: by path of a container of blocks, the indices of the kept blocks and the original number of blocks.
+        is_random: the weights are random.
+        changes: changed sizes of the config.
+        call: how calls are reduced: (vocabulary, divisor of the sequence length, number of ranks).
+    """
 
     model: nn.Module
     kept: Mapping[str, tuple[tuple[int, ...], int]]
@@ -68,21 +74,21 @@ class ScaledCopy:
     def text(self) -> str:
         """`a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
         sizes = [f"{name} {new} of {old}" for name, (old, new) in self.changes.items()]
-        return "a copy with " + ", ".join([*filter(None, [_told(self.kept)]), *sizes])
+        return "a copy with " + ", ".join([*filter(None, [_blocks_text(self.kept)]), *sizes])
 
     def with_weights(self) -> ScaledCopy:
-        """The copy, with random weights where it has none."""
+        """Give random values to weights on the meta device, and return the copy."""
         _materialise(self.model)
         return self
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """A call of the model as one of the copy."""
+        """Convert a call of the model to a call of the copy."""
         shorter = smaller_call(arguments, *self.call) if self.call is not None else dict(arguments)
         assert shorter is not None, "a call of tokens alone"
         return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
-        """A plan of the model for the copy: what it says of kept blocks, by name or pattern, and cuts made anew."""
+        """Convert a plan of the model to the copy: its entries for kept blocks, with new stage boundaries."""
         nodes = list(operators(traced.graph))
         known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
@@ -98,7 +104,7 @@ class ScaledCopy:
         )  # fmt: skip
 
     def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
-        """What holds for the blocks of the copy: as for those of the model that they are copies of."""
+        """Convert a recompute option of the model: each block of the copy follows its original."""
         if isinstance(recompute, str):
             return recompute
         numbers = {
@@ -111,8 +117,7 @@ class ScaledCopy:
 
 @dataclass(frozen=True)
 class VerifyLoad:
-    """What a verification does besides one pass: on which mesh, how many training steps, and whether a loss function of
-    the user's is behind the model."""
+    """Work of a verification: its mesh, number of training steps, and presence of a loss function."""
 
     mesh: Mesh | None = None
     steps: int = 0
@@ -120,11 +125,11 @@ class VerifyLoad:
 
     @property
     def num_ranks(self) -> int:
-        """Of the axes that cut tensors."""
+        """The number of ranks of the axes that shard tensors."""
         return 1 if self.mesh is None else self.mesh.num_ranks // self.mesh.size("pp")
 
     def estimate(self, model: nn.Module, arguments: Mapping[str, Any]) -> Estimate:
-        """What it takes to verify a model as it is. It is traced, without memory."""
+        """Estimate the verification of a model at full size. Traces the model without allocating memory."""
         phase("estimating what the verification needs")
         parameters = list(model.parameters())
         tokens = max(
@@ -141,11 +146,12 @@ ONE_PASS = VerifyLoad()
 
 
 def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
-    """A copy of `model` with as few repeated blocks as show every kind, without the weights of the others.
+    """Return a copy of `model` with the fewest repeated blocks that show every kind.
 
-    Weights on the meta device become random. A container is left whole where the model does not run without some of
-    its blocks on `arguments`. Where that copy takes more than a fair share of the free memory, and the model is made
-    from a transformers config, it gets smaller sizes as well. Raises InputError where the smallest copy does not fit.
+    Weights of other blocks are not copied; weights on the meta device become random. A container stays complete if the
+    model does not run on `arguments` without some of its blocks. If the copy exceeds a fair share of the free memory,
+    and the model is made from a transformers config, it also gets smaller sizes. Raises InputError if the smallest copy
+    does not fit.
     """
     free = available_bytes(device_of(model))
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
@@ -161,10 +167,12 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
 
 
 def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
-    """A copy for each kind of block, with no block of another kind in its container: each is smaller than one with all.
+    """Return a copy for each kind of block, without the other kinds in its container.
 
-    Without weights as yet where the model has none. Raises InputError where one does not fit, or the model does not run
-    without the others.
+    Each is smaller than one with all.
+
+    Weights on the meta device stay there. Raises InputError if a copy does not fit, or the model does not run without
+    the other kinds.
     """
     free, copies = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
@@ -176,13 +184,13 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
             needed = work.estimate(copied, arguments)
             if needed.total > SHARE_WHOLE * free:
                 raise too_large(copied, needed, free)
-            announce(f"verifying a copy with {_told(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
+            announce(f"verifying a copy with {_blocks_text(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
             copies.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
     return copies
 
 
 def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
-    """The outermost lists of blocks of several kinds, with the kind of each block."""
+    """Yield the outermost lists of blocks of several kinds, with the kind of each block."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kinds = [_kind(block) for block in child] if isinstance(child, nn.ModuleList) else []
@@ -194,11 +202,11 @@ def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]
 
 def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     repeated = {path: (numbers, len(_blocks(model, path))) for path, numbers in _repeated(model)}
-    with_blocks = f", with {_told(repeated)}" if repeated else ""
+    with_blocks = f", with {_blocks_text(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, what is "
-        f"computed {needed.values / 1e9:.3g} GB{with_blocks}",
+        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, activations "
+        f"{needed.values / 1e9:.3g} GB{with_blocks}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )
 
@@ -206,8 +214,10 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """The copy with the model's own sizes, without weights as yet where the model has none, and what it needs; None
-    where that is more than is free."""
+    """Return the copy with fewer full-size blocks, and its estimate; None if it exceeds free memory.
+
+    Weights on the meta device may stay there.
+    """
     repeated = dict(_repeated(model))
     is_random = any(p.is_meta for p in model.parameters())
     needed = Estimate(0, 0)
@@ -236,13 +246,13 @@ def _with_fewer_blocks(
 def _with_smaller_sizes(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """The largest copy with fewer blocks and smaller sizes that takes no more than a fair share; None without one."""
+    """Return the largest copy with fewer blocks and smaller sizes within the fair share, or None."""
     config = getattr(model, "config", None)
     if work.has_loss_fn or config is None or not is_scalable(config):
         return None
     with torch.device("meta"):
         whole = type(model)(copy.deepcopy(config))
-    if _shapes(whole) != _shapes(model):  # changed since it was made from its config
+    if _shapes(whole) != _shapes(model):  # the model was changed after its construction
         return None
     blocks = dict(_repeated(whole))
     kept = {path: (numbers, len(_blocks(whole, path))) for path, numbers in blocks.items()}
@@ -257,7 +267,10 @@ def _with_smaller_sizes(
 def _smaller_copy(
     model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """A copy of `few`, a copy with fewer blocks and no weights, with smaller sizes; None where it needs too much."""
+    """Return a copy of `few` with smaller sizes; None if it exceeds the fair share.
+
+    `few` is a copy with fewer blocks and no weights.
+    """
     config, changes = smaller(few.config, divisors, work.num_ranks)
     call = (config.vocab_size, divisors.sequence, work.num_ranks)
     shorter = smaller_call(arguments, *call)
@@ -285,20 +298,20 @@ def _smaller_copy(
 
 
 def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
-    """A model with the weights that its own code draws, in float64."""
+    """Construct a model in float64, initialised by its own code."""
     with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind(config)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model is verified: where its weights are, or on the host where they are nowhere yet."""
+    """Return the device of a model's verification: that of its weights, or the CPU if they are on meta."""
     device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def placed(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The arguments of a call on a device: a batch may be on the host as a data loader leaves it."""
+    """Move the arguments of a call to a device; a data loader leaves a batch on the CPU."""
     return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
 
@@ -307,8 +320,11 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """A copy of `model` with as few repeated blocks as show every kind, and for every block that the model has which
-    block of the copy it is like: {path of a container: one number a block}. Weights stay where they are."""
+    """Return a copy of `model` with the fewest repeated blocks of every kind, and an index of blocks.
+
+    The second result is {path of a container: index in the copy, for each original block}. Weights stay on their
+    device.
+    """
     repeated = dict(_repeated(model))
     like = {}
     for path, kept in repeated.items():
@@ -321,7 +337,7 @@ def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]
 
 
 def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str | None:
-    """A name of the model's as a copy has it; None for what belongs to a dropped block.
+    """Translate a name of the model to the copy; None if it belongs to a dropped block.
 
     >>> renamed("layers.7.mlp/mul", {"layers": ((0, 7), 8)})
     'layers.1.mlp/mul'
@@ -336,14 +352,14 @@ def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str |
     return name
 
 
-def _told(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
+def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
     return ", ".join(f"{len(blocks)} of {number} blocks ({path})" for path, (blocks, number) in kept.items())
 
 
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
-    """Whether a verification takes so little of what is free that nothing has to be estimated.
+    """Return True if a verification needs so little of the free memory that no estimate is necessary.
 
-    What is computed is taken for six numbers for each entry of the inputs and each row of a weight.
+    Activations are taken as six numbers per entry of the inputs and row of a weight.
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -353,7 +369,7 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, f
 
 
 def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> bool:
-    """Whether a model can be verified as it is, had it values: there is room."""
+    """Return True if the free memory suffices to verify a model at full size, once it has weights."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return True
@@ -362,12 +378,12 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
         return False
     needed = work.estimate(model, arguments)
     if needed.total <= most:
-        announce(f"verifying {type(model).__name__} as it is, which needs {needed}; {free / 1e9:.3g} GB are free")
+        announce(f"verifying {type(model).__name__} at full size, which needs {needed}; {free / 1e9:.3g} GB are free")
     return needed.total <= most
 
 
 def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
-    """Raises InputError where a model that is to be verified as it is takes more than is free."""
+    """Raise InputError if the verification of a model at full size needs more memory than is free."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return
@@ -379,7 +395,7 @@ def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad)
 
 
 def fewest(kinds: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of blocks to keep: what repeats a period, longer than two of it, goes.
+    """Return the indices of the blocks to keep: at most two periods of each repetition.
 
     >>> fewest("AAAA"), fewest("ABBBB"), fewest("ABABABAB")
     ((0, 1), (0, 1, 2), (0, 1, 2, 3))
@@ -393,7 +409,7 @@ def fewest(kinds: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _repeated(model: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The outermost containers of blocks of which some can go."""
+    """Yield the outermost containers of blocks from which some blocks can be dropped."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kept = fewest([_kind(block) for block in child]) if isinstance(child, (nn.ModuleList, nn.Sequential)) else ()
@@ -408,7 +424,7 @@ def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
 
 
 def _kind(block: nn.Module) -> tuple:
-    """What two blocks have in common that are right or wrong together."""
+    """Return a key that is equal for blocks that are right or wrong together."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     modes = tuple(
@@ -427,7 +443,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
     for path, blocks in kept.items():
         container = _blocks(model, path)
         dropped[path] = [i for i in range(len(container)) if i not in blocks]
-        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # copied instead of the block
+        memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # the copy gets this instead of the block
         counts[len(container)] = len(blocks)
     copied = copy_of(model, memo)
     for path, numbers in dropped.items():
@@ -439,7 +455,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
-    """Numbers of layers in configurations and modules follow, and lists with one entry a layer."""
+    """Adapt layer counts, and lists with one entry per layer, in configs and modules."""
     holders = {id(m): vars(m) for m in model.modules()}
     holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for settings in holders.values():
@@ -451,7 +467,7 @@ def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tup
 
 
 def _materialise(model: nn.Module) -> None:
-    """Random values for what is on the meta device: small weights, scales near one, whole numbers 0."""
+    """Replace meta tensors by random values: small weights, scales near one, integers 0."""
     generator = torch.Generator().manual_seed(0)
     materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Smaller sizes for a transformers config; its layouts come from the same rules.
+"""Smaller sizes for a transformers config, whose layouts come from the same rules.
 
-Every size keeps its remainder by the number of ranks, so what the mesh divides is divided, and what it does not is not.
-Heads keep their ratio to key and value heads, widths theirs to heads.
+Every size keeps its remainder by the number of ranks, so the mesh divides the same sizes as before. Heads keep their
+ratio to key and value heads, widths keep their ratio to heads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ CHOSEN = ("num_experts_per_tok",)
 
 TOKENS = ("input_ids", "labels", "decoder_input_ids")
 ROWS = (*TOKENS, "attention_mask", "position_ids", "token_type_ids")
-"""Inputs of rows by tokens, by their names in transformers."""
+"""Inputs of shape [batch, tokens], by their names in transformers."""
 
 SMALLEST = {"vocabulary": 256, "width": 64, "head": 8, "sequence": 16}
 
 Changes = Mapping[str, tuple[int, int]]
-"""{entry of a config: (its size, the smaller one)}"""
+"""{entry of a config: (size, smaller size)}"""
 
 
 @dataclass(frozen=True)
 class Divisors:
-    """How much smaller: the vocabulary, widths and experts, and the tokens of a row. At least 1."""
+    """Divisors of the vocabulary, of widths and experts, and of the sequence length. At least 1."""
 
     vocabulary: int = 1
     width: int = 1
@@ -48,20 +48,21 @@ LADDER = (
     *(Divisors(64, width) for width in (2, 4, 8, 16, 32)),
     *(Divisors(64, 32, sequence) for sequence in (2, 4, 8)),
 )
-"""What is tried, the largest first."""
+"""Divisors to try, largest sizes first."""
 
 
 def is_scalable(config: Any) -> bool:
-    """Whether a model's config has the sizes that are known here, and no config of another model inside."""
+    """Return True if a config has the sizes listed here and no nested config of another model."""
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return False
     return _first(config, WIDTHS) is not None and _first(config, HEADS) is not None
 
 
 def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Changes]:
-    """A copy of the config with smaller sizes, and which of them changed.
+    """Return a copy of the config with smaller sizes, and the changed sizes.
 
-    `num_ranks`: of the axes that cut tensors; sizes keep their remainder by it.
+    Args:
+        num_ranks: product of the axes that shard tensors. Sizes keep their remainder by it.
     """
     copied = copy.deepcopy(config)
     changes: dict[str, tuple[int, int]] = {}
@@ -88,7 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Heads fewer as far as the mesh allows, then narrower, and the width that goes with them."""
+    """Yield new attention sizes: fewer heads as the mesh allows, narrower heads, and the new width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(
@@ -112,12 +113,11 @@ def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, in
 
 
 def _remains(size: int, other: int, num_ranks: int) -> bool:
-    """Whether every divisor of the number of ranks divides both sizes, or neither."""
     return math.gcd(size, num_ranks) == math.gcd(other, num_ranks)
 
 
 def alike(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
-    """A size about `divisor` times smaller, at least `smallest`, with the same remainder by the number of ranks.
+    """Return a size about `divisor` times smaller, with an equal remainder by the number of ranks.
 
     >>> alike(50257, 16, 8, 256), alike(14336, 4, 8, 64), alike(100, 4, 8, 256)
     (3145, 3584, 100)
@@ -127,7 +127,7 @@ def alike(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
 
 
 def _keep_tokens_below(config: Any, vocabulary: int) -> None:
-    """Special tokens stay inside the vocabulary."""
+    """Map special tokens into the vocabulary."""
     for name, token in list(vars(config).items()):
         if name.endswith("_token_id") and isinstance(token, int) and token >= vocabulary:
             setattr(config, name, token % vocabulary)
@@ -145,9 +145,9 @@ def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, num_ranks: int) -> dict[str, Any] | None:
-    """A call with tokens of a smaller vocabulary and shorter rows; None where it has other inputs than tokens.
+    """Return a call with a smaller vocabulary and shorter sequences; None if it has non-token inputs.
 
-    Numbers below 0, of labels that do not count, stay.
+    Negative entries (ignored labels) stay.
     """
     shorter = dict(arguments)
     for name, value in arguments.items():

@@ -1,8 +1,7 @@
-"""Proof of the training loop: whole steps of all ranks in one process, against one device that does the same.
+"""Proof of training steps: all ranks in one process, compared with a single device.
 
-A step is a forward and a backward, the loss scaled or not, the norm of all gradients, clipping, an optimizer for each
-rank's own parts of the weights, and what batch norm and the like carry over. What has to be the same on all ranks is
-computed by the functions that the runtime uses.
+A step is forward, backward, optional loss scaling, the gradient norm, clipping, an optimizer for each rank's shards,
+and updated buffers (such as batch norm). Values that all ranks share are computed by the functions of the runtime.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """What a step left on one side, gradients after clipping."""
+    """Results of a step's backward on one side, with clipped gradients."""
 
     losses: dict[int, Tensor]
     norms: dict[int, Tensor]
@@ -56,8 +55,10 @@ class _Outcome:
 
 
 class _OneDevice:
-    """The model itself, trained as its users train it: torch's own scaler, clipping and optimizer. Where the model
-    does not compute in float64, its trace."""
+    """Single-device training of the model, with torch's scaler, clipping and optimizer.
+
+    If the model does not compute in float64, its trace is trained.
+    """
 
     def __init__(self, reference: Reference, training: Training):
         self.reference, self.training = reference, training
@@ -97,7 +98,7 @@ class _OneDevice:
         return subject.flat_outputs(values)
 
     def buffer(self, name: str) -> Tensor:
-        """As the last forward has left it."""
+        """Return a buffer after the last forward."""
         reference = self.reference
         return reference.buffer(name) if reference.is_double else reference.traced.buffers[name]
 
@@ -111,7 +112,7 @@ class _OneDevice:
 
 @dataclass
 class _Scale:
-    """A rank's scale of the loss, by the rule of `torch.amp.GradScaler`."""
+    """Loss scale of a rank, updated by the rule of `torch.amp.GradScaler`."""
 
     value: float
     growth_factor: float = 1.0
@@ -134,12 +135,12 @@ class _Scale:
 
 
 def shared_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
-    """Whether any rank has found an infinity, on all ranks."""
+    """Return for all ranks whether any rank has found an infinity."""
     return dict.fromkeys(infinite, any(infinite.values()))
 
 
 class _AllRanks:
-    """Every rank's parts of the weights, with an optimizer each."""
+    """Training of all ranks: their shards of the weights, with an optimizer each."""
 
     def __init__(self, subject: Subject, arrangement: Arrangement, training: Training):
         self.arrangement, self.training = arrangement, training
@@ -154,10 +155,10 @@ class _AllRanks:
         new_buffers: dict[int, dict[str, Tensor]] = {}
         subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
         results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
-        # Copies: what a buffer becomes may be a weight, which the optimizer changes.
+        # Clone: a new buffer value may be a weight, which the optimizer changes.
         self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
-        scale = scales[min(results)]  # the loss is where the last stage is
+        scale = scales[min(results)]  # the last stage computes the loss
         torch.autograd.backward([seed * scale for seed in seeds])
         losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
         sync_gradients_lockstep(self.shards, self.program, stage_style=stage_style)
@@ -168,14 +169,13 @@ class _AllRanks:
         return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
 
     def _unscale(self, rank: int) -> bool:
-        """Whether a gradient of this rank's is infinite or not a number; all are divided by the scale."""
+        """Divide the gradients of a rank by the scale. Return True if one is infinite or NaN."""
         grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
         for grad in grads:
             grad.div_(self.scales[rank].value)
         return not all(bool(grad.isfinite().all()) for grad in grads)
 
     def _norms(self) -> dict[int, Tensor]:
-        """The norm of all gradients as every rank has it."""
         norm = grad_norm_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         return dict.fromkeys(self.shards, norm)
 
@@ -205,30 +205,32 @@ def _named(local: Mapping[str, nn.Parameter]) -> Named:
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of buffers; one that has two names stays one."""
+    """Copy buffers. A buffer with two names stays one buffer."""
     copies: dict[int, Tensor] = {}
     return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
 class _Late:
-    """Gradients that an optimizer is given a batch late, as under PipeDream-2BW."""
+    """Delay of gradients by one batch, as under PipeDream-2BW."""
 
     def __init__(self) -> None:
-        self.held: dict[int, Tensor | None] = {}
+        self.previous_grads: dict[int, Tensor | None] = {}
 
     def exchange(self, parameters: Iterable[Tensor]) -> None:
-        """Leaves in `.grad` what was there at the last call: none at the first."""
+        """Store the current gradients and restore those of the last call in `.grad`: None in the first call."""
         for parameter in parameters:
-            before = self.held.get(id(parameter))
-            self.held[id(parameter)], parameter.grad = parameter.grad, before
+            before = self.previous_grads.get(id(parameter))
+            self.previous_grads[id(parameter)], parameter.grad = parameter.grad, before
 
 
 def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
-    """Runs the steps on both sides, up to the first that differs. Weights and buffers of the copy are as before then.
+    """Run the training steps on both sides, up to the first difference, and restore weights and buffers.
 
-    Under a schedule that leaves the gradient of the batch before, optimizers are given that, on both sides.
+    Under an asynchronous schedule (PipeDream-2BW), optimizers get the gradients of the previous batch on both sides. A
+    batch of other shapes is traced again and follows the same plan.
 
-    `reference`: of the example. A batch of other shapes is traced anew, and follows the same plan.
+    Args:
+        reference: reference for the example call.
     """
     reports: list[StepReport] = []
     with _as_before(reference):
@@ -253,7 +255,7 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
 
 @contextmanager
 def _as_before(reference: Reference) -> Iterator[None]:
-    """What is written to weights and buffers inside is undone, and gradients are gone."""
+    """Context manager that restores weights and buffers, and removes gradients, on exit."""
     traced = reference.traced
     before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
     try:
@@ -267,22 +269,22 @@ def _as_before(reference: Reference) -> Iterator[None]:
 
 
 class _Calls:
-    """The trace and the program of each batch; those of the same shapes and options share them."""
+    """The trace and program of each batch, cached by shapes and options."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
         self.first = reference.subject.step(arrangement.decisions)
-        self.known: dict[Hashable, tuple[Subject, Program]] = {
+        self.cache: dict[Hashable, tuple[Subject, Program]] = {
             self._key(training.example): (reference.subject, self.first)
         }
 
     def of(self, step: int) -> tuple[Subject, Program]:
-        """The subject and the program of a step, with its own inputs and random numbers."""
+        """Return the subject and program of a step, with the inputs and random seed of that step."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
-        if key not in self.known:
-            self.known[key] = self._traced(arguments)
-        subject, program = self.known[key]
+        if key not in self.cache:
+            self.cache[key] = self._traced(arguments)
+        subject, program = self.cache[key]
         call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
         return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
 
@@ -290,7 +292,7 @@ class _Calls:
         return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
 
     def _traced(self, arguments: Mapping[str, Any]) -> tuple[Subject, Program]:
-        """As the runtime's compiler does it: by the same plan, with parameters where they are."""
+        """Trace a call under the same plan and parameter storage, like the runtime's compiler."""
         assert self.arrangement.plan is not None
         traced = self.reference.trace(arguments)
         decided = decided_by(self.reference.traced, self.arrangement.decisions)
@@ -344,18 +346,18 @@ def _step(
 
 
 def _factor(norm: Tensor, training: Training) -> float:
-    """What clipping multiplies gradients by."""
+    """Return the factor by which clipping multiplies gradients."""
     return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
 
 
 def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
-    """What an optimizer keeps for every entry of a parameter."""
+    """Return an optimizer state tensor that has the shape of its parameter, or None."""
     kept = optimizer.state.get(parameter, {}).get(key)
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
 def _state_keys(one: _OneDevice) -> list[str]:
-    """The entries of the optimizer's state that have the shape of their parameter."""
+    """Return the keys of optimizer state that has the shape of its parameter."""
     keys = [
         key
         for p in one.parameters.values()

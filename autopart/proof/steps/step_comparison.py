@@ -1,4 +1,4 @@
-"""What a training step of all ranks is compared with one device in, and what is found."""
+"""Comparison of one training step of all ranks with a single device, and its report."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from autopart.runtime.shards.shard_state import cuts_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
-"""Gradients smaller than this, relative to the largest, are what rounding leaves of sums that cancel."""
+"""Gradients below this, relative to the largest, are rounding of sums that cancel."""
 
 
 @dataclass(frozen=True)
 class StepMismatch:
     """The first quantity of a training step that differs.
 
-    `kind`: "loss", "scale", "norm", "gradient" (after clipping), "weight", "state" (of the optimizer) or "buffer".
-    `name`: of the parameter or buffer; "" for what belongs to none. `rank`: None where no one rank is wrong.
+    Args:
+        kind: "loss", "scale", "norm", "gradient" (after clipping), "weight", "state" (of the optimizer) or "buffer".
+        name: name of the parameter or buffer; "" for other kinds.
+        rank: the wrong rank; None if no single rank is wrong.
     """
 
     step: int
@@ -47,11 +49,14 @@ class StepMismatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A training step on one device, and how far all ranks are from it.
+    """A training step on a single device, and the errors of all ranks.
 
-    `norm`: of all gradients, before clipping. `scale`: of the loss. `skipped`: a gradient was infinite or not a number,
-    and a scaler passed over the step. `errors`: {"loss", "norm", "weight h.0.up.weight", ...: largest over the ranks}.
-    `rounding`: parameters with entries whose gradients are rounding alone, which are not compared after the optimizer.
+    Args:
+        norm: gradient norm before clipping.
+        scale: loss scale.
+        skipped: a gradient was infinite or NaN, and the scaler skipped the step.
+        errors: largest error over the ranks, by name (`loss`, `norm`, `weight h.0.up.weight`).
+        rounding: parameters with entries whose gradients are only rounding. They are not compared after the optimizer.
     """
 
     step: int
@@ -86,14 +91,14 @@ class Compared:
         self.first: StepMismatch | None = None
 
     def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
-        """A scalar that every rank has."""
+        """Compare a scalar that every rank has."""
         if not expected.isfinite() and not may_overflow:
             self._not_finite(kind, "", expected)
         for rank, value in actual.items():
             self._note(kind, "", rank, relative(value, expected), f"{float(value):.10g}, not {float(expected):.10g}")
 
     def skips(self, actual: Mapping[int, bool], expected: bool) -> None:
-        """Whether a rank passes over the step."""
+        """Compare whether each rank skips the step."""
         for rank, skipped in actual.items():
             if skipped != expected:
                 words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
@@ -102,8 +107,10 @@ class Compared:
     def note_rounding(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """From now on, entries whose gradient is nothing but rounding are not compared in weights and states: an
-        optimizer that divides by a gradient's size makes a step of any sign of it."""
+        """Exclude entries whose gradient is only rounding from later comparisons of weights and states.
+
+        An optimizer that divides by a gradient's size makes a full step of either sign from it.
+        """
         add_rounding(self.rounding, expected, expected)
         limit = _limit(expected)
         for rank, local in actual.items():
@@ -112,13 +119,13 @@ class Compared:
                 if part is None or whole is None or part.shape != whole.shape:
                     continue
                 alone = _are_rounding(part, whole, limit)
-                if bool(alone.any()):  # one device may have a zero there
+                if bool(alone.any()):  # the single device may have zero there
                     for cut, index in reversed(self._cuts(name, rank)):
                         alone = cut.place(alone, index)
                     self.rounding[name] = alone | self.rounding.get(name, alone)
 
     def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor) -> None:
-        """The new value of a buffer on a rank that makes it."""
+        """Compare the new value of a buffer on a rank that computes it."""
         error = relative(actual, expected)
         self._note("buffer", name, rank, error, _worst_entry(actual, expected) if error > self.tolerance else "")
 
@@ -126,8 +133,10 @@ class Compared:
         self, kind: str, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
         floor: float, suffix: str = "",
     ) -> None:  # fmt: skip
-        """What belongs to a parameter: each rank's part, against the same part of the whole. Errors are relative to the
-        largest entry of all."""
+        """Compare each rank's shard of a parameter's tensor with the same shard of the full tensor.
+
+        Errors are relative to the largest entry of all full tensors, at least `floor`.
+        """
         for name, value in expected.items():
             if value is not None and not bool(value.isfinite().all()):
                 self._not_finite(kind, name + suffix, value)
@@ -135,17 +144,18 @@ class Compared:
         for rank, local in actual.items():
             for name, part in local.items():
                 whole = self._cut(name, expected[name], rank)
-                passed = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
-                if passed is not None and part is not None and whole is not None and part.shape == whole.shape:
-                    part, whole = part.masked_fill(passed, 0.0), whole.masked_fill(passed, 0.0)
+                excluded = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None
+                if excluded is not None and part is not None and whole is not None and part.shape == whole.shape:
+                    part, whole = part.masked_fill(excluded, 0.0), whole.masked_fill(excluded, 0.0)
                 self._part(kind, name + suffix, rank, part, whole, scale)
 
     def start_equal(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Copy one device's values to the entries that are not compared.
+        """Copy the single device's values to the entries that are not compared.
 
-        Later values that depend on such an entry (a running mean, on the bias before it) are compared strictly then.
+        Later values that depend on such an entry (a running mean depends on the bias before it) are then compared
+        strictly.
         """
         for rank, local in actual.items():
             for name, part in local.items():
@@ -174,7 +184,7 @@ class Compared:
         self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
-        """Equal or not, numbers that are not finite prove nothing."""
+        """Note a value that is not finite as an error, even if both sides agree: it proves nothing."""
         self._note(kind, name, None, float("inf"), f"not finite on one device: it {held(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
@@ -190,16 +200,18 @@ class Compared:
             return ""
         name = type(self.optimizer).__name__
         if is_elementwise(self.optimizer, torch.device("cpu")) is False:
-            return f"the gradients are equal; {name} does something else on a part than on the whole"
-        return f"the gradients are equal; {name} took another step here"
+            return f"the gradients are equal; {name} computes something else on a shard than on the full tensor"
+        return f"the gradients are equal; {name} made a different update on this rank"
 
 
 def add_rounding(
     rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Mark in {name: mask} the entries of which both gradients are rounding alone, in addition to those marked before.
+    """Mark in {name: mask} the entries whose gradients are only rounding on both sides.
 
-    Entries of which both are zero are not marked: an optimizer changes them by the same amount.
+    Earlier marks stay.
+
+    Entries with two zero gradients are not marked: an optimizer changes them by the same amount.
     """
     limit = _limit(expected)
     for name, grad in expected.items():
@@ -219,10 +231,10 @@ def _are_rounding(one: Tensor, other: Tensor, limit: float) -> Tensor:
 
 
 def _worst_entry(part: Tensor, whole: Tensor) -> str:
-    """`entry [3, 0] of its part is 0.52, not 0.51`."""
+    """Return `entry [3, 0] of its shard is 0.52, not 0.51`."""
     if part.shape != whole.shape:
         return f"shape {list(part.shape)}, not {list(whole.shape)}"
     part, whole = part.detach(), whole.detach()
     flat = int((part - whole).abs().nan_to_num(nan=float("inf")).argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(flat), part.shape)] if part.dim() else []
-    return f"entry {at} of its part is {part.flatten()[flat].item():.10g}, not {whole.flatten()[flat].item():.10g}"
+    return f"entry {at} of its shard is {part.flatten()[flat].item():.10g}, not {whole.flatten()[flat].item():.10g}"

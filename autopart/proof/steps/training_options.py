@@ -1,4 +1,4 @@
-"""The training steps that `verify` is asked for: how many, with which optimizer, clipping, scaler and batches."""
+"""Options of `verify` for training steps: their number, optimizer, clipping, scaler and batches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ Named = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 TARGET = "target"
-"""The entry of a batch that is for a loss function."""
+"""Entry of a batch that is the target of a loss function."""
 
 STEPS = 3
-"""How many training steps, where nobody said."""
+"""Default number of training steps."""
 
 SCALER_DEFAULTS = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-"""The settings of a `torch.amp.GradScaler`."""
+"""Default settings of a `torch.amp.GradScaler`."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The steps to compare.
+    """The training steps to compare.
 
-    `optimizer`: called with the model's named parameters, and for each rank with that rank's. `max_norm`: what
-    gradients are clipped to. `example`: the arguments of the
-    call that is traced. `scaler`: settings of a `torch.amp.GradScaler`. `batches`: the arguments of each step by
-    name, used again from the first where they are fewer than `steps`. `targets`: those of a loss function, one a batch.
+    Args:
+        optimizer: called with the model's named parameters, and for each rank with that rank's.
+        example: arguments of the call that is traced.
+        batches: arguments of each step by name, repeated from the first if there are fewer than `steps`.
+        max_norm: gradient clipping norm.
+        scaler: settings of a `torch.amp.GradScaler`.
+        targets: targets of a loss function, one per batch.
     """
 
     steps: int
@@ -45,7 +48,7 @@ class Training:
     targets: tuple[Any, ...] = ()
 
     def batch(self, step: int) -> Mapping[str, Any]:
-        """The arguments of a step; the first is 1."""
+        """Return the arguments of a step, counted from 1."""
         return self.batches[(step - 1) % len(self.batches)]
 
 
@@ -54,9 +57,9 @@ def read_training(
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
     has_loss_fn: bool = False,
 ) -> Training | None:  # fmt: skip
-    """The training steps that `verify` is asked for, if any. With a `loss_fn` a batch may have a `target` for it.
+    """Validate the training options of `verify`. Return None if there are none.
 
-    Raises OptionError and InputError for what is not a loop.
+    With a `loss_fn` a batch may contain its `target`. Raises OptionError and InputError for invalid options.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None
@@ -68,7 +71,7 @@ def read_training(
         raise OptionError(f"max_norm={max_norm!r} is not a norm to clip to", hint="a number above 0, such as 1.0")
     if optimizer is not None and not callable(optimizer):
         raise OptionError(
-            f"optimizer={optimizer!r} does not make optimizers", why="every rank gets one of its own",
+            f"optimizer={optimizer!r} does not make optimizers", why="every rank needs a separate optimizer",
             hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)",
         )  # fmt: skip
     calls: list[Mapping[str, Any]] = []
@@ -95,7 +98,7 @@ def read_training(
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises OptionError for what `verify` cannot step."""
+    """Raise OptionError for an optimizer that `verify` cannot step."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer(named) returned a {name}, not a torch.optim.Optimizer",
@@ -104,7 +107,7 @@ def check_optimizer(optimizer: Any) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
             f"{name} cannot be verified in training steps",
-            why="its step needs a closure that runs the model again, which step() has no place for",
+            why="its step needs a closure that runs the model again, which verify() cannot provide",
             hint="an optimizer whose step() takes nothing, such as torch.optim.AdamW",
         )
 
@@ -114,7 +117,7 @@ def _adamw(named: Named) -> torch.optim.Optimizer:
 
 
 def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
-    """The settings of a GradScaler: as given, those of one that is given, or its defaults."""
+    """Return the settings of a GradScaler: the given ones, those of a given scaler, or the defaults."""
     if scaler is None or scaler is False:
         return None
     if isinstance(scaler, Mapping):

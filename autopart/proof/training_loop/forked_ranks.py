@@ -1,6 +1,6 @@
-"""Processes for the proof of a loop: forked, so that a user's function needs no name, file or pickling.
+"""Forked processes for the proof of a training function, which then needs no name, file or pickling.
 
-Each child ends with a report. One that raises, ends or does not come ends all: nothing waits for ever.
+Each child ends with a report. A child that raises, exits or does not report ends all, so no process waits forever.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch.distributed as dist
 from autopart.errors import AutopartError, RuntimeSetupError
 
 GRACE_S = 10.0
-"""How long the other ranks have once one has failed."""
+"""Seconds that the other ranks may run after one has failed."""
 
 
 @dataclass
 class Failure:
-    """What a process raised. `refusal`: the error itself where it is one of autopart's."""
+    """Exception of a process. `refusal`: the error object itself if it is one of autopart's."""
 
     kind: str
     text: str
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What one process did: the value that it returned, or its failure."""
+    """Result of one process: its returned value, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -55,10 +55,11 @@ def run_forked(
     work: Callable[[int], Any], count: int, time_limit_s: float, folder: str, where: Callable[[BaseException], str],
     connected: bool,
 ) -> dict[int, Report]:  # fmt: skip
-    """Call `work(rank)` in `count` forked processes, and return their reports.
+    """Call `work(rank)` in `count` forked processes and return their reports.
 
-    `connected`: in a gloo process group, with the environment that torchrun gives. `where`: the place in the user's
-    code that an exception comes from.
+    Args:
+        connected: initialise a gloo process group, with the environment of torchrun.
+        where: returns the line of the user's code that an exception comes from.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError("verify_loop() needs processes that are forked", why="this system has none",
@@ -72,7 +73,9 @@ def run_forked(
             arguments = (theirs, work, rank, count, store, folder, where, time_limit_s)
             process = context.Process(target=_child, args=arguments, daemon=True)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a fork beside threads: the child uses none of theirs
+                warnings.simplefilter(
+                    "ignore"
+                )  # forking a threaded process is safe: the child uses none of its threads
                 process.start()
             theirs.close()
             children[rank] = (process, ours)
@@ -88,7 +91,7 @@ def run_forked(
 
 
 def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> dict[int, Report]:
-    """The reports by rank, as far as they come before the deadline."""
+    """Return the reports by rank that arrive before the deadline."""
     reports: dict[int, Report] = {}
     while len(reports) < len(children) and time.monotonic() < deadline:
         pending = {connection: rank for rank, (_, connection) in children.items() if rank not in reports}
@@ -101,22 +104,26 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
                 process = children[rank][0]
                 process.join(1.0)
                 text = f"the process ended with exit code {process.exitcode}"
-                reports[rank] = Report(failure=Failure("ended", text, ""))  # before what it causes in others
+                reports[rank] = Report(
+                    failure=Failure("ended", text, "")
+                )  # reported before the failures it causes on other ranks
             if reports[rank].failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return reports
 
 
 def _silent(process: Any, rank: int, folder: str, time_limit_s: float) -> Report:
-    """A report for a process that has not sent one: the place in the user's code where it is."""
+    """Return a report for a process that has sent none, with the line of the user's code that it is at."""
     dump = Path(folder, f"stack{rank}")
     place = ""
     if process.is_alive() and dump.exists():
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump.read_text(errors="replace"))
-        own = [f for f in frames if f[0] and not is_library(f[0])]
-        place = f"line {own[0][1]} of {Path(own[0][0]).name}, in {own[0][2]}" if own else ""
+        user_frames = [f for f in frames if f[0] and not is_library(f[0])]
+        place = (
+            f"line {user_frames[0][1]} of {Path(user_frames[0][0]).name}, in {user_frames[0][2]}" if user_frames else ""
+        )
     return Report(failure=Failure("waits", f"no answer within {time_limit_s:g} s", place, float("inf")))
 
 
@@ -126,7 +133,7 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file is torch's, Python's or autopart's own."""
+    """Return True for a source file of torch, Python or autopart."""
     return file.startswith((TORCH, PYTHON, PACKAGE, "<")) or "site-packages" in file
 
 
@@ -134,7 +141,7 @@ def _child(
     connection: Connection, work: Callable[[int], Any], rank: int, count: int, store: str, folder: str,
     where: Callable[[BaseException], str], time_limit_s: float,
 ) -> None:  # fmt: skip
-    torch.set_num_threads(1)  # threads of the parent are not there after a fork
+    torch.set_num_threads(1)  # the parent's threads do not survive a fork
     torch.set_default_dtype(torch.float64)
     with open(Path(folder, f"stack{rank}"), "w") as dump, open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)
@@ -144,14 +151,14 @@ def _child(
             if store:
                 _connect(rank, count, store, time_limit_s)
             report = Report(work(rank))
-        except BaseException as error:  # sys.exit() too is to be reported
+        except BaseException as error:  # report sys.exit() too
             text = "".join(traceback.format_exception_only(error)).strip()
             refusal = error if isinstance(error, AutopartError) else None
             report = Report(failure=Failure(type(error).__name__, text, where(error), time.monotonic(), refusal))
         connection.send_bytes(pickle.dumps(report))
         if report.failure is None:
             with suppress(EOFError, OSError):
-                connection.recv_bytes()  # stay until the others have ended too: the parent kills
+                connection.recv_bytes()  # stay alive until all ranks have ended; the parent kills this process
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The methods of a partitioned model, with their meaning in one process: one training function then serves both."""
+"""Single-process methods of `ParallelModule`, so that one training function serves both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopart.errors import InputError, UsageError
 
 
 class PlainMethods:
-    """What `ParallelModule` has beside an `nn.Module`, for a model that one process holds."""
+    """Methods that `ParallelModule` adds to `nn.Module`, for a model in one process."""
 
     data_rank, num_data_ranks, skipped_steps, loss_scale = 0, 1, 0, 1.0
 
@@ -30,7 +30,7 @@ class PlainMethods:
         loss_scale: float | Tensor | None = None, num_tokens: float | Tensor | None = None, outputs: bool = False,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run forward and backward, and return the detached loss: as `ParallelModule.step`."""
+        """Run forward and backward, and return the detached loss, like `ParallelModule.step`."""
         if loss_fn is None and target is not None:
             kwargs, target = {**kwargs, "target": target}, None
         with _LabelCounts() as counts:
@@ -38,7 +38,7 @@ class PlainMethods:
             loss = _loss_of(returned) if loss_fn is None else loss_fn(returned, target)
         if num_tokens is not None:
             if len(counts.found) != 1:
-                raise UsageError("num_tokens= of this loss cannot be followed in one process",
+                raise UsageError("num_tokens= cannot be applied to this loss in one process",
                                  why=f"it has {len(counts.found)} means over labels, not one",
                                  hint="let the loss be a sum, with loss_scale=1/n")  # fmt: skip
             loss = loss * counts.found[0] / num_tokens
@@ -82,7 +82,7 @@ class PlainMethods:
 
 
 def with_plain_methods(model: nn.Module) -> nn.Module:
-    """Give a model the methods of a partitioned one. Its class, and so its own attributes and names, stay."""
+    """Add the methods of a partitioned model to a model. Its attributes and class name stay."""
     kind = type(model)
     model.__class__ = type(kind.__name__, (PlainMethods, kind), {"__module__": kind.__module__})
     return model
@@ -99,7 +99,7 @@ def _detached(returned: Any) -> Any:
 
 
 def _loss_of(returned: Any) -> Tensor:
-    """The scalar loss among what a model returns: itself, `.loss`, `["loss"]` or the first of a tuple."""
+    """Return a model's scalar loss: the result itself, `.loss`, `["loss"]` or the first of a tuple."""
     loss = returned
     if isinstance(returned, Mapping):
         loss = returned.get("loss")
@@ -113,7 +113,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 
 class _LabelCounts(TorchFunctionMode):
-    """Count the labels of each mean over labels that is computed inside."""
+    """Mode that counts the labels of each mean over labels."""
 
     def __init__(self) -> None:
         super().__init__()

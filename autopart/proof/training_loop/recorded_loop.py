@@ -1,4 +1,4 @@
-"""What a user's training function does, recorded as it runs: losses, gradients and weights, each with its line."""
+"""Recorder of a user's training function: losses, gradients and weights, each with its line."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ KINDS = {"loss": "loss", "gradient": "gradient of ", "weight": "weight ", "retur
 class LoopMismatch:
     """The first value of a training function that differs.
 
-    `step`: how many optimizer steps were complete before, plus one. `kind`: "loss", "gradient", "weight", "returned",
-    "order" (another kind of call than in one process) or "error" (a rank raised). `name`: of the parameter or buffer.
-    `where`: the line of the user's function.
+    Args:
+        step: number of complete optimizer steps before it, plus one.
+        kind: "loss", "gradient", "weight", "returned", "order" (another kind of event than in one process) or "error"
+            (a rank raised).
+        name: name of the parameter or buffer.
+        where: line of the user's function.
     """
 
     step: int
@@ -55,7 +58,7 @@ class LoopMismatch:
 
 @dataclass
 class Event:
-    """One thing that the function did. `values`: by the names of parameters; None where there is nothing to compare."""
+    """One event of the function. `values`: by parameter name; None if there is nothing to compare."""
 
     kind: str
     step: int
@@ -65,7 +68,7 @@ class Event:
 
 @dataclass
 class Compared:
-    """What a rank found. `events`: how many were compared."""
+    """Result of a rank. `events`: number of compared events."""
 
     errors: dict[str, float] = field(default_factory=dict)
     first: LoopMismatch | None = None
@@ -75,9 +78,9 @@ class Compared:
 
 
 class Recorder:
-    """Watch one run of the function in this process, and hand every event to `sink(index, event)`.
+    """Recorder of one run of the function in this process. It passes every event to `sink(index, event)`.
 
-    Made in a process that ends with the run: what is patched here stays patched.
+    Use it in a process that ends with the run: its patches are not removed.
     """
 
     def __init__(self, fn: Callable[..., Any], sink: Callable[[int, Event], None]):
@@ -95,7 +98,7 @@ class Recorder:
         register_optimizer_step_post_hook(lambda *_: None if _called_by_autopart() else self._weights())
 
     def end(self, returned: Any) -> None:
-        """Record the weights at the end, and what the function returned."""
+        """Record the final weights and the returned values."""
         self.event("weight", self.model.full_state_dict(), "the end of the function")
         flat = tree_flatten(returned)[0]
         values = {str(i): v for i, v in enumerate(flat) if isinstance(v, (Tensor, int, float, str))}
@@ -106,7 +109,7 @@ class Recorder:
         self.count += 1
 
     def line(self) -> str:
-        """The innermost line of the user's code that runs now."""
+        """Return the innermost line of the user's code that is running."""
         frames = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -115,7 +118,7 @@ class Recorder:
         return _line_of(frames, self.code)
 
     def line_of(self, error: BaseException) -> str:
-        """The innermost line of the user's code that an exception passed."""
+        """Return the innermost line of the user's code that an exception passed."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -143,7 +146,7 @@ class Recorder:
     def _gradients(self) -> None:
         try:
             grads = self.model.full_grads()
-        except UsageError:  # inside no_sync(), where another optimizer steps
+        except UsageError:  # another optimizer steps inside no_sync()
             grads = None
         self.event("gradient", grads)
 
@@ -153,7 +156,7 @@ class Recorder:
 
 
 def _called_by_autopart() -> bool:
-    """Whether autopart itself steps an optimizer or differentiates, such as in its trial of an optimizer."""
+    """Return True if autopart itself steps an optimizer or differentiates, such as in a trial step."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -164,7 +167,7 @@ def _called_by_autopart() -> bool:
 
 
 def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | None) -> str:
-    """`line 12 of train.py, in train: loss.backward()`, of frames from the innermost outwards."""
+    """Format a line as `line 12 of train.py, in train: loss.backward()`. Frames are given innermost first."""
     users = [f for f in frames if not is_library(f[0].co_filename)]
     chosen = next(iter(users), None) or next((f for f in frames if f[0] is code), None)
     if chosen is None:
@@ -175,10 +178,11 @@ def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | No
 
 
 class Comparison:
-    """Compare a rank's events with those of one process, one by one, as they come.
+    """Comparison of a rank's events with those of one process, as they occur.
 
-    `load`: called with weights of which some entries are those of one process, because their gradients were rounding
-    alone: an optimizer that divides by a gradient's size makes a step of any sign of it.
+    Args:
+        load: loads weights into the model. Some of their entries come from the single process, because their gradients
+            are only rounding: an optimizer that divides by a gradient's size makes a full step of either sign from it.
     """
 
     def __init__(
@@ -192,12 +196,14 @@ class Comparison:
         self.where, self.step = "", 1
 
     def event(self, index: int, actual: Event) -> None:
-        """Note how far an event is from that of one process."""
+        """Compare an event with that of one process."""
         wanted = self.expected(index)
         self.where, self.step, self.found.events = actual.where, actual.step, index + 1
         if wanted is None or wanted.kind != actual.kind:
             there = "has ended" if wanted is None else f"is at a {wanted.kind} ({wanted.where})"
-            self._note(index, actual, "order", "", float("inf"), f"here is a {actual.kind}, and one process {there}")
+            self._note(
+                index, actual, "order", "", float("inf"), f"this rank is at a {actual.kind}, and one process {there}"
+            )
         elif self.skips_losses and actual.kind in ("loss", "returned"):
             return
         elif wanted.values is not None and actual.values is not None:
@@ -207,7 +213,7 @@ class Comparison:
                 add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
 
     def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights with one process's entries where gradients are rounding, and load these into the model."""
+        """Replace entries whose gradients are only rounding by those of one process, also in the model."""
         equal = {
             name: torch.where(where, expected[name].to(actual[name]), actual[name])
             for name, where in self.rounding.items()
@@ -240,11 +246,15 @@ def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _apart(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
-    """The error of a value, relative to the largest entry, and a text on the worst entry."""
+    """Return the error of a value, relative to the largest entry, and a text on the worst entry."""
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())
-        return (0.0, "") if nothing else (float("inf"), f"there is {'none' if here is None else 'one'}, unlike on one")
+        return (
+            (0.0, "")
+            if nothing
+            else (float("inf"), f"there is {'none' if here is None else 'one'}, unlike in one process")
+        )
     if isinstance(here, (bool, str)) or isinstance(there, (bool, str)):
         return (0.0, "") if here == there else (float("inf"), f"{here!r}, not {there!r}")
     here, there = (v.detach().to_dense() if isinstance(v, Tensor) else torch.tensor(v) for v in (here, there))

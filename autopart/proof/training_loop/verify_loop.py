@@ -1,7 +1,7 @@
-"""Proof of the user's own training function: run with the plain model, and once per rank with the partitioned one.
+"""Proof of the user's own training function: run once with the plain model, then once per rank.
 
-All runs are in forked processes, in float64, from one state of the interpreter, and with one random seed. The plain
-run leaves what it did in a folder; each rank compares with that as it goes.
+All runs are forked processes in float64 that start from one interpreter state and one random seed. The plain run
+records its events in a folder. Each rank compares its events with them as it runs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from autopart.proof.verify import check_weights
 
 REFUSED = {
     "precision": "the proof is in float64",
-    "schedule": "its gradients are those of the batch before, which one process has not",
+    "schedule": "its gradients belong to the previous batch, which one process cannot reproduce",
 }
 
-ROUNDED = "entries of weights of which the gradient is rounding alone are not compared: {}"
+ROUNDED = "weight entries whose gradient is only rounding are not compared: {}"
 MOST_NAMED = 3
 
 Function = Callable[[Any, Any], Any]
@@ -42,10 +42,13 @@ Function = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class LoopVerification:
-    """What `verify_loop` found.
+    """Result of `verify_loop`.
 
-    `max_error`: the largest error over all ranks and values. `first_mismatch`: None if all is well. `errors`: by kind
-    and name (`loss`, `gradient 0.weight`, `weight 0.weight`, `returned 0`). `steps`: of optimizers, in one process.
+    Args:
+        max_error: largest error over all ranks and values.
+        first_mismatch: the first wrong value; None if all agree.
+        errors: error by kind and name (`loss`, `gradient 0.weight`, `weight 0.weight`, `returned 0`).
+        steps: number of optimizer steps in one process.
     """
 
     ok: bool
@@ -68,7 +71,12 @@ def prove(
     fn: Function, mesh: Mesh, model: nn.Module, batches: Iterable[Any], parallelize: Callable[..., nn.Module],
     example: Mapping[str, Any], options: Mapping[str, Any], tolerance: float, time_limit_s: float,
 ) -> LoopVerification:  # fmt: skip
-    """Run and compare. `parallelize`: makes the partitioned model, on a rank. `example`: of its call, if any."""
+    """Run the function in all processes and compare.
+
+    Args:
+        parallelize: makes the partitioned model on a rank.
+        example: example arguments of `parallelize`, if any.
+    """
     _check(fn, model, options)
     model = copy.deepcopy(model).cpu().double()
     batches = listed = _in_double(list(batches))
@@ -95,7 +103,7 @@ def prove(
 
 
 def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what cannot be compared."""
+    """Raise an error for arguments that cannot be compared."""
     if not callable(fn):
         raise InputError(f"fn={fn!r:.40} is not a training function", hint="def fn(model, batches): ...")
     if not isinstance(model, nn.Module):
@@ -119,7 +127,10 @@ def _in_double(values: Any) -> Any:
 
 
 def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """The example call that a batch is: the entries of a dict that the model takes, or all of a tuple or tensor."""
+    """Return the example call that a batch contains.
+
+    Entries of a dict that the model accepts are keyword arguments; a tuple or tensor is all arguments.
+    """
     signature = inspect.signature(model.forward)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if isinstance(batch, Mapping):
@@ -136,7 +147,7 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 class _Run:
-    """One run of the function in a child, with its recorder."""
+    """One run of the function in a child process, with its recorder."""
 
     def __init__(self, fn: Function, model: nn.Module, batches: Any, folder: str):
         self.fn, self.model, self.batches, self.folder = fn, model, batches, Path(folder)
@@ -144,7 +155,10 @@ class _Run:
         self.comparison: Comparison | None = None
 
     def plain(self, rank: int) -> tuple[int, int, bool]:
-        """Run with the plain model. Returns how many events and optimizer steps there were, and if it trains."""
+        """Run with the plain model.
+
+        Return the numbers of events and optimizer steps, and whether the function trains.
+        """
         before = {name: v.clone() for name, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         self._call(with_plain_methods(self.model))
         after = self.model.state_dict()
@@ -152,7 +166,7 @@ class _Run:
         return self.recorder.count, self.recorder.steps - 1, changed or self.recorder.count > 2
 
     def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> Compared:
-        """Run with the partitioned model, and compare with what the plain run left."""
+        """Run with the partitioned model and compare with the recorded plain run."""
         load = partial(model.load_state_dict, strict=False)
         self.comparison = Comparison(rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load)
         self.recorder.sink = self.comparison.event
@@ -197,14 +211,17 @@ def _plain_failure(failure: Failure) -> AutopartError:
 
 
 def _together(run: _Run, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool) -> LoopVerification:
-    """The result of all ranks. Raises the error of the first rank that raised one of autopart's, with rank and line."""
+    """Merge the results of all ranks.
+
+    Raises the first autopart error of a rank, with the rank and line as a note.
+    """
     found = {rank: report.value for rank, report in reports.items() if report.failure is None}
     failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}
     first = min(((c.first_event, rank, c.first) for rank, c in found.items() if c.first), default=None)
     mismatch = first[2] if first is not None else None
     notes = list(dict.fromkeys(text for c in found.values() for text in c.warned))
     if local_batch:
-        notes.append("losses are a rank's own with local_batch=True: gradients and weights are compared")
+        notes.append("with local_batch=True each rank has a local loss: only gradients and weights are compared")
     if failed and mismatch is None:
         rank = min(failed, key=lambda rank: (failed[rank].time_s, rank))
         failure = failed[rank]

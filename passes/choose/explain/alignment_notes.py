@@ -1,4 +1,4 @@
-"""Weights whose sizes slow matrix units down: the notes of a plan."""
+"""Notes of a plan on weights whose sizes slow down the matrix units."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""Of the matrix work: products that are less are not spoken of."""
+"""Share of the matrix work below which a product gets no note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:
-    """A line for every matrix that is multiplied in 16 bits and of which a rank has rows, or columns, that are no
-    multiple of 8; repeated blocks share one. None where the hardware is not known to be slowed."""
+    """Return a note for each 16-bit matrix whose shard has a dim that is not a multiple of 8.
+
+    Repeated blocks share a note. Empty if the hardware profile has no penalty for unaligned products.
+    """
     if hardware.matmul_unaligned >= 1:
         return ()
     work = _work_by_weight(trace.graph)
     total = sum(sum(of_dtype.values()) for of_dtype in work.values())
     return tuple(dict.fromkeys(
-        f"{pattern_of(name)}: dim {dim} of {whole} in {dtype} is no multiple of {each}, so its products run at "
-        f"{100 * hardware.aligned_share(odd):.2g} % of the rate; {-(-whole // each) * each} would run at all of it"
+        f"{pattern_of(name)}: dim {dim} of {whole} in {dtype} is not a multiple of {each}, so its products run at "
+        f"{100 * hardware.aligned_share(odd):.2g} % of the full rate; {-(-whole // each) * each} would run at "
+        "the full rate"
         for name, of_dtype in work.items() for dtype, flops in of_dtype.items() if flops >= LEAST_SHARE * total
         for dim, whole, each, odd in _odd_dims(trace, decisions, name)
     ))  # fmt: skip
 
 
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
-    """{weight: {dtype of 16 bits: FLOPs of the products that read it}}; other products under no name."""
+    """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products are under the name ""."""
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node in active_operators(graph):
         if flops := matrix_work(node):
@@ -48,14 +51,14 @@ def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a weight is before it is cast or transposed."""
+    """Return the source of a value, without its casts and transpositions."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not matrix_work(node):
         (node,) = node.all_input_nodes
     return node
 
 
 def _odd_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """(dim, its size, of what it should be a multiple, how it is loaded) of a matrix, by the shards that ranks have."""
+    """Yield (dim, size, required multiple, degree of misalignment) for each unaligned matrix dim."""
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -1,4 +1,4 @@
-"""Refusals of axes on which nothing of a model can be cut, in the words of what they are for."""
+"""Errors for mesh axes that can shard nothing of a model."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ from autopart.passes.facts.strategies import divides_positions, output_atoms
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether a call looks up rows of a weight, of which every rank has some."""
+    """Return True if the strategy shards the rows of an embedding table."""
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern is not None and reads_weights(node) and strategy.factor == pattern.lookup
 
 
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
-    """The products with a weight of rows that a mask selects: experts that a loop runs one by one."""
+    """Return products of a weight with tokens that a mask selects: experts that a loop runs one by one."""
     return [n for n in products_of(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
-    """What a plan says of experts that an axis for experts does not cut."""
+    """Return a note on experts that an expert axis cannot shard."""
     axes, looped = mesh.along("experts"), _of_selected_rows(trace)
     if not axes or not looped:
         return []
     named = ",".join(axes)
     return [
-        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is of one) are whole on every rank, and "
-        f"their rows are cut, as over dp; {named} cuts experts that are stacks of matrices"
+        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is one) are replicated, and "
+        f"their tokens are sharded as over dp; {named} shards only experts that are stacks of matrices"
     ]
 
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raises LayoutError where an axis for experts divides none, or some mixture's not."""
+    """Raise LayoutError if an expert axis shards no experts, or not those of every mixture."""
     ranks, products = mesh.size(axis), [node for node in products_of(trace) if facts(node)["pattern"].lookup]
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",
-            why="the model has no experts: all rows go through all of its matrix products",
-            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            why="the model has no experts: all tokens go through all of its matrix products",
+            hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
-    whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # its weights
+    whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # input 1: the weights
     if whole:
         counts = expert_counts(trace.graph)
         fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
         if ranks in fits:
             raise LayoutError(
-                f"{axis}={ranks} cannot cut the experts of the model",
-                why="their number divides; but this product reads a weight that is computed of others (such as LoRA on "
-                "the experts), and what computes it does not keep the experts apart", where=describe(whole[0]),
+                f"{axis}={ranks} cannot shard the experts of the model",
+                why="their number divides, but this product reads a weight computed from other weights (such as "
+                    "LoRA on "
+                "the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
                 hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
             )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal parts need two a rank, and one in "
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank, "
+                "and one on "
             "the last",
             where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
@@ -75,8 +77,11 @@ def check_divides(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
-    are pinned, no weight. `named`: the dims of the inputs that are sequences, where users say which."""
+    """Raise LayoutError if the first solved axis divides no matrix product (with pins: no weight).
+
+    Args:
+        named: sequence dims that the user gives, by input.
+    """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
             check_positions(trace, mesh, name, strategies, named)
@@ -92,7 +97,7 @@ def check_divides(
     if not products:
         raise LayoutError(
             f"{axis}={ranks} has nothing to split", 
-            why="the model has no matrix product with a parameter, and no table of embeddings that can be cut",
+            why="the model has no matrix product with a parameter, and no embedding table that can be sharded",
             hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     sizes = sorted(
@@ -104,14 +109,14 @@ def check_divides(
             for s in shape(source)
         }
     )
-    divides = any(size % ranks == 0 for size in sizes) or not sizes  # none: weights that the model computes
+    divides = any(size % ranks == 0 for size in sizes) or not sizes  # no sizes: the model computes the weights
     if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
     if divides:
         kinds = list(dict.fromkeys(spoken_name(n) for n in products))
         raise LayoutError(
             f"{axis}={ranks} divides no matrix product of the model",
-            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} whole",
+            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} in full",
             where=describe(products[0]), hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]

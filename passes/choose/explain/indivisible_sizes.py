@@ -1,4 +1,4 @@
-"""What does not divide over `tp`, and what is done instead: the notes of a plan."""
+"""Notes of a plan on sizes that do not divide over `tp`, and what the plan does instead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from autopart.ir.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
-    """One line for every weight with unequal shards, and for every split of features (into heads, say) of which
-    an axis does not divide the outer number; repeated blocks share a line."""
+    """Return notes on weights with unequal shards and on splits of features that an axis does not divide.
+
+    A split of features is, for example, one into heads. Repeated blocks share a note.
+    """
     lines = [_uneven_weights, _undivided_splits]
     axes = decisions.mesh.along("features")
     return tuple(dict.fromkeys(line for axis in axes for note in lines for line in note(trace, decisions, axis)))
@@ -43,7 +45,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
             number, *inner = (pattern.sizes[f] for f in factors)
             if number % ranks == 0:
                 continue
-            how, sent = _instead(node, decisions, axis)
+            how, sent = _fallback(node, decisions, axis)
             fits = ", ".join(str(n) for n in range(2, number + 1) if number % n == 0)
             line = (
                 f"{number} x {math.prod(inner)} features on {axis}={ranks}",
@@ -52,12 +54,12 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
             key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
             sent_by_line[key] = sent_by_line.get(key, 0.0) + sent * times(node)
     for (where, text, fits), sent in sent_by_line.items():
-        moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
+        moved = f", {sent / 1e6:.3g} MB sent per rank and microbatch" if sent else ""
         yield f"{where}: {text}{moved}{fits}"
 
 
 def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """The factors of every dim of features of an input that the operator splits, its outer factor a dim of its own."""
+    """Yield the factors of each feature dim whose outer factor the operator splits off."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -65,24 +67,26 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
                 yield dim
 
 
-def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """What the plan does at a split that an axis does not divide, and the bytes one rank sends for it."""
+def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
+    """Return what the plan does at an indivisible split, and the bytes that one rank sends for it."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:
-        return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
+        return f"sharded inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
-    while True:  # up to where the features come from: the first conversion on the way is what makes them whole
+    while True:  # up to the producer of the features: the first conversion on the way gathers them
         source, index = source_of(used)
         if source not in chosen:
-            return "whole on every rank", 0.0
+            return "replicated", 0.0
         place = chosen[source].outputs[index]
         if place != wanted:
             sent = _moved(used, wanted, decisions, axis)
-            return ("divided before, gathered here" if place.is_shard else "added up here") if sent else "whole", sent
+            return (
+                "divided before, gathered here" if place.is_shard else "reduced here"
+            ) if sent else "replicated", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:
-            return "whole on every rank", 0.0
+            return "replicated", 0.0
         used, wanted = inputs[0], chosen[source].inputs[0]
 
 

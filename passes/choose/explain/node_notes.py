@@ -1,4 +1,4 @@
-"""What was chosen, said of every node of the graph."""
+"""Decisions as annotations of graph nodes, for dumps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from autopart.passes.dump import Notes
 
 
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
-    """`stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)` of operators; `tp:S(0)` of parameters."""
+    """Return a function that annotates a node with its decisions.
+
+    `stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)` for operators; `tp:S(0)` for parameters.
+    """
     decisions = chosen if isinstance(chosen, Decisions) else chosen[0]
     on_axes = {"rows": decisions.rows, **decisions.features}
     of_layout = layout_notes(decisions.stored)
@@ -29,7 +32,7 @@ def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
 
 
 def layout_notes(stored: Mapping[str, Layout]) -> Notes:
-    """`dp:S(1)`, `tp:S(0)` of parameters."""
+    """Return a function that annotates a parameter with its layout: `dp:S(1)`, `tp:S(0)`."""
 
     def note(node: fx.Node) -> Iterator[str]:
         if node.op == "get_attr":

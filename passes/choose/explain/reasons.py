@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what every other choice would cost, from the problem that was solved for it."""
+"""Reasons of a plan: the cost of every alternative, from the problem that the solver solved."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ _DIGITS = 6
 
 
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
-    """What a plan says of its layouts: the objective, its proven lower bound and the gap, and the parts of the price.
-    Of several axes that were solved for, one after the other, it is the last, whose solve knows of the others.
+    """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
 
-    `sharing_costs`: how much less, relatively, the objective would be if the first and the last repeated blocks chose
-    for themselves.
+    If several axes were solved, it is that of the last, whose solve includes the others. `sharing_costs` is the
+    relative saving in the objective if the first and last repeated blocks chose independently.
     """
-    if not solved:  # weights lie whole on every rank: there is nothing to choose
+    if not solved:  # all weights are replicated: nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
     problem, sharding = list(solved.values())[-1]
     price = problem.price(sharding.options, problem.real_prices)
@@ -57,7 +56,10 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 
 
 class Reasons:
-    """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
+    """Answers of `Plan.why` and `Plan.why_not`.
+
+    They need the traced model, so a copied or loaded plan has none.
+    """
 
     def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
         self.problem, self.program, self.solved = problem, program, solved
@@ -67,19 +69,19 @@ class Reasons:
         return type(None), ()
 
     def why(self, name: str) -> Why:
-        """Why a parameter, module, operator, collective or what data-parallel ranks send is as it is."""
+        """Explain the layout of a parameter, module or operator, a collective, or `dp_sync`."""
         if name == "dp_sync":
             return self._why_dp_sync()
         for node in self._conversions():
             if node.name == name:
-                return self._why_moved(node)
+                return self._why_collective(node)
         nodes = self._named(name)
         subject = ", ".join(dict.fromkeys(pattern_of(name_of(n)) for n in nodes[:1]))
         where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
-        in_parts = self._in_parts(nodes[0])
+        in_parts = self._storage_texts(nodes[0])
         if not self.solved:
-            reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to cut it over"
-            return Why(subject, in_parts[0] or "whole", in_parts[1] or reason, where=where)
+            reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to shard it over"
+            return Why(subject, in_parts[0] or "replicated", in_parts[1] or reason, where=where)
         axis, solved = next(iter(self.solved.items()))
         problem, sharding = solved
         choice = problem.choice_of[nodes[0]]
@@ -89,15 +91,15 @@ class Reasons:
         moved = tuple(node.name for node in self._conversions() if facts(node).get("key", "") in names)
         if not others:
             left = " that the pins leave" * bool(self.pins)
-            reason = f"there is no other way on {axis}={self.mesh.size(axis)}{left}"
-            return Why(subject, chosen, _both(reason, in_parts[1]), collectives=moved, where=where)
+            reason = f"there is no other option on {axis}={self.mesh.size(axis)}{left}"
+            return Why(subject, chosen, _joined_texts(reason, in_parts[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
-        texts = {other: _said(price) for other, price in others.items()}
-        reason = _both(_reason(price, runner_up), in_parts[1])
+        texts = {other: _cost_text(price) for other, price in others.items()}
+        reason = _joined_texts(_reason(price, runner_up), in_parts[1])
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
-        """What data-parallel ranks send each other, and what the sum of all gradients would take instead."""
+        """Explain what data-parallel ranks send, and the time of exact gradient reduction instead."""
         sync, hardware = self.problem.dp_sync, self.problem.hardware
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
@@ -105,77 +107,79 @@ class Reasons:
         carried = carried_by(self.trace, self.program, trained)
         if not carried:
             none = f"the mesh {self.mesh} has no data-parallel ranks"
-            reason = "gradients are summed as they are" if ranks > 1 else none
+            reason = "gradients are reduced exactly" if ranks > 1 else none
             return Why("dp_sync", str(sync), reason)
         stages = self.mesh.size("pp")
         parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
-        took_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
+        method_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
         is_scattered = any(stored.whole_to_send(self.mesh) for stored in self.program.parameters.values())
         kind = "reduce_scatter" if is_scattered else "all_reduce"
         summed_s = sum(exact_s(one, ranks, stride, hardware, kind) for one in parts)
-        pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
+        thresholds_per_s = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
         where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
-        thresholds = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
-                for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
-        reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
-        other = f"{quantity(summed_s, 's')} a step, of which the backward hides all but the last bucket"
-        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - took_s, {str(EXACT): other})
+        thresholds = [f"{one.method} is faster if a rank has less than {quantity(rate, 'B/s')} {where}"
+                for one, rate in zip(parts, thresholds_per_s, strict=True) if rate is not None]  # fmt: skip
+        reason = "; ".join([f"it was requested: {quantity(method_s, 's')} a step on {axis}={ranks}", *thresholds])
+        other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
+        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - method_s, {str(EXACT): other})
 
-    def _in_parts(self, node: fx.Node) -> tuple[str, str]:
-        """Over which axes a weight is stored in parts, and why; empty where over none."""
+    def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
+        """Return over which axes a weight is stored sharded (ZeRO), and why; empty texts if it is replicated."""
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
         if stored is None or axis is None:
             return "", ""
         ranks = f"{axis}={self.mesh.size(axis)}"
-        return f"{stored.layout[axis]} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
+        return (
+            f"{stored.layout[axis]} on {axis}",
+            f"each rank of {ranks} stores one shard and gathers the rest before use",
+        )
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """What another layout of a parameter, module or operator would cost, or why it cannot be."""
+        """Return the cost of another layout of a parameter, module or operator, or why it is impossible."""
         asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
-                why = f"layouts on {self.mesh.tensor_axis} and on {data_axis} are priced"
+                why = f"only layouts on {self.mesh.tensor_axis} and on {data_axis} have costs"
                 raise OptionError(f"cannot price {pin}", why=why)
         if len(asked.layouts) > 1:
             raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
         axis = asked.layouts[0].axis
         if axis == data_axis:
-            return self._why_not_in_parts(name, asked)
+            return self._why_not_stored_so(name, asked)
         wanted = f"{asked.layouts[0].text} on {axis}"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
             pinned, stacks = pinned_layouts(self.trace, self.mesh, pins, axis), self._stacks()
             check_expert_axes(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
             if axis not in self.solved:
-                return Why(name, wanted, "it is so in the plan")
+                return Why(name, wanted, "the plan has this layout already")
             problem, chosen = self.solved[axis]
             as_asked = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        price = _more(as_asked, self.solved[axis])
+        price = _extra_cost(as_asked, self.solved[axis])
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
             for weight, place in as_asked[1].parameters.items() if place != chosen.parameters[weight]
         )  # fmt: skip
         if as_asked[1].strategies == chosen.strategies and not changed:
-            return Why(name, wanted, "it is so in the plan")
-        others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
+            return Why(name, wanted, "the plan has this layout already")
+        others = {wanted: "; ".join([_cost_text(price), *(["with " + ", ".join(changed)] if changed else [])])}
         is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
-        reason = f"experts are cut over {axis} where a pin asks for it" if is_folded else _reason(price, wanted)
+        reason = f"experts are sharded over {axis} only if a pin requests it" if is_folded else _reason(price, wanted)
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """The mixtures whose experts each axis may cut, outermost first."""
+        """Return the mixtures whose experts each axis may shard, outermost axis first."""
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
-    def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
-        """What it would cost to store parameters otherwise in parts, in the layouts they have on other axes: over all
-        those axes that the plan stores some over."""
+    def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
+        """Return the cost of other ZeRO storage for parameters, with their layouts on other axes fixed."""
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
-        pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for names and axes that are not there
-        storage, price, held = Storage(mesh, self.program.zero), Price(), 0.0
+        pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
+        storage, price, added = Storage(mesh, self.program.zero), Price(), 0.0
         layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, mesh, asked)}
         changed = {name: layout for name, layout in layouts.items()
                    if layout.get(mesh.stored_over(layout) or data_axis, R) != place}  # fmt: skip
@@ -193,39 +197,39 @@ class Reasons:
                 trained = parameter.requires_grad
                 parts_price = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
                 price += parts_price * sign
-                held += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+                added += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
-            return Why(name, wanted, "it is so in the plan")
-        memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
-        text = f"{_said(price)}, {memory} on every rank"
+            return Why(name, wanted, "the plan has this layout already")
+        memory = f"{'+' if added > 0 else '-'}{quantity(abs(added), 'B')} of weights, gradients and optimizer state"
+        text = f"{_cost_text(price)}, {memory} on every rank"
         return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
 
-    def _why_moved(self, node: fx.Node) -> Why:
-        """Why a collective is there: the value, its two placements, and what it would cost to do without it."""
+    def _why_collective(self, node: fx.Node) -> Why:
+        """Explain a collective: the value, its two placements, and the cost of avoiding it."""
         axis, key = node.args[1], facts(node).get("key", "")
         readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
         where = f"read by {readers}" if readers else ""
         source, target = (facts(n).get("layout", {}).get(axis) for n in (node.args[0], node))
         if source is None or target is None:
-            return Why(node.name, f"on {axis}", f"{key} is computed from parts of its input on every rank", where=where)
+            return Why(node.name, f"on {axis}", f"every rank computes {key} from shards of its input", where=where)
         traced = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
         subject = f"{node.name}: {describe(traced)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
-        reason = f"it is left {_lies(source)} and taken {_lies(target)}"
+        reason = f"it is produced {_placement_text(source)} and used {_placement_text(target)}"
         other = self._without(traced, source, target, self.solved[axis][0]) if axis in self.solved else None
         if other is None:
             return Why(subject, sent, reason, where=where)
         problem, chosen = self.solved[axis]
-        price = _more((problem, other), self.solved[axis])
+        price = _extra_cost((problem, other), self.solved[axis])
         changed = [f"{facts(n)['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
-        return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
+        return Why(subject, sent, reason, instead, price.seconds, {instead: _cost_text(price)}, (), where)
 
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
+        """Return the cheapest sharding that avoids a conversion of a value; None if it cannot be avoided."""
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
             return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
@@ -239,7 +243,10 @@ class Reasons:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
-        """The parameters and operators of a name, the one that decides most first. Raises OptionError for none."""
+        """Return the parameters and operators that a name matches, most decisive first.
+
+        Raises OptionError if none.
+        """
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
         nodes = on_parameters(self.trace.graph)
@@ -252,7 +259,10 @@ class Reasons:
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
-        """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
+        """Return the other options of a choice with their extra costs, cheapest first.
+
+        The solver adapts all other choices to each option.
+        """
         problem, chosen = solved
         priced: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
@@ -261,12 +271,12 @@ class Reasons:
                     other = problem.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                priced.append((other.cost, str(option), _more((problem, other), solved)))
+                priced.append((other.cost, str(option), _extra_cost((problem, other), solved)))
         return {option: price for _, option, price in sorted(priced, key=lambda entry: entry[:2])}
 
 
 class LaterReasons:
-    """The same of a plan that was made of a folded trace: the whole one is planned when it is asked."""
+    """Reasons of a plan made from a deduplicated trace. The first question plans the full model."""
 
     def __init__(self, find: Callable[[], Reasons]):
         self._find = find
@@ -289,26 +299,28 @@ def _solved(problem: ShardingProblem) -> Solved:
     return problem, problem.solve()
 
 
-def _more(other: Solved, chosen: Solved) -> Price:
-    """How much more one solution costs than another, at the prices that are minimised."""
+def _extra_cost(other: Solved, chosen: Solved) -> Price:
+    """Return how much more one solution costs than another, in the costs that the solver minimises."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 
 
-def _both(one: str, other: str) -> str:
+def _joined_texts(one: str, other: str) -> str:
     return "; ".join(filter(None, (one, other)))
 
 
-def _lies(place: Placement) -> str:
-    """How a value is laid out, in words."""
+def _placement_text(place: Placement) -> str:
     if place.is_shard:
-        return f"cut along dim {place.dim}"
-    words = {"P": "as a partial sum on every rank", "R": "whole"}
-    return words.get(place.kind, "whole, with a partial sum of its gradient on every rank")
+        return f"sharded along dim {place.dim}"
+    words = {"P": "as a partial sum on every rank", "R": "replicated"}
+    return words.get(place.kind, "replicated, with a partial sum of its gradient on every rank")
 
 
 def _terms(price: Price) -> list[tuple[float, str]]:
-    """The parts of a difference of prices in words, the weightiest first; what is next to nothing left out."""
+    """Return the terms of a cost difference as (amount, text), most important first.
+
+    Negligible terms are left out.
+    """
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
         (price.gradient_sync_s, "gradient sums"),
@@ -320,11 +332,10 @@ def _terms(price: Price) -> list[tuple[float, str]]:
     return terms
 
 
-def _said(price: Price) -> str:
-    return ", ".join(text for _, text in _terms(price)) or "as cheap"
+def _cost_text(price: Price) -> str:
+    return ", ".join(text for _, text in _terms(price)) or "equal cost"
 
 
 def _reason(price: Price, other: str) -> str:
-    """Why something is better than what would cost so much more."""
     worse = [text for more, text in _terms(price) if more > 0]
-    return f"{other} would have {worse[0]}" if worse else "of equally cheap choices it is the first"
+    return f"{other} would have {worse[0]}" if worse else "it is the first of several equally cheap choices"

@@ -1,4 +1,4 @@
-"""What users are told of axes that cut positions: where they have nothing to cut, and what is whole or unequal."""
+"""Errors and notes on axes that shard the sequence."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from autopart.passes.facts.sequence_dims import check_can_be_cut, inputs_text, l
 from autopart.passes.facts.strategies import divides_positions, output_atoms, ways
 
 _UNEVEN = 0.05
-"""What the fullest rank may have more than the mean and a plan says nothing of it."""
+"""Relative excess of the largest shard over the mean, up to which a plan has no note."""
 
 
 def products_of(trace: Trace) -> list[fx.Node]:
-    """The matrix products of a model."""
     with_patterns = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
     return [node for node, pattern in with_patterns if pattern is not None and pattern.flops]
 
@@ -31,8 +30,11 @@ def products_of(trace: Trace) -> list[fx.Node]:
 def check_positions(
     trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
 ) -> None:  # fmt: skip
-    """Raises LayoutError where an axis that cuts positions divides no work of the model, or nothing along a dim of the
-    inputs that is `named`."""
+    """Raise LayoutError if an axis for sequences divides no work of the model.
+
+    Args:
+        named: sequence dims that the user gives, by input. Each must be shardable.
+    """
     check_can_be_cut(trace, named)
     products = products_of(trace)
     nodes = list(filter(reads_weights, products)) or products or active_operators(trace.graph)
@@ -44,45 +46,49 @@ def check_positions(
     longest = max(lengths_of(trace, named).values(), default=longest)
     if longest == 1:
         raise LayoutError(
-            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {inputs}",
-            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            f"{axis}={ranks} has nothing to cut", why="no matrix product of the model has a sequence dim: its "
+            f"inputs are {inputs}",
+            hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     if divides_positions(longest, ranks):
         if any(strategy.is_sharded for strategy in chosen.values()):
             return
         raise LayoutError(
-            f"{axis}={ranks} cuts nothing of the model", why="its operators take all positions of a value at once",
-            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+            f"{axis}={ranks} cuts nothing of the model", why="its operators need the full sequence at once",
+            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
     raise LayoutError(
-        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {inputs}",
+        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a part of the longest "
+        f"sequence, of {inputs}",
         where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
     )  # fmt: skip
 
 
 def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
-    """What a plan says of axes that cut positions: that no product is cut, what takes all positions at once, and that a
-    rank has more of them than others."""
+    """Yield the notes of a plan on axes that shard the sequence.
+
+    They name an axis that divides no matrix product, operators on the full sequence, and unequal shards.
+    """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
         products = [node for node in products_of(trace) if node in chosen]
         if products and not any(chosen[node].factor for node in products):
             yield (
                 f"{axis}={ranks} divides no matrix product of the model, whose inputs are {inputs_text(trace)}: every "
-                "rank runs all of them; dp cuts the rows of any batch"
+                "rank runs all of them; dp shards any batch"
             )
         taken = Counter[str]()
         for node in chosen:
             taken[operator_name(node).partition("::")[2]] += times(node) if takes_all(node, ranks) else 0
         if taken := +taken:
             named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
-            yield f"{axis}: every rank computes with all positions, brought together, in {named}"
+            yield f"{axis}: every rank gathers the full sequence for {named}"
         yield from _uneven(axis, ranks, [(node, chosen[node]) for node in products])
 
 
 def takes_all(node: fx.Node, ranks: int) -> bool:
-    """Whether an operator is given positions of values, and none of its ways on so many ranks cuts them."""
+    """Return True if an operator has a sequence input that none of its strategies shards."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
@@ -93,7 +99,7 @@ def takes_all(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """A note of the longest sequence that is cut into parts of which the fullest is much more than the mean."""
+    """Yield a note on the longest sequence whose largest shard is much above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]
@@ -103,6 +109,6 @@ def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iter
     more, size = max(excesses, default=(0.0, 0))
     if more > _UNEVEN:
         yield (
-            f"{axis}={ranks}: of {size} positions the fullest rank has {more:.0%} more than the mean; "
-            f"{size + -size % ranks} would be as many for each"
+            f"{axis}={ranks}: the largest shard of a sequence of {size} is {more:.0%} above the mean; "
+            f"{size + -size % ranks} would divide evenly"
         )

@@ -1,5 +1,4 @@
-"""The operators that run whole on every rank: how many, why, what that costs, and what would shard them; and the share
-of the matrix work that is divided."""
+"""Operators that every rank runs in full, with reason, cost and remedy; divided share of matrix work."""
 
 from __future__ import annotations
 
@@ -34,25 +33,28 @@ from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered_rules import call_text
 
 NO_RULE = "it has no sharding rule"
-PINNED = "it is pinned so"
-NOT_THIS_CALL = "its sharding rule does not speak of this call"
+PINNED = "a pin fixes it"
+NOT_THIS_CALL = "its sharding rule does not cover this call"
 
 
 def unsharded(
     trace: Trace, decisions: Decisions, pinned: Container[fx.Node] = frozenset()
 ) -> tuple[dict[str, Any], ...]:
-    """A row for every kind of call that runs whole on a mesh of several ranks: without a rule, or matrix work that `tp`
-    leaves undivided. The same calls of repeated blocks are counted together.
+    """Return a row for each kind of operator that every rank runs in full.
 
-    `pinned`: operators that the user has pinned.
-    `flops`: of all of them over the global batch, where they are known. `bytes`: of all their inputs and outputs.
-    `moved_bytes`: what one rank sends so that they get whole inputs and their neighbours their shards, both ways.
+    These are operators without a rule, and matrix work that `tp` does not divide. Equal calls in repeated blocks share
+    a row. Entries of a row: `flops` of all calls over the global batch, if known; `bytes` of all their inputs and
+    outputs; `moved_bytes` that one rank sends, in both directions, to gather their inputs and to re-shard for their
+    neighbours.
+
+    Args:
+        pinned: operators that the user has pinned.
     """
     if decisions.mesh.num_ranks == 1:
         return ()
     rows: dict[tuple, dict[str, Any]] = {}
     for node in active_operators(trace.graph):
-        why, change = _why_whole(node, decisions)
+        why, change = _why_unsharded(node, decisions)
         if not why:
             continue
         why, change = (PINNED, "") if node in pinned else (why, change)
@@ -71,8 +73,10 @@ def unsharded(
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
-    """{axis: the share of the matrix work that it divides over its ranks}, of the axes that cut rows or features; empty
-    for a model without matrix work."""
+    """Return `{axis: share of the matrix work that it divides}` for batch and feature axes.
+
+    Empty for a model without matrix work.
+    """
     flops = {node: matrix_work(node) * times(node) for node in active_operators(trace.graph)}
     total = sum(flops.values())
     if not total:
@@ -85,9 +89,11 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
     }
 
 
-def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
-    """Why every rank runs all of this call, and what would change that, where something would; "" for both where it
-    does not, or where it is little work."""
+def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
+    """Return why every rank runs this call in full, and a remedy if there is one.
+
+    Both are "" if the call is sharded or has little work.
+    """
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return (NOT_THIS_CALL, "") if has_rule(operator_name(node)) else (NO_RULE, suggestion(node))
@@ -98,22 +104,22 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     ranks = decisions.mesh.size(axis)
     weights = _weight_sizes(node, pattern)
     if decisions.mesh.axis(axis).cuts == "positions" and takes_all(node, ranks):
-        return "it takes all positions of its values at once", ""
+        return "it needs the full sequence of its values", ""
     sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
     if not weights:
         return "none of its dims comes from a weight", ""
     if not sizes:
-        change = f"dp in place of {axis}: it cuts rows of the batch" if set(pattern.sizes) - pattern.whole else ""
-        return "its sharding rule keeps the dims of its weights whole", change
+        change = f"dp in place of {axis}: it shards the batch" if set(pattern.sizes) - pattern.whole else ""
+        return "its sharding rule does not shard the dims of its weights", change
     if all(size % ranks for size in sizes.values()):
         named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
         next_sizes = " or ".join(f"{factor}={size + -size % ranks}" for factor, size in sizes.items())
         return f"{axis}={ranks} divides none of {named}", f"a size that {ranks} divides: {next_sizes}"
-    return f"bringing its values together for {axis}={ranks} would cost more", ""
+    return f"gathering its values for {axis}={ranks} would cost more", ""
 
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
-    """The factors of a rule that a weight gives, with their sizes."""
+    """Return the factors of a rule that come from weights, with their sizes."""
     sizes: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -123,7 +129,7 @@ def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
 
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
-    """Bytes one rank sends for each conversion of its inputs and outputs, forward and backward."""
+    """Yield the bytes one rank sends per conversion of a node's inputs and outputs, in both directions."""
     for axis, chosen in decisions.strategies.items():
         if axis == MICROBATCH_AXIS:
             continue
@@ -135,7 +141,7 @@ def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
                         (used, t) for s, t in zip(tensor_inputs(user), chosen[user].inputs, strict=True) if s is used
                     }
         for source, target in ways:
-            at = _made(source, axis, decisions)
+            at = _produced_placement(source, axis, decisions)
             step = conversion(at, target) if at is not None else None
             if step is not None:
                 size, ranks = size_bytes(source), decisions.mesh.size(axis)
@@ -144,12 +150,11 @@ def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The node's outputs: itself, or its projections."""
     return [node] if len(tuple_values(node)) == 1 and hasattr(value(node), "shape") else list(node.users)
 
 
-def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
-    """Where a value is made on an axis; None for values of the inputs alone."""
+def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
+    """Return the placement in which a value is produced; None if it depends on inputs alone."""
     chosen = decisions.strategies[axis]
     if axis in decisions.row_axes:
         return placement(used, chosen)
@@ -165,7 +170,7 @@ def _shapes(node: fx.Node) -> str:
     return f"{', '.join(map(format_value, tensor_inputs(node)))} -> {outputs}"
 
 
-# The line that might shard an operator
+# Suggested rule for an operator
 
 
 def suggestion(node: fx.Node) -> str:
@@ -193,13 +198,16 @@ def suggestion(node: fx.Node) -> str:
 def _name_dims(
     full: Sequence[int], atoms: Sequence[Atoms], sizes: dict[str, int], letters: Iterator[str]
 ) -> list[str] | None:
-    """A factor for every dim of an operand: `b` for rows of the batch, else the first of its size that the operand does
-    not have yet, else a new one; None where letters run out."""
+    """Name the factor of each dim of an operand; None if letters run out.
+
+    A batch dim is `b`. Another dim gets the first factor of its size that the operand does not use yet, or a new
+    letter.
+    """
     names: list[str] = []
     for size, dim in zip(full, atoms, strict=True):
         is_rows = any(atom.kind == BATCH for atom in dim) and "b" not in names
-        known = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
-        name = "b" if is_rows else known[0] if known else next(letters, "")
+        matching_names = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
+        name = "b" if is_rows else matching_names[0] if matching_names else next(letters, "")
         if not name:
             return None
         sizes[name] = size

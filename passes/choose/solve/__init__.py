@@ -1,1 +1,1 @@
-"""Placements of operators on the axes of a mesh."""
+"""Solver for the placements of operators and parameters on the mesh axes."""

@@ -1,7 +1,7 @@
-"""Where the rows of the batch go: one strategy per operator on the batch axis (data parallel and microbatches).
+"""Sharding of the batch: one strategy per operator on the batch axis (data parallel and microbatches).
 
-Nothing is chosen by price here. Rows stay cut wherever a rule allows it; what has no rows is computed on every rank
-with partial gradients, so that all gradients of parameters end as partial sums, to be summed once a step.
+Nothing is chosen by cost here. The batch stays sharded wherever a rule allows it. Operators without a batch dimension
+run on every rank with partial gradients. So all parameter gradients end as partial sums, to be reduced once a step.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ from autopart.passes.choose.stages.stage_partition import check_batch
 from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
-"""Conversions that need nothing of the other microbatches."""
+"""Conversions that need no data of other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
-    """The batch-axis strategy of every operator that depends on a parameter.
+    """Return the batch-axis strategy of every operator that depends on a parameter.
 
-    Elements that are selected of a rank's own rows cannot be brought together: ranks have different numbers of them.
-    Where something needs all of them, they are selected of all rows on every rank.
+    Elements selected by a mask cannot be gathered: ranks select different numbers of them. If an operator needs all
+    selected elements, every rank selects from the full batch.
 
     Args:
-        graph: annotated.
+        graph: annotated graph.
         num_shards: data-parallel ranks times microbatches.
     """
-    together: set[str] = set()
+    unsharded_selections: set[str] = set()
     selects = any(map(is_selection, graph.nodes))
     while True:
-        chosen = _choose(graph, num_shards, together)
+        chosen = _choose(graph, num_shards, unsharded_selections)
         if not selects:
             return chosen
-        needed = _needed_together(graph, chosen, num_shards) - together
+        needed = _needed_unsharded(graph, chosen, num_shards) - unsharded_selections
         if not needed:
             return chosen
-        together |= needed
+        unsharded_selections |= needed
 
 
-def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Node, Strategy]:
-    """`choose_batch` with some selections made of all rows."""
+def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) -> dict[fx.Node, Strategy]:
+    """Choose batch strategies, with the selections in `unsharded_selections` made from the full batch."""
     chosen: dict[fx.Node, Strategy] = {}
-    whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
-    known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
+    gathered: set[fx.Node] = set()  # values that an earlier operator has already gathered
+    cache: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in on_parameters(graph):
         options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
-        if together:
-            options = tuple([s for s in options if not _cuts(node, s, together)])
-        inputs = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-        key = options if together else id(options), inputs, facts(node)["for_buffers"]
-        if key not in known:
-            known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
-        chosen[node] = known[key][1]
-        whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
+        if unsharded_selections:
+            options = tuple([s for s in options if not _cuts(node, s, unsharded_selections)])
+        inputs = tuple([(placement(s, chosen), size_bytes(s), s in gathered) for s in sources])
+        key = options if unsharded_selections else id(options), inputs, facts(node)["for_buffers"]
+        if key not in cache:
+            cache[key] = options, min(options, key=lambda s: _price(node, s, chosen, gathered))
+        chosen[node] = cache[key][1]
+        gathered.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
     return chosen
 
 
 def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Whether a strategy cuts a dim of what is selected by one of these."""
+    """Return True if a strategy shards a dimension of elements chosen by one of these selections."""
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
     return any(not selections_cut(operand, place).isdisjoint(selections) for operand, place in values)
 
 
-def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
-    """The selections of which something needs all elements at once."""
+def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
+    """Return the selections whose elements some operator or output needs all at once."""
     selections: set[str] = set()
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -107,23 +107,23 @@ def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_sh
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Where a value lies on the axis; None for values of the inputs alone, which can be made anywhere."""
+    """Return the placement of a value on the axis; None if any rank can compute it from inputs alone."""
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R
     return chosen[source].outputs[index] if source in chosen else None
 
 
-def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], whole: set[fx.Node]) -> tuple:
-    """Bytes moved to feed this strategy, then how far it is from cutting rows."""
+def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], gathered: set[fx.Node]) -> tuple:
+    """Return the bytes moved to feed this strategy, then the rank of its output placement (sharded first)."""
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]
     for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
         if target == P and P not in places:
-            moved = float("inf")  # nothing becomes a partial sum on purpose, but to be added to one
+            moved = float("inf")  # create a partial sum only to add it to another
         if at is None or at == target:
             continue
-        if source in whole and target.is_replicated and not facts(node)["needs_grad"]:
+        if source in gathered and target.is_replicated and not facts(node)["needs_grad"]:
             continue
         step = conversion(at, target)
         moved += (
@@ -132,12 +132,12 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
     output = strategy.outputs[0]
     order = ("S", "P", "R(grad P)", "R").index(output.kind)
     if facts(node)["for_buffers"] and output.is_replicated:
-        order = 0  # a buffer is whole in the end
+        order = 0  # buffers end replicated
     return moved, order
 
 
 def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
-    """The first operator (and the input of it) that needs all rows of the batch at once, or None."""
+    """Return the first operator that needs the full batch at once, with the input it needs; or None."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
@@ -150,25 +150,27 @@ def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.
 
 
 def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
-    """Raises StageError where the model mixes rows of the batch, so that microbatches would change the result."""
+    """Raise StageError if the model mixes samples, so that microbatches would change the result."""
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
         reason = "a statistic of the batch"
         if "split" in operator_name(node) or "chunk" in operator_name(node):
-            reason = "pieces of the whole batch, and a microbatch has only some of its rows"
+            reason = "it splits the full batch, and a microbatch has only some samples"
         reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
         raise StageError(
-            f"the batch cannot be cut into {microbatches} microbatches",
-            why=f"{spoken_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",
+            f"the batch cannot be split into {microbatches} microbatches",
+            why=f"{spoken_name(node)} needs all samples of a value of shape {list(value(source).shape)} at "
+            f"once: {reason}",
             where=describe(node),
             hint="microbatches=1 (on a pipeline with schedule='gpipe')",
         )
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
-    """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
-    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:  # without rows, no cut
+    """Return the batch strategy of every operator. Raises StageError if the batch cannot be split so."""
+    # Without samples nothing is split.
+    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
     chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
@@ -180,14 +182,17 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """The same decisions for a call that runs all its rows at once."""
+    """Return the same decisions for a call that runs its batch as one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
     rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
     return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
 
 
 class Rows(NamedTuple):
-    """How the rows of a batch are cut; `copied`: not over `dp`, every rank of it computes all."""
+    """Split of a batch into microbatches and over data-parallel ranks.
+
+    `copied`: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
+    """
 
     microbatches: int
     strategies: Mapping[fx.Node, Strategy]
@@ -195,16 +200,16 @@ class Rows(NamedTuple):
 
 
 def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
-    """How to cut the rows of a call that has another number of them than the plan's.
+    """Split the batch of a call whose size differs from the plan's.
 
-    As many microbatches as the schedule has, or the nearest number that divides the rows and that it can run, with the
-    rows cut over `dp`; where they do not divide over it, every rank of `dp` computes all of them.
+    The number of microbatches is the nearest to the schedule's that divides the batch and that the schedule can run,
+    with the batch sharded over `dp`. If the batch does not divide over `dp`, every rank of `dp` computes all samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
     inside = mesh.batch_parts // mesh.row_ranks
-    inside = inside if rows % inside == 0 else 1  # else every rank with experts has all rows
+    inside = inside if rows % inside == 0 else 1  # else every expert rank has all samples
     for ranks in dict.fromkeys((mesh.row_ranks, 1)):
         for microbatches in (m for m in nearest if rows % (ranks * m * inside) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None

@@ -1,9 +1,10 @@
-"""What attention does where positions are cut, as users may ask for it (`context=`).
+"""Attention strategies on an axis that shards the sequence, as the option `context=` selects them.
 
-`"ring"`: keys and values go around the ranks, so that none has all (Liu et al. 2023, arXiv:2310.01889); `"auto"` leaves
-it out: it moves as much as gathering, and is asked for where keys and values of all positions are too much to hold.
-`"gather"`: every rank has its queries, and the keys and values of all (Llama 3: Grattafiori et al. 2024,
-arXiv:2407.21783, section 3.3.2). `"ulysses"`: it has all positions of its heads (Jacobs et al. 2023, arXiv:2309.14509).
+`"ring"`: keys and values circulate around the ranks, so that no rank has all (Liu et al. 2023, arXiv:2310.01889).
+`"auto"` excludes it: it moves as many bytes as gathering, and pays only if gathered keys and values do not fit memory.
+`"gather"`: every rank has its queries, and gathers all keys and values (Llama 3: Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2). `"ulysses"`: a rank has the full sequence of its heads (Jacobs et al. 2023,
+arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from autopart.ops.stage_masks import is_attention
 
 
 def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
-    """Of what an operator may do on an axis that cuts positions what `context` leaves to attention.
+    """Filter an operator's options on a context axis to those that `context` allows for attention.
 
-    Raises LayoutError where that is nothing.
+    Raises LayoutError if no option is left.
     """
     rings = [option for option in options if is_attention(node) and goes_around(node, option)]
     if context == "ring":
@@ -40,32 +41,34 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
         return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
-        f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",
+        f"context={context!r} is impossible", why=f"the {cut} of this attention do not divide over {axis}",
         where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
     )  # fmt: skip
 
 
 def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
-    """What an operator may do that is not attention. Raises LayoutError for attention that has no ring."""
+    """Return the options of an operator other than attention.
+
+    Raise LayoutError for attention that cannot use a ring.
+    """
     if not is_attention(node) and not _multiplies_values(node):
         return list(options)
     if not is_attention(node) or dropout_probability(node):
-        why = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
+        why = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
-        why = "this attention learns what it adds to scores, whose gradient would have to go around too"
+        why = "this attention has a learned bias, whose gradient would have to circulate too"
     else:
-        why = f"queries and keys of this attention are not cut alike over {axis}"
-    raise LayoutError(f"context='ring' cannot be on {axis}", why=why, where=describe(node), hint="context='gather'")
+        why = f"queries and keys of this attention are not sharded in the same way over {axis}"
+    raise LayoutError(f"context='ring' is impossible on {axis}", why=why, where=describe(node), hint="context='gather'")
 
 
 def _multiplies_values(node: fx.Node) -> bool:
-    """Whether a call is a product without weights."""
     pattern = facts(node)["pattern"]
     return pattern is not None and bool(pattern.flops) and not reads_weights(node)
 
 
 def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Whether a factor is one of a product's queries, or of its heads."""
+    """Return True if the factor is the query sequence of a product, or its heads, as `kind` selects."""
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
     return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)

@@ -1,9 +1,9 @@
-"""Expert folding: experts cut over several axes, also over some that cut positions or features elsewhere.
+"""Expert folding: shard experts also over axes that shard the sequence or features elsewhere.
 
-An axis that cuts experts cuts those of every mixture. Another one does where a pin asks for it, or a plan has it so: a
-weight of the mixture that is cut by expert there, or an operator whose rows are on the ranks of their experts. Over all
-these axes together they are cut as over one (`cut_together`): Megatron's parallel folding (Liu et al. 2025,
-arXiv:2504.14960), for one mixture at a time.
+An expert axis shards the experts of every mixture. Another axis does so if a pin asks for it or a plan has it: a weight
+of the mixture is sharded by expert there, or an operator's tokens are dispatched there. All these axes shard the
+experts as one flattened axis would. This is Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960), per
+mixture.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autopart.passes.choose.solve.nested_shards import Taken
 from autopart.passes.facts.strategies import divides_positions
 
 Stacks = Mapping[fx.Node | str, int]
-"""{operator of a mixture, or name of one of its weights: how many experts it has}."""
+"""{operator of a mixture, or name of one of its weights: its number of experts}."""
 
 
 class Mixture(NamedTuple):
-    """The operators on the rows of some experts, with the views of their weights; the names of these weights."""
+    """A mixture of experts: operators on dispatched tokens with views of weights, and weight names."""
 
     num_experts: int
     operators: tuple[fx.Node, ...]
@@ -44,12 +44,12 @@ class Mixture(NamedTuple):
 
     @property
     def product(self) -> fx.Node:
-        """The first product with a matrix of each row's expert."""
+        """The first product with the stacked matrices of the experts."""
         return next(n for n in self.operators if facts(n)["pattern"] and facts(n)["pattern"].flops)
 
 
 def mixtures(trace: Trace) -> list[Mixture]:
-    """The mixtures of a model whose experts are stacks of matrices, in order."""
+    """Return the mixtures whose experts are stacks of matrices, in graph order."""
     rows = nx.Graph()
     for node in (node for node in trace.graph.nodes if facts(node).get("routed")):
         rows.add_node(node)
@@ -70,12 +70,12 @@ def _routes(node: fx.Node) -> str:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Whether a value has rows of experts, and is not what they add to their tokens."""
+    """Return True if the value has dispatched tokens. The result of the combine has none."""
     return bool(facts(node).get("routed")) and _routes(node) != "back"
 
 
 def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
-    """What is looked up by expert: the views of weights, and the weights."""
+    """Return the views of weights, and the weight names, that the nodes look up by expert."""
     views, names = dict[fx.Node, None](), dict[str, None]()
     todo: list[fx.Node] = []
     for node in nodes:
@@ -96,8 +96,15 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
 def stacks_on(
     all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
-    """The mixtures whose experts may be cut over an axis that cuts this: one with a weight of these names, which are
-    cut over it, or with an operator of these, whose rows are by expert there; all, where it cuts experts."""
+    """Return the mixtures whose experts an axis may shard, as `{operator or weight: number of experts}`.
+
+    An expert axis may shard all of them.
+
+    Args:
+        cuts: what the axis shards.
+        names: weights that the axis shards by expert. Their mixtures are included.
+        operators: operators whose tokens are dispatched over the axis. Their mixtures are included.
+    """
     stacks: dict[fx.Node | str, int] = {}
     for mixture in all_mixtures:
         asked = not names.isdisjoint(mixture.weights) or not operators.isdisjoint(mixture.operators)
@@ -107,7 +114,10 @@ def stacks_on(
 
 
 def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
-    """Whether two axes cut the experts of an operator in one way: rows by expert, or a view of a stack of weights."""
+    """Return True if two axes shard the experts of an operator in the same way.
+
+    Both have dispatched tokens, or both shard a view of stacked weights by expert.
+    """
     if option.is_routed or other.is_routed:
         return option.is_routed and other.is_routed
     return facts(node)["role"] == WEIGHT and {*option.places} == {*other.places} == {shard(0)}
@@ -116,8 +126,11 @@ def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
 def cuts_experts_again(
     node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[Taken], ranks: int
 ) -> bool:  # fmt: skip
-    """Whether an operator of a mixture may cut over so many ranks more what other axes cut: all cut experts, of whom
-    there are enough, and tokens that two of them cut divide."""
+    """Return True if an axis of `ranks` ranks may shard a mixture's operator further than `taken`.
+
+    All these axes must shard experts, the experts must divide over all their ranks, and so must tokens that two of them
+    shard.
+    """
     if not all(cuts_alike(node, option, one.strategy) for one in taken):
         return False
     parts = math.prod(one.ranks for one in taken) * ranks
@@ -125,7 +138,7 @@ def cuts_experts_again(
 
 
 def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
-    """Whether tokens on their way to experts or back, which other axes may cut too, divide over so many ranks more."""
+    """Return True if the tokens of a dispatch or combine also divide over `ranks` more ranks."""
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)
     if pattern is None or not pattern.routes or cut is None:
@@ -133,15 +146,18 @@ def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], r
     again = [one.ranks for one in taken if any(place.in_order == cut for place in one.strategy.places)]
     outer = 1
     for atom in factor_atoms(node, pattern).get(option.factor, ()):
-        if outer == num_sections(cut.sections):  # what is cut
+        if outer == num_sections(cut.sections):  # the sharded atom
             return not again or atom.size % (math.prod(again) * ranks) == 0
         outer *= atom.size
     return not again
 
 
 def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
-    """Raises LayoutError where experts do not divide over the axes that are to cut them. `asked`: {axis: `stacks_on`
-    it}."""
+    """Raise LayoutError if the experts of a mixture do not divide over the axes that shard them.
+
+    Args:
+        asked: result of `stacks_on`, by axis.
+    """
     for mixture in all_mixtures:
         axes = [axis for axis, stacks in asked.items() if mixture.product in stacks and mesh.size(axis) > 1]
         folded = [axis for axis in axes if mesh.axis(axis).cuts != "experts"]
@@ -154,11 +170,12 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         )  # fmt: skip
         left = next(fewer, None)
         rest = " and ".join(axis for axis in axes if left is not None and axis in (*left, *fixed))
-        hint = f"pins that cut them over {rest} alone" if rest else "no pins that cut them"
+        hint = f"pins that shard them over {rest} alone" if rest else "no pins that shard them"
         raise LayoutError(
-            f"experts cannot be cut over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
-            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal parts need two a rank, and "
-            "one in the last",
+            f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
+            why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
+                "rank, and "
+            "one on the last",
             where=describe(mixture.product), hint=hint,
         )  # fmt: skip
 
@@ -168,6 +185,6 @@ def _ranks(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def is_by_expert(text: str) -> bool:
-    """Whether what a pin asks of an operator has rows on the ranks of their experts."""
+    """Return True if the placements in an operator's pin include dispatched tokens."""
     sides = text.replace("->", ",").split(",")
     return any(Placement.parse(side).is_routed for side in sides if side.strip())

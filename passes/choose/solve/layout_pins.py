@@ -1,8 +1,8 @@
-"""What layout pins mean for one traced model: which options they leave to parameters and operators.
+"""Resolution of layout pins in a traced model: options that pins leave to parameters and operators.
 
-Each pin is checked alone first. Of pins that cannot hold together as few are reported as clash: each is dropped in turn
-and stays dropped while the others still cannot hold; where several are left, single pins and pairs are tried too. With
-them goes the fact at which they meet: one weight (maybe under two names), one operator, a dim that one axis cuts.
+Each pin is first checked alone. If pins conflict, a smallest conflicting set is reported: each pin is dropped in turn,
+and stays dropped while the others still conflict. If several pins are left, single pins and pairs are tried too. The
+error also names where the pins conflict: one weight (maybe under two names), one operator, or a dim of one axis.
 """
 
 from __future__ import annotations
@@ -61,15 +61,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pinned:
-    """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
-    parameter over another axis, and what axes solved before have taken. A dim that is not of experts is cut by one axis
-    alone.
+    """Constraints on the axis being solved: layout pins, and the shardings of the axes solved before.
 
-    `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
-    choices. `factors`, `dims`: those of an operator's rule, with how axes solved before cut them, and of a parameter,
-    with into how many parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures
-    whose experts it may cut (`expert_axes.py`), also where other axes cut them. `before`: what an operator
-    does on other axes, with their ranks.
+    Except for experts and divisible sequences, one axis alone shards a dim.
+
+    Args:
+        parameters: pins by parameter, including those that shard it over another axis.
+        operators: pins by operator.
+        variants: pins by repeated block (`Place.block`); only blocks with equal pins share their choices.
+        factors: by operator, the factors of its rule that axes solved before shard, and how.
+        dims: by parameter, the number of shards of each dim over the axes solved before.
+        ranks: size of this axis.
+        context: the attention strategy requested on this axis.
+        stacks: mixtures whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
+        before: strategies of each operator on the axes solved before, with their sizes.
     """
 
     axis: str = ""
@@ -85,33 +90,39 @@ class Pinned:
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
     def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """All that an operator may do on the axis, of so many ranks; other axes and pins left out."""
+        """Return all strategies of an operator on an axis of `num_shards` ranks, ignoring axes and pins."""
         return ways(node, num_shards, self.cuts, node in self.stacks)
 
     def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Those of them that cut nothing but what comes from weights."""
+        """Return the strategies that shard only dims that come from weights."""
         return ways_without_cuts_of_values(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """The options that the pins of an operator, and other axes, leave."""
+        """Return the options that an operator's pins and the other axes leave."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
-        if self.is_routed(node):  # by axes inside this one: of this one's experts each rank has some
+        if self.is_routed(node):  # by inner axes: each rank has some of this axis's experts
             lookup = facts(node)["pattern"].lookup
             left = [option for option in left if not option.factor or option.factor != lookup]
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> Strategy | None:
-        """An option of a factor that axes inside this one cut: as it is, where each of theirs is a part of what a rank
-        of this axis has; else cut inside each part of theirs; None: neither can be."""
+        """Adapt an option to inner axes that shard the same factor.
+
+        The option stays as it is if each inner shard lies within one shard of this axis. Otherwise it shards inside
+        each inner shard. None: neither is possible.
+        """
         if self._divides_again(node, option, taken):
             return option
         return cut_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
     def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> bool:
-        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that
-        divides by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
+        """Return True if this axis can shard a factor that inner axes shard in the same way.
+
+        The factor is experts or the sequence, of a size that divides over all these ranks. Each inner shard is then
+        within one shard of this axis.
+        """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
         if node in self.stacks and any(cuts_alike(node, option, one.strategy) for one in taken):
@@ -120,7 +131,7 @@ class Pinned:
             return False
         if option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
-        if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
+        if any(one.strategy.is_routed for one in taken):  # each rank of this axis dispatches its local tokens
             return cuts_tokens_again(node, option, taken, self.ranks)
         places = [[place.in_order for place in o.places] for o in (option, *(t.strategy for t in taken))]
         alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
@@ -129,28 +140,32 @@ class Pinned:
         return alike and is_innermost(pattern, option.factor) and positions_divide(node, option.factor, parts)
 
     def is_routed(self, node: fx.Node) -> bool:
-        """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
+        """Return True if an axis solved before has dispatched the operator's tokens to experts."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
         return any(place.is_routed for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
+        """Return the placements that a parameter's pins and the other axes leave."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
                 if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
-        return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
+        return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def cuts_again(self, name: str, place: Placement) -> bool:
-        """Whether the experts of a weight may be cut so over this axis and those before."""
+        """Return True if `place` may shard a weight's experts over this axis after the axes solved before."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> Pinned:  # fmt: skip
-        """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
-        layout so far}."""
+        """Return these constraints with the shardings of the axes solved before.
+
+        Args:
+            before: strategies by axis and operator.
+            stored: layout so far, by parameter.
+        """
         factors: dict[fx.Node, dict[str, list[Taken]]] = defaultdict(dict)
         done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
         for axis, chosen in before.items():
@@ -165,7 +180,7 @@ class Pinned:
                     dims[name][place.dim] = dims[name].get(place.dim, 1) * mesh.size(axis)
         return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis), before=done)
 
-    def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
+    def _agrees_with(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
             other = Placement.parse(pin.text)
             return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
@@ -184,8 +199,9 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A set of pins that cannot hold together, none of which can be left out; of one or two where there are so few.
-    `hold`: whether some pins can.
+    """Return a minimal set of pins that cannot hold together; one or two pins if such a set exists.
+
+    `hold`: return True if a sequence of pins can hold together.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -200,7 +216,7 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
 
 
 def cannot_hold(pins: Sequence[Pin]) -> str:
-    """What an error says of a smallest set of pins."""
+    """Return the message for a minimal set of conflicting pins."""
     texts = "; ".join(map(str, pins))
     return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
 
@@ -209,8 +225,10 @@ def cannot_hold(pins: Sequence[Pin]) -> str:
 
 
 def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
-    """The layout pins, found in the model, that concern an axis which is solved for. Raises for one that no plan can
-    follow."""
+    """Resolve the layout pins that concern the axis being solved.
+
+    Raises for a pin that no plan can follow.
+    """
     parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
     model = _Names(trace)
@@ -235,7 +253,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """The mixtures whose experts an axis may cut by these pins."""
+    """Return the mixtures whose experts these pins let an axis shard."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
@@ -243,8 +261,10 @@ def stacks_pinned(
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """The parameters that pins place on the axis that stores them in parts, whole or cut: they say so for all axes that
-    are joined to it."""
+    """Map each parameter to its pins on the data axis, which stores parameters sharded (ZeRO).
+
+    These pins apply to all axes that are flattened with the data axis. They may shard or replicate.
+    """
     model, by_name = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
         if pin.axis == mesh.data_axis and mesh.storing_axis is not None:
@@ -266,7 +286,7 @@ def _variants(
 
 
 class _Names:
-    """What pins can name in a model: parameters, operators and modules."""
+    """The names that pins can use in a model: parameters, operators and modules."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -275,7 +295,7 @@ class _Names:
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
-        """The parameters and the operators that a pin is for."""
+        """Return the parameters and the operators that a pin matches."""
         if pin.of_operator:
             nodes = [node for node in self.nodes if pin.matches(facts(node)["key"])]
             if not nodes:
@@ -290,7 +310,7 @@ class _Names:
             return list(dict.fromkeys([*named, *inside])), nodes
         if not named:
             raise LayoutError(
-                f"cannot pin the module {pin}", why="only R says the same of all its weights and operators",
+                f"cannot pin the module {pin}", why="only R fits all its weights and operators",
                 where=pins.where(pin), hint=self._finer(inside, nodes),
             )  # fmt: skip
         return named, []
@@ -304,18 +324,18 @@ class _Names:
 
 
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
-    """The error of a pin for which the model has nothing, with the names that come near."""
+    """Return the error for a pin that matches nothing, with similar names."""
     return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
-    """The patterns of names that come near one that is not there."""
+    """Return the name patterns most similar to an unknown name."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
     return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raises OptionError for a pin of an axis that the mesh lacks, or on which there is nothing to choose."""
+    """Raise OptionError for a pin on an axis that the mesh lacks, or on which no layout is chosen."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
@@ -325,11 +345,13 @@ def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
     is_stored_so = (pin.is_replicated and axis.cuts != "stages") or (axis.stores and not pin.of_operator)
     if axis.name in mesh.chosen or is_stored_so:
         return
-    why = f"what an operator does over {pin.axis} follows from the rows of the batch"
+    why = f"the placements of an operator on {pin.axis} follow from the batch"
     if not axis.stores:
-        why = "stages are not layouts" if axis.cuts == "stages" else f"weights are whole on every rank of {pin.axis}"
+        why = (
+            "stages are not layouts" if axis.cuts == "stages" else f"weights are replicated on every rank of {pin.axis}"
+        )
     hint = "'stages': {'cut_before': [...]}" if axis.cuts == "stages" else "R, or a pin for tp"
-    raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
+    raise OptionError(f"the pin {pin} is impossible", why=why, where=pins.where(pin), hint=hint)
 
 
 def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: Pins) -> None:
@@ -351,13 +373,13 @@ def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> No
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
     raise LayoutError(
-        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh), where=pins.where(pin),
+        f"cannot pin {pin}", why=_why_unsupported(node, pin, mesh), where=pins.where(pin),
         hint=" | ".join(list(outputs)[:8]),
     )  # fmt: skip
 
 
-def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
-    """Why an operator cannot run as a pin asks: what its output is made of, or its rule."""
+def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
+    """Explain why an operator cannot run as a pin requests, from the atoms of its output or from its rule."""
     ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
     place = R if "->" in pin.text else Placement.parse(pin.text)
     shape = tuple_values(node)[0].shape
@@ -367,19 +389,21 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
         atoms = output_atoms(node)[place.dim] or (Atom(1, DATA_DIM),)
         output_dim = f"{describe(node)}: dim {place.dim} of its output"
         if atoms[0].kind == BATCH:
-            return f"{output_dim} is rows of the batch, which dp cuts"
+            return f"{output_dim} is the batch, which dp shards"
         if len(atoms) == 1 and atoms[0].size % ranks:
             return f"{output_dim} has size {atoms[0].size}, which {axis} does not divide"
         if atoms[0].size % ranks:
             return (
                 f"{output_dim} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
             )
-    return f"{describe(node)} has no such way to run on {axis}"
+    return f"{describe(node)} has no such strategy on {axis}"
 
 
 def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
-    """What `solve` finds for `pinned`, which `pins` leave on its axis. Raises LayoutError with a smallest set of pins
-    for which it finds nothing."""
+    """Return `solve(pinned)`.
+
+    Raises LayoutError with a minimal set of conflicting pins if it has no solution.
+    """
 
     def has_solution(pinned: Pinned) -> bool:
         try:
@@ -397,7 +421,10 @@ def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Ca
 def _layout_conflict(
     trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[Pinned], bool]
 ) -> LayoutError:  # fmt: skip
-    """The error for layout pins that cannot all hold. `hold`: whether what pins leave has a solution."""
+    """Return the error for layout pins that conflict.
+
+    `hold`: return True if the problem with these constraints has a solution.
+    """
 
     def together(some: Sequence[LayoutPin]) -> bool:
         return hold(pinned_layouts(trace, mesh, Pins(tuple(some), text=pins.text), axis))
@@ -410,42 +437,41 @@ def _layout_conflict(
             if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
-    why = _where_they_meet(trace, pinned, ranks)
+    why = _conflict_reason(trace, pinned, ranks)
     return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
-def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
-    """The first thing in the model at which the pins of a conflict meet."""
+def _conflict_reason(trace: Trace, pinned: Pinned, ranks: int) -> str:
+    """Name the first weight or operator at which the pins conflict."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
-            return f"{_every_name(trace, name)} can have only one layout"
+            return f"{_all_names_text(trace, name)} can have only one layout"
         if len({pin.axis for pin in pins}) > 1:
-            return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
+            return f"{_all_names_text(trace, name)}: only one axis can shard a dim"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
         options = pinned.strategies(node, pinned.ways(node, ranks))
         if not options:
-            return f"{describe(node)} runs in one way"
+            return f"{describe(node)} can run in one way only"
         for weight, how in _on_weights(trace, node, options):
             taken[weight].append(how)
     for weight, uses in taken.items():
         if weight in pinned.parameters or len(uses) > 1:
-            return f"{', '.join(uses[:2])}, and a weight is used as it is stored, or whole"
+            return f"{', '.join(uses[:2])}, but a weight is used as it is stored, or gathered"
     return "no choice for the operators between them fits all"
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """The weights that an operator reads or views, and how it does by these options."""
+    """Yield the weights that an operator reads or views, with a text on their placements."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT
             places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
-            seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
+            seen = "" if used.op == "get_attr" else f", through {short_name(used)},"
             does = "gives" if is_view else "takes"
-            yield weight, f"{describe(node)} then {does} {_every_name(trace, weight)}{seen} as {places}"
+            yield weight, f"{describe(node)} then {does} {_all_names_text(trace, weight)}{seen} as {places}"
 
 
-def _every_name(trace: Trace, name: str) -> str:
-    """A parameter, with the other names under which the model has it."""
+def _all_names_text(trace: Trace, name: str) -> str:
     others = trace.aliases.get(name, ())
     return f"{name} (tied: one weight with {', '.join(others)})" if others else name

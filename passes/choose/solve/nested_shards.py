@@ -1,4 +1,4 @@
-"""What an axis may cut of a factor that axes solved for before, which are inside it, cut already."""
+"""Sharding of a factor over a second mesh axis after an inner axis has sharded it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autopart.ir.pattern import Pattern
 
 
 class Taken(NamedTuple):
-    """How an axis that was solved for before cuts a factor of an operator, and over how many ranks."""
+    """Strategy on an axis solved before that shards a factor of the operator, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
 
 
 def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
-    """Whether what is innermost in a factor is positions, as many on each of so many parts."""
+    """Return True if the innermost atom of a factor is a sequence whose length is a multiple of `parts`."""
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
     atoms = factor_atoms(node, pattern).get(factor, ())
@@ -32,8 +32,11 @@ def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
 
 
 def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> Strategy | None:
-    """An option that cuts features of values which other axes cut, heads say, over so many ranks more: another atom of
-    what they are made of as it is, the same one in as many sections as it has parts. None: it cannot be cut."""
+    """Adapt an option to shard features (such as heads) inside the shards of other axes.
+
+    If both options shard different atoms of the factor, the option stays as it is. If they shard the same atom, it gets
+    one section per shard of the other axes. None: the factor cannot be sharded again.
+    """
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
     inner, parts = taken[-1].strategy, math.prod(one.ranks for one in taken)
@@ -59,12 +62,14 @@ def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: i
 
 
 def _in_parts(place: Placement, parts: int) -> Placement:
-    """A cut inside each of so many parts, into which other axes have cut what this one cuts."""
     return shard(place.dim, (num_sections(place.sections) * parts,)) if place.is_shard else place
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Into how many sections two options cut a factor where it is a dim of its own; None where it is none."""
+    """Return the numbers of sections in which two options shard a factor.
+
+    None: the factor is nowhere a dim of its own.
+    """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):
         if a.is_shard and b.is_shard and dims[a.dim] == (option.factor,):

@@ -1,9 +1,9 @@
-"""Choose one option of every variable so that the costs of single options and of pairs of options add up to the least.
+"""Exact minimisation of a sum of unary and pairwise costs over discrete variables.
 
 A partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz 2006). A
-variable with one or two neighbours is decided for every choice of theirs, and its cost becomes theirs: chains of
-pointwise operators collapse into nothing. Options that cannot win go. All of that is exact; what is left is a
-mixed-integer linear program (HiGHS), in which one column stands for one pair of options.
+variable with one or two neighbours is eliminated: its best option for each of their options becomes a cost of the
+neighbours. Chains of pointwise operators collapse into nothing. Dominated options are dropped. All of that is exact.
+The rest is a mixed-integer linear program (HiGHS), with one column per pair of options.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import numpy as np
 from autopart.common.integer_program import ProgramRow, integer_program
 
 _LARGEST = 1_000_000
-"""Entries of a table that deciding a variable may make; above that it is left to HiGHS."""
+"""Largest table, in entries, that eliminating a variable may create. Larger problems go to HiGHS."""
 
 
 class NoSolution(Exception):
-    """Every combination of options is impossible."""
+    """Error: every combination of options is impossible."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`chosen[v]`: the option of variable v. `cost`: of all. `gap`: how far the optimum may be below, relative."""
+    """The optimum of a problem.
+
+    Args:
+        chosen: index of the chosen option, by variable.
+        cost: total cost.
+        gap: relative distance of the proven lower bound below the cost.
+    """
 
     chosen: list[int]
     cost: float
@@ -35,8 +41,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Decided:
-    """A variable that was taken out: the costs and numbers of its options, and its tables with the options of its
-    neighbours, as they were then."""
+    """An eliminated variable: its options, their costs, and its pairwise tables at elimination."""
 
     variable: int
     costs: np.ndarray
@@ -44,7 +49,7 @@ class _Decided:
     around: Mapping[int, tuple[np.ndarray, np.ndarray]]
 
     def option(self, chosen: Mapping[int, int]) -> int:
-        """Its best option, its neighbours being chosen."""
+        """Return the best option, given the options of the neighbours."""
         cost = self.costs
         for neighbour, (table, options) in self.around.items():
             cost = cost + table[:, int(np.searchsorted(options, chosen[neighbour]))]
@@ -53,7 +58,7 @@ class _Decided:
 
 @dataclass
 class Pairs:
-    """The problem, built variable by variable; `solve` uses it up.
+    """A problem, built variable by variable. `solve` consumes it.
 
     >>> pairs = Pairs()
     >>> a, b = pairs.variable([0.0, 5.0]), pairs.variable([0.0, 0.0])
@@ -66,20 +71,20 @@ class Pairs:
     tables: list[dict[int, np.ndarray]] = field(default_factory=list)
 
     def variable(self, costs: Sequence[float] | np.ndarray) -> int:
-        """A new variable, by the cost of each of its options."""
+        """Add a variable with the cost of each of its options. Return its index."""
         self.costs.append(np.array(costs, dtype=float))
         self.tables.append({})
         return len(self.costs) - 1
 
     def add(self, a: int, b: int, costs: np.ndarray) -> None:
-        """Add the cost of every option of `a` (rows) together with every option of `b`; infinite: not together."""
+        """Add the costs of option pairs, shape [options of a, options of b]; infinite forbids a pair."""
         if a == b:
             self.costs[a] = self.costs[a] + np.diagonal(costs)
             return
         table = self.tables[a].get(b, 0.0) + costs
         finite = bool(np.isfinite(table).all())
         apart = table - table[:, :1] - table[:1] + table[0, 0] if finite else table
-        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # a cost of the one plus a cost of the other
+        if finite and np.abs(apart).max() <= 1e-13 * np.abs(table).max():  # separable: a cost of `a` plus a cost of `b`
             self.costs[a] = self.costs[a] + table[:, 0]
             self.costs[b] = self.costs[b] + table[0] - table[0, 0]
             self._separate(a, b)
@@ -87,9 +92,13 @@ class Pairs:
         self.tables[a][b], self.tables[b][a] = table, table.T
 
     def solve(self, collapse: bool = True) -> Solution:
-        """The least cost, exactly. `collapse=False` leaves all to HiGHS, as a check. Raises NoSolution."""
+        """Return the exact optimum. Raises NoSolution.
+
+        Args:
+            collapse: eliminate variables first. False passes the full problem to HiGHS, as a check.
+        """
         original = self.costs.copy(), [dict(tables) for tables in self.tables]
-        kept = [np.arange(len(cost)) for cost in self.costs]  # the options that are left, of each variable
+        kept = [np.arange(len(cost)) for cost in self.costs]  # the remaining options of each variable
         decided: list[_Decided] = []
         left = set(range(len(self.costs)))
         waiting = sorted(left) if collapse else []
@@ -98,7 +107,7 @@ class Pairs:
                 if v in left and self._is_simple(v):
                     around = {w: (table, kept[w]) for w, table in self.tables[v].items()}
                     decided.append(_Decided(v, self.costs[v], kept[v], around))
-                    waiting.extend(around)  # they have a neighbour less
+                    waiting.extend(around)  # they have lost a neighbour
                     self._decide(v)
                     left.remove(v)
             waiting = [w for v in sorted(left) if self._drop_options(v, kept) for w in (v, *self.tables[v])]
@@ -118,7 +127,7 @@ class Pairs:
         return len(around) < 2 or (len(around) == 2 and size <= _LARGEST)
 
     def _decide(self, v: int) -> None:
-        """Take a variable out: its best option for every choice of its neighbours becomes a cost of theirs."""
+        """Eliminate a variable: its best option for every choice of its neighbours becomes their cost."""
         around = list(self.tables[v].items())
         for w, _ in around:
             self._separate(v, w)
@@ -134,17 +143,19 @@ class Pairs:
         self.tables[b].pop(a, None)
 
     def _drop_options(self, v: int, kept: list[np.ndarray]) -> bool:
-        """Drop options that another one beats whatever the neighbours do; whether there were any."""
+        """Drop options that are dominated whatever the neighbours choose. Return True if any was dropped."""
         cost = self.costs[v]
         if not np.isfinite(cost).any():
             raise NoSolution
-        with np.errstate(invalid="ignore"):  # of two impossible options neither beats the other
+        with np.errstate(invalid="ignore"):  # neither of two impossible options beats the other
             worse = cost[:, None] - cost[None, :]  # how much more option i costs than option j, at most
             for table in self.tables[v].values():
                 more = table[:, None, :] - table[None, :, :]
                 worse = worse + np.where(np.isposinf(table)[None, :, :], -np.inf, more).max(-1)
         beats = worse <= 0  # option i beats option j
-        beats &= ~(beats.T & (np.arange(len(cost))[:, None] >= np.arange(len(cost))[None, :]))  # of equals, the first
+        beats &= ~(
+            beats.T & (np.arange(len(cost))[:, None] >= np.arange(len(cost))[None, :])
+        )  # the first of equal options wins
         stay = np.flatnonzero(~beats.any(0) & np.isfinite(cost))
         if len(stay) == len(cost):
             return False
@@ -164,7 +175,7 @@ def _total(costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], chosen:
 def _milp(
     costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], left: list[int]
 ) -> tuple[dict[int, int], float]:
-    """The variables that are left, by HiGHS: a binary per option, a column per possible pair of options."""
+    """Solve for the remaining variables with HiGHS: a binary per option, a column per pair of options."""
     first: dict[int, int] = {}
     objective: list[float] = []
     for v in left:
@@ -181,7 +192,7 @@ def _milp(
             possible = np.isfinite(table)
             column[possible] = np.arange(possible.sum()) + len(objective)
             objective += table[possible].tolist()
-            for a, columns in ((v, column), (w, column.T)):  # the pairs of an option add up to the option
+            for a, columns in ((v, column), (w, column.T)):  # pair columns of an option sum to its binary
                 for k, pairs in enumerate(columns):
                     used = pairs[pairs >= 0].tolist()
                     rows.append(([*((pair, 1.0) for pair in used), (first[a] + k, -1.0)], 0.0, 0.0))
@@ -197,5 +208,8 @@ def _milp(
 
 
 def _scale(objective: list[float]) -> float:
-    """What to divide by: HiGHS stops at an absolute gap of 1e-6, so the costs are brought to about 1e4."""
+    """Return the divisor of the objective.
+
+    HiGHS stops at an absolute gap of 1e-6, so costs are scaled to about 1e4.
+    """
     return (max(map(abs, objective), default=0.0) or 1.0) / 1e4

@@ -1,10 +1,10 @@
-"""Choose what every operator does on the tensor-parallel axis: an exact solve (`pairs`: elimination, then HiGHS).
+"""Exact choice of every operator's strategy on one mesh axis, by elimination and HiGHS.
 
-One variable per operator, whose options are its strategies. A conversion is paid once per value and target placement,
-however many consumers share it. The same operator of every repeated block shares its choice, so the problem does not
-grow with depth. What an option costs is in `prices`: first, matrix work and the weights it reads are divided over the
-axis; then seconds of a step. No operator is named here: Megatron's tensor parallelism comes out, and its sequence
-parallelism where that is faster.
+Each operator is one variable, whose options are its strategies. A conversion is paid once per value and target
+placement, however many consumers share it. Corresponding operators of repeated blocks share one choice, so the problem
+does not grow with depth. `sharding_costs` defines the objective: first, divide matrix work and the weights it reads
+over the axis; then minimise the seconds of a step. No operator is named here. Megatron's tensor parallelism results,
+and its sequence parallelism where that is faster.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ from autopart.passes.facts.find_blocks import BlockPosition
 from autopart.passes.facts.strategies import possible
 
 SequenceParallel = bool | Literal["auto"]
-"""Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
+"""Sharding of values along dims that no weight has (the sequence).
+
+True: wherever possible. False: never. "auto": if it is faster."""
 
 Between = Literal["whole", "cut", "free"]
-"""How values lie between matrix products: whole, cut along a dim of no weight wherever they can be, or as is best."""
+"""Placement of values between matrix products.
+
+"whole": replicated. "cut": sharded along a dim of no weight wherever possible. "free": the cheapest.
+"""
 
 _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
     True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")
@@ -41,7 +46,7 @@ _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
 ONE_BATCH = Step()
 
 _FREE_BLOCKS = 2
-"""How many repeated blocks at either end choose for themselves where it is asked whether sharing loses anything."""
+"""Number of repeated blocks at either end that choose independently when the cost of sharing is measured."""
 
 
 @dataclass
@@ -58,26 +63,28 @@ class Choice:
 
     @property
     def times(self) -> int:
-        """How many operators or parameters of the model share it."""
+        """The number of operators or parameters of the model that share this choice."""
         return sum(map(times, self.members))
 
 
 @dataclass
 class _Uses:
-    """One consumer of a value, and the inputs at which it takes it."""
+    """One consumer of a value, and the indices of the inputs that read it."""
 
     choice: Choice
     inputs: set[int] = field(default_factory=set)
 
     def wanted(self) -> list[frozenset[Placement]]:
-        """By option: the placements in which it takes the value."""
+        """Return the placements in which the consumer needs the value, by option."""
         return [frozenset(option.inputs[i] for i in self.inputs) for option in self.choice.options]
 
 
 @dataclass
 class _Value:
-    """Output `index` of those members of a choice that have the same consumers, `node` being one of them as it is
-    read."""
+    """Output `index` of the members of a choice that have the same consumers.
+
+    `node` is one of these outputs as its consumer reads it.
+    """
 
     node: fx.Node
     producer: Choice
@@ -87,22 +94,22 @@ class _Value:
 
     @property
     def times(self) -> int:
-        """How many values of the model it is."""
+        """The number of values of the model that this one represents."""
         return sum(map(times, self.members))
 
     def is_of(self, node: fx.Node) -> bool:
-        """Whether it is this value of the trace, in one of the repeated blocks."""
+        """Return True if it represents this value of the trace, in any repeated block."""
         source, index = source_of(node)
         return source in self.members and index == self.index
 
     def places(self) -> list[Placement]:
-        """By option of the producer: where it leaves the value."""
+        """Return the placement of the value, by option of the producer."""
         options = self.producer.options
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
 
 class Converted(NamedTuple):
-    """A value that goes from one placement to another."""
+    """A value that is converted from one placement to another."""
 
     value: _Value
     source: Placement
@@ -113,8 +120,10 @@ class Converted(NamedTuple):
 class Sharding:
     """The chosen strategies and stored placements on one axis.
 
-    `options`: the same, `{id of a choice: its option}`. `cost`: the objective. `bound`: what it is proven to be at
-    least.
+    Args:
+        options: the solution as `{id of a choice: index of its option}`.
+        cost: value of the objective.
+        bound: proven lower bound of the objective.
     """
 
     strategies: Mapping[fx.Node, Strategy]
@@ -125,7 +134,7 @@ class Sharding:
 
     @property
     def gap(self) -> float:
-        """How much of the cost the optimum may be below it."""
+        """The relative distance of the lower bound below the cost."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
@@ -137,11 +146,15 @@ def cheapest(
     step: Step,
     pinned: Pinned,
 ) -> tuple[ShardingProblem, Sharding]:
-    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the problem that it solves.
+    """Return the cheapest sharding over an axis of `num_shards` ranks, and the problem that it solves.
 
-    "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
-    and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
-    `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
+    `sequence_parallel="auto"` solves with replicated values between matrix products. Unless the model is a toy, it also
+    solves with free values, and takes the faster result. True shards all values that can be sharded; if they cannot all
+    be sharded together, values are free. Raises NoSolution if the pins leave no solution.
+
+    Args:
+        graph: annotated graph.
+        pinned: options that the user's pins and the axes solved before leave.
     """
     best: tuple[Price, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
@@ -164,8 +177,13 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: Pinned = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
-    stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
+    """Return the cheapest strategies around stored parameters and the operators in `fixed`.
+
+    Values stay replicated between matrix products if they do so in all fixed strategies.
+
+    Args:
+        pinned: options that other axes leave.
+    """
     is_whole = all(s in pinned.ways_without_cuts_of_values(node, num_shards) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
@@ -173,9 +191,11 @@ def fit_around(
 
 @dataclass(eq=False)
 class ShardingProblem:
-    """Every choice there is, what it costs, and what the values that go from one to another cost.
+    """All choices on one axis, their costs, and the conversion costs of values between them.
 
-    `between`: how values lie between matrix products. `is_shared`: whether repeated blocks share their choices.
+    Args:
+        between: how values are stored between matrix products.
+        is_shared: repeated blocks share their choices.
     """
 
     graph: fx.Graph
@@ -205,18 +225,17 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
-        """The same problem with other pins, beside the same axes."""
+        """Return the same problem with other pins; facts from the axes solved before stay."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks
-        chose for themselves."""
+        """Return the relative saving if the first and last repeated blocks chose independently."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
-        return max(0.0, round(saved, 6))  # less is what breaks ties
+        return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
 
     def _collect(self) -> None:
-        """Group operators that are the same in every repeated block, then parameters."""
+        """Create a choice for each group of corresponding operators in repeated blocks, then for parameters."""
         for node in on_parameters(self.graph):
             options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
             self._join(facts(node)["place"], node, options)
@@ -237,7 +256,11 @@ class ShardingProblem:
             self._join(facts(node)["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
-        """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
+        """Return the strategies of an operator.
+
+        If values are to be sharded, replicated strategies are dropped where the operator can shard a dim that no weight
+        has.
+        """
         plain = self.pinned.ways_without_cuts_of_values(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
             return self.pinned.strategies(node, plain)
@@ -245,7 +268,9 @@ class ShardingProblem:
         left = self.pinned.strategies(node, all_ways)
         if self.pinned.cuts == "positions":
             left = as_asked(node, left, self.pinned.context, self.pinned.axis)
-        may_be_whole = facts(node)["moves"] and self.pinned.cuts != "features"  # heads that are repeated once gathered
+        may_be_whole = (
+            facts(node)["moves"] and self.pinned.cuts != "features"
+        )  # such as heads that are repeated after a gather
         if self.between == "free" or may_be_whole:
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
@@ -261,7 +286,7 @@ class ShardingProblem:
         self.choice_of[node] = choice
 
     def _find_values(self) -> list[_Value]:
-        """Every value that goes from one choice to others."""
+        """Return every value that one choice produces and others consume."""
         reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":
@@ -281,8 +306,11 @@ class ShardingProblem:
         return list(by_key.values())
 
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
-        """The cost of bringing a value from every option of its producer to every target. Nobody knows where the rows
-        are that another axis has sent to experts, so they stay together."""
+        """Return conversion costs of a value, shape [options of its producer, targets].
+
+        Tokens that another axis has dispatched to experts have data-dependent positions, so they can be neither sharded
+        nor gathered.
+        """
         number, node = value.times, value.node
         is_routed = self.pinned.is_routed(source_of(node)[0])
 
@@ -294,11 +322,11 @@ class ShardingProblem:
         return np.array([[cost(place, target) for target in targets] for place in value.places()])
 
     def solve(self, forced: Mapping[int, int] | None = None, forbidden: Converted | None = None) -> Sharding:
-        """The cheapest choices, exactly. Raises NoSolution.
+        """Return the exact optimum. Raises NoSolution.
 
         Args:
-            forced: `{id of a choice: its option}`.
-            forbidden: a conversion that is not to be made.
+            forced: `{id of a choice: index of its option}`.
+            forbidden: a conversion that the solution must avoid.
         """
         pairs = Pairs()
         variables: dict[int, int] = {}
@@ -318,14 +346,18 @@ class ShardingProblem:
             for node in choice.members:
                 if node.op == "call_function":
                     chosen[node] = option
-                elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
+                elif node.op == "get_attr":  # else an input that needs a gradient, which is replicated
                     stored[node.target] = option
         bound = solution.cost - solution.gap * abs(solution.cost)
         return Sharding(chosen, stored, options, solution.cost, bound)
 
     def price(self, options: Mapping[int, int], prices: Prices) -> Price:
-        """What one option of every choice costs, `{id of a choice: its option}`, at the prices that are minimised or
-        at `real_prices`, with all latency."""
+        """Return the cost of a solution, by term.
+
+        Args:
+            options: `{id of a choice: index of its option}`.
+            prices: `self.prices` (minimised), or `self.real_prices` (with all latency).
+        """
         total = Price()
         for choice in self.choices.values():
             option = choice.options[options[id(choice)]]
@@ -340,9 +372,9 @@ class ShardingProblem:
     def _add_value(
         self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Converted | None
     ) -> None:
-        """What it costs to bring a value to all placements in which it is wanted, each once.
+        """Add the conversion costs of a value: each needed placement is paid once.
 
-        With several consumers that is a choice of its own: the set of placements in which the value is made.
+        With several consumers an extra variable chooses the set of placements in which the value exists.
         """
         uses = list(value.uses.values())
         targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})

@@ -1,9 +1,9 @@
-"""What the options of a sharding cost on one axis: the objective of the solve in `shard`, term by term.
+"""Costs of sharding options on one axis: the terms of the objective that `ShardingProblem` minimises.
 
-In order of weight: matrix work and the weights it reads that the axis does not divide; then the seconds that a step
-takes one rank apart from matrix work: the communication of every microbatch, forward and backward, memory traffic, and
-the sums of gradients once a step. What a weight costs over the data axis, where it is summed or stored in parts,
-depends on its layout here, and is a part of that price: one problem chooses for both axes.
+The heaviest term is matrix work, and the weights it reads, that the axis does not divide. The other terms are seconds
+of a step on one rank, without matrix work: communication of every microbatch in forward and backward, memory traffic,
+and gradient reduction once a step. The cost of a weight over the data axis (reduction, or ZeRO storage) depends on its
+layout here. It is part of the cost, so one problem chooses for both axes.
 """
 
 from __future__ import annotations
@@ -31,25 +31,30 @@ from autopart.ops.stage_masks import is_attention
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""How much heavier dividing all matrix work weighs than all communication together."""
+"""Weight of undivided matrix work, relative to all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
-"""Where values between operators are to be whole: sharding what lies between two all-reduces moves as many bytes (an
-all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time. Cutting and
-gathering is left for where it is cheaper by more than that: k and v of few heads."""
+"""Penalty on reduce-scatter and all-gather where replicated values are preferred. Sharding the values between two
+all-reduces moves as many bytes (an all-reduce is a reduce-scatter and an all-gather). It saves only memory traffic, a
+few per cent of their time. So it must be cheaper by more than that, as for k and v of few heads."""
 
-_TELLS = 0.01
-"""A difference of predicted times, as a share, that says nothing."""
+_ACCURACY = 0.01
+"""Relative difference of predicted times that is below the accuracy of a prediction."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
-    ranks and microbatches. `storage`: how what lies on the axis priced is stored over others. `stride`: how far apart
-    in rank numbers neighbours on the axis priced are. `summed`: bytes that are summed of a parameter's gradient for
-    each that is read of it: in mixed precision not as many. `axis`: the one priced. `balance`: the rows that the
-    fullest rank gets for its experts, over the mean."""
+    """Properties of a training step that costs depend on.
+
+    Args:
+        row_shards: number of shards of the batch, over ranks and microbatches.
+        storage: how parameters are stored over the other axes.
+        stride: distance in rank numbers between neighbours on `axis`.
+        summed: bytes of a gradient that are reduced per byte of the parameter that is read (mixed precision).
+        axis: the axis whose options are costed.
+        balance: tokens for the experts of the fullest rank, over the mean.
+    """
 
     microbatches: int = 1
     row_shards: int = 1
@@ -62,10 +67,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Price:
-    """The parts of what a sharding costs.
+    """Cost of a sharding, by term.
 
-    `work`, `weights`: the share of all matrix work and of its weights that a rank has (1 / n where n ranks divide them
-    all). The seconds are those of a step on one rank.
+    `work`, `weights`: the share of all matrix work, and of its weights, on one rank (1 / n if n ranks divide them all).
+    The other terms are seconds of a step on one rank.
     """
 
     work: float = 0.0
@@ -92,16 +97,20 @@ class Price:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
     def is_less(self, other: Price) -> bool:
-        """Whether less matrix work is on every rank, or as much and a step takes less time by what a prediction can
-        tell."""
+        """Return True if this cost is lower by more than a prediction can resolve.
+
+        Undivided matrix work and weights count first, then the seconds of a step.
+        """
         if abs(self.undivided - other.undivided) > 1e-9:
             return self.undivided < other.undivided
-        return self.seconds < other.seconds * (1 - _TELLS)
+        return self.seconds < other.seconds * (1 - _ACCURACY)
 
 
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> bool:
-    """Whether the all-reduce of a typical value waits longer than it sends: a toy, whose cheapest plan is not that of
-    the model it stands for (its logits are gathered, say)."""
+    """Return True if latency dominates the all-reduce of a typical value.
+
+    Such a model is a toy. Its cheapest plan is not that of the full-size model (for example, its logits are gathered).
+    """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     sizes = np.repeat([size_bytes(n) / _row_shards(n, step) for n in values], [times(n) for n in values])
     typical = float(np.median(sizes)) if len(sizes) else 0.0
@@ -110,18 +119,19 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
 
 
 def _row_shards(node: fx.Node, step: Step) -> int:
-    """In how many parts a value is cut that has rows of the batch."""
     return step.row_shards if _has_rows(facts(node)["atoms"]) else 1
 
 
 def _has_rows(atoms: Any) -> bool:
-    """Whether there is an atom of the batch in what may be nested: dims of one value or of several."""
+    """Return True if nested atoms (dims of one value or of several) contain a batch atom."""
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
-class _Moved(NamedTuple):
-    """What of a value the price of a conversion depends on. `size_bytes`: as `Prices.bytes`; `others`: how other axes
-    leave it, with their ranks."""
+class _ConvertedValue(NamedTuple):
+    """Properties of a value that its conversion cost depends on.
+
+    `size_bytes`: as `Prices.bytes`. `others`: placements of the value on other axes, with their sizes.
+    """
 
     shape: tuple[int, ...]
     size_bytes: float
@@ -132,14 +142,15 @@ class _Moved(NamedTuple):
 
 
 class Prices:
-    """Prices on an axis of `num_shards` ranks for the operators and weights of a graph.
+    """Costs of the operators and weights of a graph on an axis of `num_shards` ranks.
 
     Args:
         nodes: all operators and parameters that are chosen.
-        whole: whether values between operators are to be whole where that costs little more. Latency of collectives on
-            them is left out then: toy sizes would choose otherwise than the sizes that a model is split for.
-        weights_chosen: whether it is chosen where weights lie.
-        before: what every operator does on axes that were solved for before, with their ranks.
+        whole: prefer replicated values between operators where that costs little more. Latency of collectives on them
+            is then left out: with toy sizes it would lead to other choices than the sizes that a model is partitioned
+            for.
+        weights_chosen: the solve also chooses how weights are stored.
+        before: strategies of each operator on the axes that were solved before, with the axis sizes.
     """
 
     def __init__(
@@ -150,8 +161,8 @@ class Prices:
         self.whole, self.weights_chosen, self.before = whole, weights_chosen, before
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
-        self._values: dict[fx.Node, _Moved] = {}
-        self._seconds: dict[tuple[Placement, Placement, _Moved], float] = {}
+        self._values: dict[fx.Node, _ConvertedValue] = {}
+        self._seconds: dict[tuple[Placement, Placement, _ConvertedValue], float] = {}
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
@@ -161,27 +172,27 @@ class Prices:
         self.table = sum(_weight_bytes(n) * times(n) for n in nodes) or 1
 
     def with_all_latency(self) -> Prices:
-        """The same, but as if values may be cut wherever that is best."""
+        """Return a copy that counts all latency and does not prefer replicated values."""
         other = copy(self)
         other.whole, other.links, other._seconds = False, self.hardware, {}
         return other
 
     def weigh(self, price: Price) -> float:
-        """The one number that is minimised."""
+        """Return the scalar that the solver minimises."""
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
-        """Bytes of a value for one microbatch of one rank of the axes that rows or other axes cut it over."""
+        """Return the size of a value's shard for one microbatch on one rank, before this axis shards it."""
         parts = math.prod(ranks for place, ranks in self._others(node) if place.is_divided)
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
     def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
-        """How axes that were solved for before leave a value, with their ranks."""
+        """Return the placements of a value on the axes that were solved before, with the axis sizes."""
         source, index = source_of(node)
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
     def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
-        """The price of an option, conversions left out."""
+        """Return the cost of an option, without conversions."""
         if not isinstance(option, Strategy):
             over = self._stored_over(node, option)
             partial = option == R_GRAD_P and not (over and self.step.axis in parts_of(over))
@@ -193,8 +204,10 @@ class Prices:
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def in_parts(self, node: fx.Node, place: Placement) -> Price:
-        """Of a parameter laid out like this on the axis, what it costs over those that may store it in parts. Where
-        that was asked for and cannot be, all of it is left on every rank."""
+        """Return the cost of a parameter with this placement over the axes that may store it sharded (ZeRO).
+
+        If ZeRO is requested and no dim divides, the undivided share counts as weights left on every rank.
+        """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
             return Price()
@@ -206,26 +219,25 @@ class Prices:
         return price + Price(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
-        """The axes joined over which a parameter laid out like this on the axis is stored in parts; "" where none."""
+        """Return the flattened axes that store a parameter of this placement sharded; "" if none."""
         if node.op != "get_attr":
             return ""
         part = self.step.storage.place(node.target, shape(node), self._layout(node, place))
         return part[0] if part is not None else ""
 
     def _layout(self, node: fx.Node, place: Placement) -> Layout:
-        """The layout of a parameter that is placed so on the axis, beside what was solved for before."""
         return {**self.step.storage.beside.get(str(node.target), {}), self.step.axis: place}
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
-        """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""
-        return self.step.microbatches * self._conversion_s(place, target, self._moved(used))
+        """Return the seconds per step to convert a value between placements; infinite if impossible."""
+        return self.step.microbatches * self._conversion_s(place, target, self._converted_value(used))
 
     def _time_s(self, kind: str, size: float) -> float:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """The shares of all matrix work and of its weights that this option leaves on every rank."""
-        # Shards of unequal sizes count as equal: a few per cent of work are not worth another collective.
+        """Return the shares of all matrix work, and of its weights, that this option leaves on every rank."""
+        # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
         if _weight_bytes(node):
@@ -235,7 +247,7 @@ class Prices:
         return work, weights / self.table
 
     def _traffic_s(self, node: fx.Node, option: Strategy) -> float:
-        """Seconds of writing the outputs to memory."""
+        """Return the seconds to write the outputs to memory."""
         if facts(node)["role"] == WEIGHT:
             return 0.0
         fullest = self.step.balance
@@ -248,8 +260,11 @@ class Prices:
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
-        """Seconds of the collectives inside an operator: the maximum, the sum and the label's entry of a loss, and the
-        way of rows to their experts and back."""
+        """Return the seconds of collectives inside an operator.
+
+        These are the maximum, sum and target entry of a sharded loss, the ring of attention, and MoE dispatch and
+        combine.
+        """
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and SENT in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
@@ -262,34 +277,37 @@ class Prices:
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
-        """Seconds in which keys and values go around, and in the backward go around again with their gradients."""
+        """Return the seconds of ring attention: keys and values in forward; again, with their gradients, in
+        backward."""
         sides = tensor_inputs(node)[1:3]
         ways = 3 if any(facts(side)["needs_grad"] for side in sides) else 1
         size = sum(map(self.bytes, sides)) / self.num_shards
         return self.step.microbatches * ways * (self.num_shards - 1) * self._time_s("send", size)
 
     def _routing_s(self, node: fx.Node, rows: fx.Node) -> float:
-        """Seconds of bringing rows from their tokens' ranks to their experts' or back, and their gradients the other
-        way. How many they are is told once, which counts with the way back."""
+        """Return the seconds of MoE dispatch or combine, with the all-to-all of gradients in backward.
+
+        Ranks exchange token counts once; combine includes that cost.
+        """
         ways = 2 if facts(node)["needs_grad"] else 1
         moved_s = self._time_s("all_to_all", self.bytes(rows) * self.step.balance)
         counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
         return self.step.microbatches * (ways * moved_s + counts_s)
 
-    def _conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
-        """The same of one microbatch. Most values of a model are like another one, so it is kept."""
+    def _conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
+        """Return the seconds of a conversion for one microbatch, cached: most values share a key."""
         key = place, target, value
         if key not in self._seconds:
             self._seconds[key] = self._new_conversion_s(place, target, value)
         return self._seconds[key]
 
-    def _new_conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
+    def _new_conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
         if (place.is_routed or target.is_routed) and place != target:
-            return float("inf")  # rows come to experts and back by the operators for it alone
+            return float("inf")  # only dispatch and combine move tokens to experts and back
         if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
             return 0.0
         if target.is_shard and (value.is_chosen_weight or (place.is_shard and value.role == PARAMETER)):
-            return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
+            return float("inf")  # a weight is stored as it is used: sharding a replicated weight saves no memory
         place, target = inside(place, value.others), inside(target, value.others)
         if not is_direct(place, target, value.shape, self.num_shards):
             whole = R_GRAD_P if value.needs_grad else R
@@ -300,27 +318,32 @@ class Prices:
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
         if not self.whole or value.role != ACTIVE or not scatters:
             return seconds
-        return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
+        return (
+            max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100
+        )  # the small term keeps the cheaper of two scatters
 
-    def _moved(self, used: fx.Node) -> _Moved:
+    def _converted_value(self, used: fx.Node) -> _ConvertedValue:
         if used not in self._values:
-            known, others = facts(used), tuple(self._others(used))
-            self._values[used] = _Moved(shape(used), self.bytes(used), known["needs_grad"], known["role"],
+            about, others = facts(used), tuple(self._others(used))
+            self._values[used] = _ConvertedValue(shape(used), self.bytes(used), about["needs_grad"], about["role"],
                                         self._is_chosen_weight(used), others)  # fmt: skip
         return self._values[used]
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
-        """Whether it is a weight, or a view of one, whose placement is chosen here."""
+        """Return True for a weight, or a view of one, if this solve chooses its placement."""
         return self.weights_chosen and facts(used)["role"] in (PARAMETER, WEIGHT)
 
 
 def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
-    """Seconds of summing a gradient once a step, in a bucket with others: a little less than a collective."""
+    """Return the seconds to all-reduce a gradient once a step.
+
+    Buckets share their latency, so the cost is a little below that of a separate collective.
+    """
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
 def summed_share(trace: Trace) -> float:
-    """Bytes that are summed of a parameter's gradient for each that is read of the parameter."""
+    """Return the bytes of gradient reduced per byte of parameter read (reduce dtype over compute dtype)."""
     precision = trace.precision
     return 1.0 if precision is None else precision.reduce.itemsize / precision.compute.itemsize
 
@@ -328,9 +351,16 @@ def summed_share(trace: Trace) -> float:
 def stored_parts(
     size: float, over: str, trained: bool, storage: Storage, step: Step, hardware: Hardware
 ) -> Price:  # fmt: skip
-    """Of so many bytes of a parameter that is stored in parts over these axes joined: gathering it and scattering the
-    sum of its gradient, in every microbatch, or (ZeRO 1, and the gathers of 2) once; of one that is not (""), summing
-    the gradient over the data axis once a step."""
+    """Return the cost of storing `size` bytes of a parameter over the data axes.
+
+    A sharded parameter is gathered and its gradient reduce-scattered in every microbatch. ZeRO 1 does both once a step,
+    ZeRO 2 gathers once a step. A replicated parameter's gradient is all-reduced over the data axis once a step.
+
+    Args:
+        size: bytes of the parameter on one rank, before it is sharded over `over`.
+        over: flattened axes that store it sharded; "" if it is replicated.
+        trained: the parameter has a gradient.
+    """
     mesh, axis = storage.mesh, over or storage.mesh.data_axis
     ranks, stride = mesh.size(axis), mesh.stride(axis)
     if ranks == 1:
@@ -350,7 +380,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _weight_bytes(node: fx.Node) -> int:
-    """Bytes of the parameters that a matrix product or a table look-up reads."""
+    """Return the bytes of the parameters that a matrix product or an embedding look-up reads."""
     pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0

@@ -1,4 +1,7 @@
-"""Where to cut the model into pipeline stages: any operator will do, by exact min-max over their order."""
+"""Choice of stage boundaries: exact min-max over the operator order.
+
+A stage may begin at any operator.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ from autopart.passes.normalize.batch_norm_forms import INNER
 
 
 def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float = SLACK) -> Partition:
-    """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`, those of the
-    blocks that `folds` leaves out too. `slack`: as of `balance`.
+    """Return the best partition of an annotated graph into `num_stages` stages.
 
-    Raises StageError where there are fewer places to cut than needed.
+    Raises StageError if the model has too few legal boundaries.
+
+    Args:
+        folds: deduplicated blocks of the trace. Boundary indices count the operators of all blocks.
+        slack: imbalance tolerance, as in `balance`.
     """
     nodes = active_operators(graph)
     best = find_partition(nodes, num_stages, folds=folds, slack=slack)
@@ -32,7 +38,8 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float 
         places = num_places(nodes)
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
-            why=f"it has {len(nodes)} operators that depend on parameters, and {places} places to cut between them",
+            why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
+            "boundaries between them",
             hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
         )
     return best
@@ -42,9 +49,13 @@ def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
     folds: Folds = (), slack: float = SLACK,
 ) -> Partition | None:  # fmt: skip
-    """The best cuts of active operators; None where there are too few places to cut.
+    """Return the best partition of the active operators, or None if there are too few legal boundaries.
 
-    `begins`: positions at which stages begin. `inside`: positions at which none does. `slack`: as of `balance`.
+    Args:
+        begins: operator indices at which a stage must begin.
+        inside: operator indices at which no stage may begin.
+        folds: deduplicated blocks of the trace.
+        slack: imbalance tolerance, as in `balance`.
     """
     order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
@@ -52,18 +63,20 @@ def find_partition(
 
 
 def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:
-    """Of every active operator of the whole model, the place of what stands for it among these of a folded trace."""
+    """Return the index in `nodes` that represents each active operator of the full model."""
     return [*unrolled(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
 def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
-    """How many places to cut there are between operators."""
+    """Return the number of legal stage boundaries."""
     return sum(math.isfinite(size) and i not in inside for i, size in enumerate(crossing_bytes(nodes)) if i)
 
 
 def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
-    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient, or no
-    size that is known before."""
+    """Return the bytes of the boundary tensors before each operator.
+
+    Infinite marks an illegal boundary: a live value there has no gradient or a data-dependent size.
+    """
     position = {node: i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
     values: dict[fx.Node, int] = {}
@@ -85,7 +98,10 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
 
 
 def _tied_to_mode(node: fx.Node) -> bool:
-    """Operators that are there in some traces of the model only; every trace must find the same cuts."""
+    """Return True for an operator that only some traces of the model contain.
+
+    All traces need the same boundaries.
+    """
     inner = facts(node).get("named") == INNER
     return (
         facts(node).get("loss", False) or facts(node)["for_buffers"] or inner or facts(node).get("tied_to_mode", False)
@@ -93,8 +109,10 @@ def _tied_to_mode(node: fx.Node) -> bool:
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
-    """Stage loads when every stage gets the same number of repeated blocks, the rest where it falls: what a user would
-    write by hand (embedding with the first blocks, head with the last)."""
+    """Return the stage loads if every stage gets the same number of repeated blocks.
+
+    This is what a user would write by hand: the embedding joins the first blocks, the head the last.
+    """
     nodes = active_operators(graph)
     layers = sorted({layer for n in nodes if (layer := layer_of(name_of(n))) is not None})
     per_stage = max(1, math.ceil(len(layers) / num_stages))
@@ -107,7 +125,7 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
 
 
 def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
-    """Raises StageError where the rows of the batch do not divide over data-parallel ranks and microbatches."""
+    """Raise StageError if the batch does not divide over data-parallel ranks and microbatches."""
     parts = mesh.batch_parts * microbatches
     if batch % parts:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_parts * m) == 0]

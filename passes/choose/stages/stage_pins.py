@@ -1,4 +1,4 @@
-"""Where pins let stages begin: "cut before this module", "keep these modules together", found in one traced model."""
+"""Resolution of stage pins in a traced model: "cut before this module", "keep these modules together"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StagePin = CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class StagePins:
-    """Positions among the active operators: where stages begin, and where none may."""
+    """Indices of active operators at which a stage must begin (`begins`) or must not begin (`inside`)."""
 
     begins: frozenset[int] = frozenset()
     inside: frozenset[int] = frozenset()
@@ -33,9 +33,13 @@ class StagePins:
 def pinned_partition(
     graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = (), slack: float = SLACK
 ) -> Partition:  # fmt: skip
-    """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds.
+    """Return the best partition that the pins allow.
 
-    `folds`, `slack`: of the trace, and as of `balance`, where nothing is pinned.
+    Raises StageError with the conflicting pins if there is none.
+
+    Args:
+        folds: deduplicated blocks of the trace; used without stage pins.
+        slack: imbalance tolerance, as in `balance`; used without stage pins.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:
@@ -49,7 +53,7 @@ def pinned_partition(
     best = _partition(nodes, num_stages, _positions(nodes, every, pins))
     if best is not None:
         return best
-    partition(graph, num_stages)  # raises where it is not for the pins
+    partition(graph, num_stages)  # raises if the pins are not the cause
     raise _conflict(nodes, num_stages, pins)
 
 
@@ -74,7 +78,7 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """The positions of the operators that a name stands for, by what its `*` stand for."""
+    """Return the indices of the operators that a name matches, by the texts that its `*` match."""
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -89,11 +93,11 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
-    """The first of the positions. Raises StageError where no stage can begin there."""
+    """Return the first of the indices. Raise StageError if no stage can begin there."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if crossing_bytes(nodes)[first] == float("inf"):
-        why = "a value without gradient would have to travel to the next stage"
+        why = "a value without gradient would have to be sent to the next stage"
     if why:
         raise StageError(
             f"cannot {pin}", why=why, where=", ".join(filter(None, (describe(nodes[first]), pins.where(pin)))),
@@ -125,7 +129,7 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     else:
         left = num_places(nodes, pinned.inside)
         why = "what runs between modules that are kept together is kept with them; "
-        why += f"places left to cut: {left}, and {stages} need {num_stages - 1}"
+        why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(
         cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
         hint="leave one of them out" if len(conflict) > 1 else "other modules, or another number of stages",

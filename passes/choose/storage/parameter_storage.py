@@ -1,15 +1,15 @@
-"""How parameters are stored: which are cut in parts that ranks would hold alike, and what every rank holds.
+"""Storage of parameters: sharding over the data axes (ZeRO), and what every rank stores.
 
 With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
-arXiv:2304.11277) a rank holds one part in `dp` of a weight, and so its optimizer has one part of its state. That is a
-layout as any other, `S(d)` on `dp`: where the weight is read it is converted to `R(grad P)`, which gathers it and
-scatters the sum of its gradient. The levels differ in how long the runtime lets the whole weight and the whole gradient
-live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight.
+arXiv:2304.11277) a rank of `dp` stores one shard of a weight and of its optimizer state. That is an ordinary placement,
+`S(d)` on `dp`. A reader of the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter of the
+gradient in backward. The stages of ZeRO differ in how long the runtime keeps the unsharded weight and gradient
+(`Program.zero`). A dim is sharded by one axis alone, so that a shard is one block of the weight.
 
-Which axes may store says the mesh (`Axis.stores`). Those on which ranks hold a weight alike are joined in one, as the
-flattened `dp_shard_cp` of torchtitan is: `S(0)` on `dp_cp` cuts over the ranks of both, and one collective gathers it,
-where one axis after the other would take a collective each. An expert's weight, which `ep` cuts, is stored over `dp_cp`
-beside others of `dp_cp_ep`; one that `cp` cuts too (`folding.py`), over `dp`.
+`Axis.stores` marks the axes that may store. Axes over which a weight is replicated are flattened to one, like
+`dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both, and one collective gathers it instead of
+one per axis. An expert's weight, which `ep` shards, is stored over `dp_cp` while other weights use `dp_cp_ep`. If `cp`
+shards it too (`expert_axes.py`), it is stored over `dp`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from autopart.plans.pins import LayoutPin
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters are to be stored over the axes of a mesh that may store them in parts, by their layout on others.
+    """Policy for storing parameters sharded over the axes of a mesh, given their layouts on other axes.
 
-    `pinned`: what pins say of a parameter. `beside`: {parameter: its layout on axes that were solved for before}.
+    Args:
+        pinned: pins on the data axis, by parameter.
+        beside: layout on the axes solved before, by parameter.
     """
 
     mesh: Mesh = field(default_factory=lambda: Mesh({}))
@@ -39,8 +41,11 @@ class Storage:
     beside: Mapping[str, Layout] = field(default_factory=dict)
 
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        """The axes joined over which a parameter of a layout on other axes is cut, and how; None: whole on every
-        rank."""
+        """Return the flattened axes that store a parameter sharded, and its placement, or None.
+
+        Args:
+            others: layout of the parameter on the other axes.
+        """
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
             axis, _ = self.over_which(place, sizes, others)
@@ -51,12 +56,14 @@ class Storage:
         return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
-        """The axes joined over which a parameter of this layout may be cut, those of most ranks first."""
+        """Return the flattened axes over which a parameter of this layout may be sharded, largest first."""
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def over_which(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """The axes joined over which a parameter is cut that is to be placed so, "" where over none, and why that
-        cannot be: without `zero` it is cut over the data axis alone."""
+        """Return the flattened axes that can store a parameter with this placement, or the reason if none.
+
+        The first item is "" if there are none. Without `zero` only the data axis can store.
+        """
         if not place.is_shard:
             return "", ""
         why = ""
@@ -68,19 +75,22 @@ class Storage:
 
     @property
     def min_dims(self) -> int:
-        """Of what is cut. Where the whole is gathered once a step, vectors go along with all else."""
+        """The least number of dims of a sharded parameter.
+
+        ZeRO 1 and 2 gather once a step, so they shard vectors too.
+        """
         return MIN_DIMS if self.zero == 3 else 1
 
 
 def fitting_cut(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """The first dim that divides and that no other axis cuts; None where there is none."""
+    """Return a shard of the first dim that divides and that no other axis shards; None if there is none."""
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)
 
 
 def fitting_parts(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
-    """`S(0), S(1) or R`: how a parameter can be cut over the storing axis, for errors."""
+    """Return the placements a parameter can have on the storing axis, as `S(0), S(1) or R`, for errors."""
     fits = [f"S({dim})" for dim in range(len(sizes)) if not cannot_store_parts(shard(dim), sizes, axis, ranks, others)]
     return f"{', '.join(fits)} or R" if fits else "R"
 
@@ -88,13 +98,14 @@ def fitting_parts(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -
 def stored_tensors(
     trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], axes: Sequence[str]
 ) -> dict[str, StoredTensor]:
-    """How every parameter of the model is stored: the same for all programs of one plan.
+    """Return the storage of every parameter, which all programs of one plan share.
 
-    Its gradient ends as a partial sum on the axes that cut rows, where it is whole, and where it lies as `R(grad P)`.
+    A gradient ends as a partial sum on the batch axes over which the parameter is replicated, and on axes with `R(grad
+    P)`.
 
     Args:
         readers: the stages that read each parameter.
-        axes: those of the mesh that have more than one rank, but for the stages.
+        axes: mesh axes with more than one rank, without the pipeline axis.
     """
     stored, features = {}, decisions.mesh.chosen
     for name, parameter in trace.parameters.items():

@@ -1,4 +1,4 @@
-"""Which parameters are stored in parts over the axes of the mesh that may store them so, and which are not."""
+"""Choice of the parameters that are stored sharded over the storing axes of the mesh (ZeRO)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from autopart.plans.pins import LayoutPin
 
 @driven(notes=layout_notes)
 def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """`stored` with how parameters are cut over the storing axes too: what is pinned so, and with `zero` all that
-    divides: with 3 matrices alone.
+    """Return `stored` with placements on the storing axes.
+
+    Pinned parameters follow their pins. With `zero` all parameters that divide are sharded; with `zero=3` matrices
+    alone.
 
     Args:
-        stored: {parameter: its layout}; only the axes on which layouts are chosen count.
-    Raises OptionError or LayoutError where that is nothing, or cannot be.
+        stored: layout by parameter. Placements on storing axes are ignored.
+
+    Raises OptionError if the mesh has no storing axis, and LayoutError if a parameter cannot be stored so.
     """
     mesh, storage, zero = problem.mesh, problem.storage, problem.zero
     over = mesh.storing_axis
@@ -47,8 +50,8 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
     if zero and not chosen:
         which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
-            f"zero={zero} finds nothing to cut over {over}={mesh.size(over)}",
-            why=f"{which} that divides over it and that tp does not cut",
+            f"zero={zero} finds no parameter to shard over {over}={mesh.size(over)}",
+            why=f"{which} that divides over it and that tp does not shard",
             hint=f"another size of {over}, or zero=0",
         )  # fmt: skip
     return {name: {**stored.get(name, {}), **chosen.get(name, {})} for name in {**stored, **chosen}}
@@ -57,14 +60,14 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
 def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
     name = mesh.data_axis
     raise OptionError(
-        f"zero={zero} needs an axis to cut parameters over",
+        f"zero={zero} needs an axis to shard parameters over",
         why=f"the mesh {mesh} has no axis {' or '.join(axis.name for axis in mesh.axes if axis.stores)}",
         hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave it out",
     )
 
 
 def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
-    """Raises LayoutError where a parameter cannot be stored as its pins say."""
+    """Raise LayoutError if a parameter cannot be stored as its pins request."""
     name_pins, pins = storage.pinned[name], problem.pins
     if not _agree(name_pins):
         clash = smallest_conflict(name_pins, _agree)
@@ -79,8 +82,8 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
         hint = fitting_parts(sizes, axis, mesh.size(axis), others)
         if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
             over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
-            why += f"; over {axis} a weight is stored in parts, and whole where it is used"
-            hint += f"; experts themselves are cut over {over}"
+            why += f"; over {axis} a weight is stored sharded and used unsharded"
+            hint += f"; experts themselves are sharded over {over}"
         raise LayoutError(
             f"cannot pin {name_pins[0]}", why=f"{name}: {why}", where=pins.where(name_pins[0]), hint=hint
         )  # fmt: skip
@@ -92,9 +95,11 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
-    """A line for every matrix that stays whole although it was asked to be cut, or is cut over fewer ranks than hold
-    it alike; repeated blocks share one."""
-    mesh, kept = decisions.mesh, []
+    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than it could.
+
+    Repeated blocks share a note.
+    """
+    mesh, notes = decisions.mesh, []
     for name, parameter in trace.parameters.items() if zero else ():
         layout = decisions.stored.get(name, {})
         axis = mesh.stored_over(layout)
@@ -102,8 +107,8 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
         if parameter.dim() < MIN_DIMS or not over or axis == over[0]:
             continue
         others = {a: place for a, place in layout.items() if a != axis}
-        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin has it so
-            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
-            how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
-            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
-    return tuple(dict.fromkeys(kept))
+        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
+            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim that tp leaves unsharded divides"
+            how = f"is sharded over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays replicated on {most}"
+            notes.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
+    return tuple(dict.fromkeys(notes))

@@ -1,4 +1,4 @@
-"""Which parameters a method of data parallelism is for, and where it cannot be."""
+"""Assignment of data-parallel sync methods (`dp_sync`) to parameters, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from autopart.ir.trace import Trace
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> Method | None:
-    """What data-parallel ranks send each other of a parameter in place of a sum; None: its gradient is summed.
-    `summed`: the axes over which it ends as a partial sum. With `zero=1` its gradient is whole until a step's end."""
+    """Return the sync method that replaces a parameter's gradient reduction; None if reduced exactly.
+
+    With `zero=1` the gradient is unsharded until the end of a step, so a method applies.
+
+    Args:
+        summed: axes on which the gradient ends as a partial sum.
+    """
     sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
     method = sync.of(name)
     scattered = parts_of(over) if over is not None and decisions.zero == 1 else ()
@@ -21,8 +26,7 @@ def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence
 
 
 def check_methods(trace: Trace, decisions: Decisions) -> None:
-    """Raises OptionError for a name of `dp_sync` that no parameter has, and for parameters that a method cannot be for
-    as they are stored."""
+    """Raise OptionError for an unknown name in `dp_sync`, or a method that a parameter's storage excludes."""
     sync, mesh = decisions.dp_sync, decisions.mesh
     if sync.is_default:
         return
@@ -32,17 +36,18 @@ def check_methods(trace: Trace, decisions: Decisions) -> None:
     over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.of(name) != EXACT}
     cut = [name for name, stored in over.items() if stored is not None and axis in parts_of(stored)]
     if axis and cut and (sync.changes_models or decisions.zero != 1):
-        why, less = "its gradient is summed as it is cut, and no rank has all of it", "zero=1"
+        why, less = "its gradient is reduce-scattered, and no rank has all of it", "zero=1"
         if sync.changes_models:
-            why, less = "ranks have parts of one model, and no rank a model of its own", "zero=0"
+            why, less = "ranks store shards of one model, and no rank has a separate model", "zero=0"
         asked = f"zero={decisions.zero}" if decisions.zero else "by a pin"
         raise OptionError(
-            f"dp_sync='{sync}' on parameters that are stored in parts ({asked})",
-            why=f"'{min(cut)}' is cut over {axis}: {why}",
-            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': parts over dp, the method over dpr",
+            f"dp_sync='{sync}' on parameters that are stored sharded ({asked})",
+            why=f"'{min(cut)}' is sharded over {axis}: {why}",
+            hint=f"{less}, or a mesh with both axes of data, 'dpr2,dp4': shards over dp, the method over dpr",
         )  # fmt: skip
     if sync.changes_models and decisions.copied:
         raise OptionError(
-            f"dp_sync='{sync}' where every rank of {axis} computes all rows", why="the rows of the batch do not divide "
-            "over them, so there is nothing to bring together", hint="a batch whose rows divide over the data ranks",
+            f"dp_sync='{sync}' when every rank of {axis} computes all samples", why="the rows of the batch do "
+            "not divide "
+            "over them, so there is nothing to reduce", hint="a batch that divides over the data ranks",
         )  # fmt: skip
