@@ -30,7 +30,7 @@ from autopart.proof.training_loop.verify_loop import LoopVerification, prove
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import can_be_folded, make_plan, prepare
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.training.layers import Branch
+from autopart.runtime.training.layers import LayerProxy
 from autopart.runtime.training.module_methods import partitioned_in
 from autopart.runtime.weights.load_weights import Weights
 from autopart.tracing.trace_model import bind_call
@@ -171,7 +171,7 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",
                          hint="give the model itself; pm.plan has the plan of this one")  # fmt: skip
-    if isinstance(model, Branch):
+    if isinstance(model, LayerProxy):
         raise InputError("this is a layer of a partitioned model", why="it has this rank's shards, and no operators",
                          hint="give the model's own layer")  # fmt: skip
     inside = partitioned_in(model)

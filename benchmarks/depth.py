@@ -34,13 +34,13 @@ PHASES = {
     "normalise": (("recipe.make_plan", "run_passes"),),
     "gradients": (("recipe.make_plan", "with_gradients_checked"),),
     "facts": (("recipe.make_plan", "annotate"),),
-    "choose": (("recipe.make_plan", "decide"), ("recipe.make_plan", "choose_parts")),
+    "choose": (("recipe.make_plan", "decide"), ("recipe.make_plan", "choose_sharded_storage")),
     "write": (("recipe.make_plan", "lower"),),
-    "walk": (("recipe.make_plan", "walked"),),
+    "walk": (("recipe.make_plan", "liveness_of"),),
     "memory": (("recipe.make_plan", "memory_of"),),
     "timing": (
         ("recipe.plan_figures", "tabulate"),
-        ("recipe.plan_figures", "of_few_rows"),
+        ("recipe.plan_figures", "deduplicated_rows"),
         ("recipe.plan_figures", "simulated"),
     ),
     "explain": (("recipe.make_plan", "plan_of"),),
@@ -126,10 +126,10 @@ def measure(layers: int) -> dict[str, float]:
 def plan_once(layers: int) -> float:
     """Seconds of one plan in which nothing is known of calls that an earlier plan made."""
     import autopart
-    from autopart.cost.count.saved_tensors import KNOWN
+    from autopart.cost.count.saved_tensors import EFFECT_CACHE
 
     model, batch = build(layers)
-    KNOWN.effects.clear()
+    EFFECT_CACHE.effects.clear()
     start_s = time.process_time()
     autopart.plan(model, MESH, example_kwargs=batch)
     return time.process_time() - start_s

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.errors import MemoryLimitError
 from autopart.extras.block_search.block_problem import Blocks
 from autopart.extras.block_search.choose_blocks import blocks_of, completed
 from autopart.extras.block_search.search_methods import Method, solve
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.recompute_spec import Word
+from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.tuning.search import LayoutKind, Space, space_of
 
 
@@ -116,10 +116,10 @@ def run(blocks: Blocks, limit: float, method: Method, seed: int, budget: int | N
 def uniform(space: Space, blocks: Blocks, limit: float) -> dict[str, Any] | None:
     """The fastest uniform choice that fits, as a plan would cut and run it."""
     mesh, fitting = blocks.setting.mesh, []
-    for recompute in get_args(Word):
+    for recompute in get_args(RecomputeMode):
         table = space.table(LayoutKind.of(mesh, mesh.size("tp") > 1), recompute)
         for zero in (0, 3) if mesh.size("dp") > 1 else (0,):
-            found = predict(table, Setting(mesh, blocks.setting.schedule, space.rows, zero), space.hardware)
+            found = predict(table, RunSetting(mesh, blocks.setting.schedule, space.rows, zero), space.hardware)
             row = {"recompute": recompute, "zero": zero, "step_time_s": found.step_time_s,
                    "memory_bytes": max(found.peak_memory_bytes)}  # fmt: skip
             fitting += [row] if row["memory_bytes"] <= limit else []

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 Batch = dict[str, Tensor]
-Subject = tuple[nn.Module, Batch]
+GraphUnderTest = tuple[nn.Module, Batch]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def main() -> None:
 # --- The models, from transformers' configurations. All have random weights and no dropout.
 
 
-def gpt2(sizes: Sizes, positions: int) -> Subject:
+def gpt2(sizes: Sizes, positions: int) -> GraphUnderTest:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -116,21 +116,21 @@ def gpt2(sizes: Sizes, positions: int) -> Subject:
     return model, tokens(sizes, positions)
 
 
-def llama(sizes: Sizes, positions: int) -> Subject:
+def llama(sizes: Sizes, positions: int) -> GraphUnderTest:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**common(sizes, positions), num_key_value_heads=sizes.kv_heads, use_cache=False)
     return LlamaForCausalLM(config), tokens(sizes, positions)
 
 
-def bert(sizes: Sizes, positions: int) -> Subject:
+def bert(sizes: Sizes, positions: int) -> GraphUnderTest:
     from transformers import BertConfig, BertForMaskedLM
 
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForMaskedLM(BertConfig(**common(sizes, positions), **no_dropout)), tokens(sizes, positions)
 
 
-def t5(sizes: Sizes, positions: int) -> Subject:
+def t5(sizes: Sizes, positions: int) -> GraphUnderTest:
     """Half of the positions are the encoder's."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -143,7 +143,7 @@ def t5(sizes: Sizes, positions: int) -> Subject:
     return T5ForConditionalGeneration(config), half
 
 
-def vit(sizes: Sizes, positions: int) -> Subject:
+def vit(sizes: Sizes, positions: int) -> GraphUnderTest:
     """Of as many patches as a square has that has about so many."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -176,7 +176,7 @@ def tokens(sizes: Sizes, positions: int) -> Batch:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-MODELS: dict[str, Callable[[Sizes, int], Subject]] = {
+MODELS: dict[str, Callable[[Sizes, int], GraphUnderTest]] = {
     "gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5, "vit": vit
 }  # fmt: skip
 
@@ -242,7 +242,7 @@ def first_vector(model: nn.Module) -> str:
     return next(name for name, parameter in model.named_parameters() if parameter.dim() == 1)
 
 
-def on_device(make: Callable[[], Subject], device: str) -> Subject:
+def on_device(make: Callable[[], GraphUnderTest], device: str) -> GraphUnderTest:
     """Made on the device; on a GPU in bfloat16."""
     with torch.device(device):
         model, batch = make()

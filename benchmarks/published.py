@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.schedules import Schedule
@@ -172,10 +172,10 @@ def space(hidden: int, layers: int, heads: int, batch: int) -> Space:
     return found
 
 
-def setting(run: Run, scatter: bool = True) -> Setting:
+def setting(run: Run, scatter: bool = True) -> RunSetting:
     """As the authors ran it."""
     hidden = 1.0 if run.pp == 1 else 0.0
-    return Setting(run.mesh, run.schedule, run.batch, 0, STATES, hidden, scatter, False, receives_held=1)
+    return RunSetting(run.mesh, run.schedule, run.batch, 0, STATES, hidden, scatter, False, receives_held=1)
 
 
 def measure(run: Run, search: bool = False) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def measure_mpt(run: Mpt, hardware: str) -> dict[str, Any]:
     found = space_of(model, hardware, rows, None, Precision.parse("bf16", "bf16"))
     found.fused = True
     mesh = Mesh.parse({"dp": run.gpus})
-    chosen = Setting(mesh, Schedule(None, run.microbatches, 1), rows, 3)
+    chosen = RunSetting(mesh, Schedule(None, run.microbatches, 1), rows, 3)
     mfu = predict(found.table(LayoutKind(False, False), "full" if run.full else "none"), chosen, found.hardware).mfu
     return {"name": run.name, "hardware": hardware, "gpus": run.gpus, "mfu": mfu, "published": run.mfu,
             "error": mfu / run.mfu - 1}  # fmt: skip

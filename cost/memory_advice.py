@@ -103,7 +103,7 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, A
                 yield Remedy(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
     if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
         yield Remedy("zero=3", mesh, {"zero": 3})
-    most = rows // mesh.row_ranks
+    most = rows // mesh.data_parallel_size
     for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
         if schedule.microbatches < microbatches <= most and most % microbatches == 0:
             yield Remedy(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
@@ -117,7 +117,7 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, A
         yield Remedy(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
 
 
-def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
+def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
     """Yield the few changes that save the most memory.
 
     First come single changes on the same ranks. Then come all changes together, on the same ranks and on two and
@@ -141,7 +141,7 @@ def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
         yield Remedy(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
 
 
-def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
+def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
     """Return a text for each change that needs less than `needed` bytes, up to the first that fits.
 
     At most `TRIES` changes are estimated. The limit is a count, not a time, so that all processes return the same

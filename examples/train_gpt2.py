@@ -102,11 +102,11 @@ def train_both(model, batches, dtype: str, introduce=lambda pm: None) -> list[tu
         optimizer.step()
         if first:
             whole_optimizer.zero_grad()
-            whole_loss = whole(**batch).loss
-            whole_loss.backward()
+            global_loss = whole(**batch).loss
+            global_loss.backward()
             whole_optimizer.step()
-            losses.append((loss.item(), whole_loss.item()))
-            bar.set_postfix(partitioned=f"{loss:.4f}", one_process=f"{whole_loss:.4f}", refresh=False)
+            losses.append((loss.item(), global_loss.item()))
+            bar.set_postfix(partitioned=f"{loss:.4f}", one_process=f"{global_loss:.4f}", refresh=False)
     return losses
 
 

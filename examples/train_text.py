@@ -21,7 +21,7 @@ import autopart
 args, options = read_arguments(__doc__)
 first, on_gpu = os.environ.get("RANK", "0") == "0", torch.cuda.is_available()
 rows = rows_of_text(args.sequence)
-rows_here = args.batch // autopart.Mesh.parse(args.mesh).row_ranks  # every rank loads its own rows of a batch
+rows_here = args.batch // autopart.Mesh.parse(args.mesh).data_parallel_size  # every rank loads its own rows of a batch
 example = {"input_ids": rows[:rows_here], "labels": rows[:rows_here]}
 pm = autopart.parallelize(small_llama(args.dtype), args.mesh, example_kwargs=example, local_batch=True, **options)
 

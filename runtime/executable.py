@@ -24,20 +24,20 @@ from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
 from autopart.runtime.consistency.same_call import Comparison
 from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.gradients.no_sync import Unsummed
+from autopart.runtime.gradients.no_sync import NoSync
 from autopart.runtime.gradients.step_reduction import (
-    add_earlier,
-    connect_sums,
-    connect_tied,
+    accumulate_earlier,
+    all_reduced_names,
+    create_reduce_groups,
+    create_tied_groups,
     stage_reducers,
-    summed_names,
     sync_tied,
 )
-from autopart.runtime.gradients.unsharded_params import Wholes
+from autopart.runtime.gradients.unsharded_params import UnshardedParams
 from autopart.runtime.graphs.apply_weight_updates import update_weights
 from autopart.runtime.pipeline_stages import Pipeline, StageModule, default_schedule
 from autopart.runtime.shards.shard_state import broadcast_from
-from autopart.runtime.training.backward_hooks import HeldHooks, held_back
+from autopart.runtime.training.backward_hooks import DeferredHooks, defer_hooks
 from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by, scaled
 
@@ -56,33 +56,35 @@ class Executable:
         buffers: Mapping[str, Tensor],
         schedule: str | None,
         compile: bool,
-        unsummed: Unsummed,
+        unreduced: NoSync,
         data_sync: DataSync,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
-        self.unsummed, self.data_sync = unsummed, data_sync
+        self.unreduced, self.data_sync = unreduced, data_sync
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
-        connect_sums(program, process)
-        self.wholes = Wholes(program, stages, process, self.parameters, self.data_sync.wholes)
-        reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes, unsummed)
+        create_reduce_groups(program, process)
+        self.unsharded = UnshardedParams(program, stages, process, self.parameters, self.data_sync.unsharded)
+        reducers, self.shared_buckets = stage_reducers(
+            program, stages, process, self.parameters, self.unsharded, unreduced
+        )
         splits = schedule in SPLIT_BACKWARD
         self.modules = [
-            StageModule(stage, program, process, tensors, compile, self.wholes, reducer, splits, self.shared_buckets)
+            StageModule(stage, program, process, tensors, compile, self.unsharded, reducer, splits, self.shared_buckets)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
-        reduced_names = summed_names(self.parameters, program, self.stage_style)
-        separate_names = reduced_names.union(self.wholes.parts, data_sync.methods)
-        self.summed_here = [parameter for name, parameter in self.parameters.items() if name in separate_names]
+        reduced_names = all_reduced_names(self.parameters, program, self.stage_style)
+        separate_names = reduced_names.union(self.unsharded.parts, data_sync.methods)
+        self.reduced_parameters = [parameter for name, parameter in self.parameters.items() if name in separate_names]
         """Parameters whose gradients ranks reduce after their backwards."""
         self.pipeline: Pipeline | None = None
         self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
-            connect_tied(program, process, self.stage_style)
+            create_tied_groups(program, process, self.stage_style)
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
         """Return the model's flat outputs for the global batch. Differentiable without a pipeline.
@@ -91,18 +93,18 @@ class Executable:
         """
         with no_autocast(), compared(comparison), self.loaded(inputs, comparison):
             if self.pipeline is not None:
-                with self.wholes.gathered():
+                with self.unsharded.gathered():
                     outputs = self._merge_on_all_ranks(self.pipeline.forward())
             else:
                 if torch.is_grad_enabled():
-                    self.unsummed.are_expected |= self.unsummed.is_open
-                with self._differentiable() if torch.is_grad_enabled() else self.wholes.gathered():
+                    self.unreduced.are_expected |= self.unreduced.is_open
+                with self._differentiable() if torch.is_grad_enabled() else self.unsharded.gathered():
                     runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
                 if self.data_sync.methods and torch.is_grad_enabled():
-                    leave = partial(self.unsummed.leave, self.unsummed.is_open)
+                    leave = partial(self.unreduced.leave, self.unreduced.is_open)
                     runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
-                outputs = self.rows.as_terms(self._merge_on_all_ranks(runs))
+                outputs = self.rows.as_loss_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
@@ -120,12 +122,12 @@ class Executable:
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
         """
-        with held_back(self.parameters) as hooks:
+        with defer_hooks(self.parameters) as hooks:
             runs = self._run(inputs, options, hooks, comparison, scaling)
         if scaling is not None and scaling.overflowed:
             for parameter in self.parameters.values():
                 parameter.grad = None
-        hooks.see_accumulated()
+        hooks.run_accumulate_hooks()
         loss = self._global_loss([loss for loss, *_ in runs])
         other_outputs = self.program.outputs[1:]
         outputs = self._merge_on_all_ranks(runs) if any(o.position is not None for o in other_outputs) else []
@@ -138,28 +140,31 @@ class Executable:
         try:
             for bucket in buckets:
                 bucket.begin_call(self.parameters)
-            with self.wholes.gathering():
+            with self.unsharded.gathering():
                 yield
         finally:
             for bucket in buckets:
                 bucket.end_call()
 
     def _run(
-        self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison,
+        self, inputs: Sequence[Any], options: StepOptions, hooks: DeferredHooks, comparison: Comparison,
         scaling: LossScaling | None,
     ) -> list[tuple[Tensor, ...]]:  # fmt: skip
         """Run forward and backward of all microbatches. Return the last stage's outputs, if this rank has it."""
-        loaded, is_unreduced = self.loaded(inputs, comparison), self.unsummed.matters
+        loaded, is_unreduced = self.loaded(inputs, comparison), self.unreduced.matters
         fresh_gradients = self._fresh_gradients(hooks, scaling is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
         if is_unreduced:
             comparison.finish_comparison()
-            self.unsummed.begin()
+            self.unreduced.begin()
         with torch.enable_grad(), no_autocast(), compared(comparison), loaded, fresh_gradients:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered(), nullcontext() if is_unreduced else self.summing(comparison.finish_comparison):
+            with (
+                self.unsharded.gathered(),
+                nullcontext() if is_unreduced else self.reduce_during_backward(comparison.finish_comparison),
+            ):
                 if self.pipeline is not None:
                     runs = self.pipeline.step(loss_scale)
                 else:
@@ -167,21 +172,21 @@ class Executable:
                     runs = [self._step_microbatch(index, loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
-            all_parameters = self.data_sync.with_wholes(self.parameters)
+            all_parameters = self.data_sync.with_unsharded(self.parameters)
             if not is_unreduced:
                 sync_tied(all_parameters, self.program, self.process, self.stage_style)
             if scaling is not None:
                 scaling.unscale(all_parameters.values(), self.process)
             if not is_unreduced and not (scaling is not None and scaling.overflowed):
-                self.data_sync.bring_together(options.loss_scale)
+                self.data_sync.reduce_by_method(options.loss_scale)
             if not is_unreduced:
-                hooks.see_gradients()
-        if is_unreduced and not self.unsummed.is_open:
-            self.unsummed.finish()
+                hooks.run_gradient_hooks()
+        if is_unreduced and not self.unreduced.is_open:
+            self.unreduced.finish()
         return runs
 
     @contextmanager
-    def summing(self, before_first: Callable[[], None]) -> Iterator[None]:
+    def reduce_during_backward(self, before_first: Callable[[], None]) -> Iterator[None]:
         """Reduce gradients over ranks while backwards run. At the end of this context they are complete.
 
         `before_first` is called before any collective, possibly more than once.
@@ -235,7 +240,7 @@ class Executable:
         ]
 
     def _global_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        total = self.summed_loss(losses)
+        total = self.all_reduced_loss(losses)
         if self.pipeline is not None:
             boundary = self.program.stages[-1].sends[0]
             owner = self.pipeline.last_coordinate
@@ -243,7 +248,7 @@ class Executable:
         assert total is not None
         return total
 
-    def summed_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
+    def all_reduced_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
         """Return the loss of the global batch on ranks of the last stage, None on other ranks."""
         layout = self.program.outputs[0].layout
         total: Tensor | None = None
@@ -262,10 +267,10 @@ class Executable:
         `sends`: the stages communicate right after loading, so the comparison of calls finishes first.
         """
         device = self.process.device
-        local_inputs = brought_to(device, self.program, inputs)
-        if self.rows.travels:
+        local_inputs = move_to_device(device, self.program, inputs)
+        if self.rows.is_communicated:
             comparison.finish_comparison()
-        local_inputs = self.rows.brought_together(local_inputs)
+        local_inputs = self.rows.gather_batch(local_inputs)
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)
@@ -292,12 +297,12 @@ class Executable:
         return dict(values)
 
     @contextmanager
-    def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:
+    def _fresh_gradients(self, hooks: DeferredHooks, every: bool) -> Iterator[None]:
         """Set the `.grad` of reduced and hooked parameters (`every`: of all) to None in this context.
 
         Afterwards the earlier gradients are added again, once. Autograd accumulates in place into all other `.grad`.
         """
-        parameters = self.parameters.values() if every else [*self.summed_here, *hooks.parameters]
+        parameters = self.parameters.values() if every else [*self.reduced_parameters, *hooks.parameters]
         before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         for parameter in before:
             parameter.grad = None
@@ -309,10 +314,10 @@ class Executable:
             raise
         finally:
             self.data_sync.let_go()
-        add_earlier(before)
+        accumulate_earlier(before)
 
 
-def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
+def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
     """Move the inputs of a call to the device of its rank.
 
     Dropout seeds stay on the host, which reads them. Reading one from a GPU would synchronise with the device.

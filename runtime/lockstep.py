@@ -19,20 +19,20 @@ from torch import Tensor, fx
 from autopart.compat.torch_internals import LazyGraphModule
 from autopart.ir.collective_nodes import MOVES, autopart_operator, axis_of
 from autopart.ir.facts import facts
-from autopart.ir.layout import ROUTING, Conversion
+from autopart.ir.layout import DISPATCH_CONVERSIONS, Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage
-from autopart.ops.expert_dispatch import Route
-from autopart.ops.mask_key_ranges import Told
-from autopart.ops.stage_masks import differ_by_rank, with_bands
+from autopart.ops.expert_dispatch import DispatchPlan
+from autopart.ops.mask_key_ranges import MaskStructure
+from autopart.ops.stage_masks import differ_by_rank, with_mask_structure
 from autopart.runtime.batch.batch_split import stage_arguments
-from autopart.runtime.batch.buffer_updates import Made, made_by
+from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.call_random import one_stream
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
 from autopart.runtime.comm.list_collectives import LIST_OPERATORS, LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
 from autopart.runtime.graphs.apply_weight_updates import update_weights
-from autopart.runtime.graphs.mask_kernels import Masks
+from autopart.runtime.graphs.mask_kernels import StageMasks
 from autopart.runtime.graphs.recompute_calls import run_again
 
 PerRank = dict[int, Any]
@@ -151,15 +151,19 @@ class _StageRun:
         self.parameters, self.buffers, self.device = parameters, buffers, device
         self.mesh, self.ranks = mesh, list(keywords)
         self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
-        self.graph = with_bands(stage, self._bands()).graph.graph
+        self.graph = with_mask_structure(stage, self._bands()).graph.graph
         self.last_uses = _last_uses(self.graph)
 
-    def _bands(self) -> dict[str, Told]:
+    def _bands(self) -> dict[str, MaskStructure]:
         """Return the mask structures that are equal on all ranks and microbatches, which share one graph."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
-        masks = Masks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
-        bands = [bands for microbatches in self.keywords.values() for bands in masks.bands(microbatches)]
-        return dict(set(bands[0]).intersection(*bands))
+        masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
+        mask_structures = [
+            mask_structures
+            for microbatches in self.keywords.values()
+            for mask_structures in masks.mask_structures(microbatches)
+        ]
+        return dict(set(mask_structures[0]).intersection(*mask_structures))
 
     def __call__(self, received: list[PerRank], microbatch: int, on_value: OnValue | None) -> list[PerRank]:
         values: dict[fx.Node, PerRank] = {}
@@ -209,10 +213,10 @@ class _StageRun:
 
         return run_again(run)
 
-    def new_buffers(self, program: Program, rank: int) -> Made:
+    def new_buffers(self, program: Program, rank: int) -> NewBuffers:
         """Return {buffer: its new value} that this stage computed on a rank."""
         graph = [[value[rank].detach() for value in microbatch] for microbatch in self.graph_updates]
-        return made_by(self.stage, program, self.prologue_updates, graph)
+        return buffer_updates_of(self.stage, program, self.prologue_updates, graph)
 
     def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         name, axis = autopart_operator(node), axis_of(node)
@@ -286,9 +290,11 @@ def convert_list(
     """
     if operator in LIST_OPERATORS:
         return tuple(LIST_OPERATORS[operator](values, *arguments))
-    if operator in ROUTING:
+    if operator in DISPATCH_CONVERSIONS:
         experts, counts, *rest = arguments
-        args: tuple[Any, ...] = ([Route.of(*rank_args, *rest) for rank_args in zip(experts, counts, strict=True)],)
+        args: tuple[Any, ...] = (
+            [DispatchPlan.of(*rank_args, *rest) for rank_args in zip(experts, counts, strict=True)],
+        )
     else:
         args = conversion_cuts(operator, values[0], len(values), arguments)
     return _ConvertList.apply(MOVES[operator], args, primitives or LIST_PRIMITIVES, dtypes, *values)

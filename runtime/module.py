@@ -21,9 +21,9 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.rank_digest import TIMEOUT_S
 from autopart.runtime.batch.loss_module import Criterion, named_criterion
-from autopart.runtime.checkpoint.full_optimizer import SavesOptimizers
+from autopart.runtime.checkpoint.full_optimizer import OptimizerStateMethods
 from autopart.runtime.checkpoint.optimizer_state import connect_state_dicts
-from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
+from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, Loading, extra_state, shapes_of, with_shard_offsets
 from autopart.runtime.comm.call_random import check_exact
 from autopart.runtime.comm.process_mesh import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
@@ -34,26 +34,32 @@ from autopart.runtime.consistency.same_call import Comparison, Given
 from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.dp_sync.sync_on_module import SyncsData
 from autopart.runtime.executable import Executable
-from autopart.runtime.gradients.no_sync import Unsummed, check_summed
-from autopart.runtime.pipedream_2bw import Flushes, Pair
+from autopart.runtime.gradients.no_sync import NoSync, check_reduced
+from autopart.runtime.pipedream_2bw import ExecutablePair, FlushMethods
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
-from autopart.runtime.shards.shard_owners import home_for, settle, settle_empty
-from autopart.runtime.shards.shard_state import gather, has_values_of, names_with_gradient, settled, shard_parameters
-from autopart.runtime.shards.shared_parameters import Originals, part_of_another, remember
+from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
+from autopart.runtime.shards.shard_state import (
+    equals_shard_of,
+    gather,
+    merge_stored,
+    names_with_gradient,
+    shard_parameters,
+)
+from autopart.runtime.shards.shared_parameters import OriginalParams, register_local, tied_shard_of
 from autopart.runtime.training import backward_hooks, grad_scaler, gradient_norms, optimizer_checks
 from autopart.runtime.training.backward_hooks import (
+    backward_error,
     check_model_hooks,
-    nothing_to_train,
-    problem_of,
+    frozen_error,
     trained_names,
     without_backward,
 )
-from autopart.runtime.training.clipping import Clips
-from autopart.runtime.training.loss_scaling import LossScaling, ScalesLoss
-from autopart.runtime.training.mesh_methods import OnMesh
-from autopart.runtime.training.module_methods import Idioms, watch_wrappers
+from autopart.runtime.training.clipping import ClippingMethods
+from autopart.runtime.training.loss_scaling import LossScaling, LossScalingMethods
+from autopart.runtime.training.mesh_methods import MeshMethods
+from autopart.runtime.training.module_methods import ModuleMethods, patch_wrappers
 from autopart.runtime.training.step_options import StepOptions
-from autopart.runtime.training.surrounding_code import explain_backward, not_saved, run_uncompiled
+from autopart.runtime.training.surrounding_code import explain_backward, outside_inference_mode, run_uncompiled
 from autopart.runtime.weights.load_weights import Weights
 from autopart.tracing.call_cache import MAX_CALLS, Recent, format_call
 from autopart.tracing.local_batch_call import num_rows
@@ -105,7 +111,9 @@ class ProgramSource(Protocol):
         """Return {subject: text} of versions, options and the plan, which all ranks must share."""
 
 
-class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flushes, Idioms):
+class ParallelModule(
+    MeshMethods, LossScalingMethods, ClippingMethods, SyncsData, OptimizerStateMethods, FlushMethods, ModuleMethods
+):
     """A model partitioned over a device mesh.
 
     Every rank creates it from the same model and calls it with the same global batch. With `local_batch` each rank
@@ -142,10 +150,10 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         source = model if isinstance(model, Source) else Source(model)
         model = source.model
         check_model_hooks(model)
-        gradient_norms.recognise_in_torch()
-        grad_scaler.share_infinities()
-        watch_wrappers()
-        optimizer_checks.watch_optimizers()
+        gradient_norms.patch_gradient_norms()
+        grad_scaler.patch_grad_scaler()
+        patch_wrappers()
+        optimizer_checks.patch_optimizers()
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
@@ -159,7 +167,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._compiler = compiler
         self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
-        self._originals = Originals()
+        self._originals = OriginalParams()
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
         self._trained: set[str] = set()  # names of parameters that were not frozen when they were traced
@@ -248,14 +256,14 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         )
         explain_backward()
         self._process.step_scale = options.loss_scale
-        self._data_sync.check_attached()
+        self._data_sync.check_optimizer_attached()
         self._originals.warn_of_changes()
         self._check_registered()
         if loss_fn is None and target is not None:  # `target` is an input of the model
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
         with self._in_flight.drained_on_error():
-            self._check_delayed(options, self._unsummed.is_open)
+            self._check_delayed(options, self._unreduced.is_open)
             with self._compared_on_error("step", args, kwargs):
                 program, inputs = self._compiler.program(
                     args, kwargs, purpose=purpose, training=self.training, settings=self._modes.settings,
@@ -275,7 +283,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         program = self._traced("full_state_dict")
         self._replicas.check_before("full_state_dict", program, self._local_parameters)
         stage_style = stage_style_of(self._schedule)
-        local = self._data_sync.mean_of_replicas(self._local_parameters)
+        local = self._data_sync.replica_mean(self._local_parameters)
         gathered = gather(local, program, self._process, stage_style, list(program.parameters))
         stored_name = program.stored_names
         result: dict[str, Any] = {}
@@ -295,7 +303,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         The names are those of the model's `named_parameters` that have a gradient.
         """
         program = self._traced("full_grads")
-        check_summed(self._process, "full_grads()")
+        check_reduced(self._process, "full_grads()")
         self._data_sync.check_gradients("full_grads()")
         stage_style = stage_style_of(self._schedule)
         present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
@@ -329,7 +337,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._replicas.note_state_dict(self._traced("state_dict()"), self._local_parameters)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state_dict = super().state_dict(*args, **kwargs)
-        with_places(self, state_dict, prefix, self._extra_state)
+        with_shard_offsets(self, state_dict, prefix, self._extra_state)
         self._save_loss_scaling(state_dict, prefix)
         return state_dict
 
@@ -399,17 +407,17 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> tuple[Executable | Pair, Comparison]:  # fmt: skip
+    ) -> tuple[Executable | ExecutablePair, Comparison]:  # fmt: skip
         """Return the executable of a call, and the started comparison of the ranks' calls."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
-        text += ", inside no_sync()" if self._unsummed.is_open else ""
+        text += ", inside no_sync()" if self._unreduced.is_open else ""
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
-            problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            problem = backward_error(self, self._local_parameters, self._trained, purpose == "step")
             if purpose == "step" and not any(t.requires_grad for t in inputs):
-                problem = problem or nothing_to_train(self._source.model, program)
-            problem = problem or self._unsummed.problem(program) or self._data_sync.problem(purpose == "step")
+                problem = problem or frozen_error(self._source.model, program)
+            problem = problem or self._unreduced.problem(program) or self._data_sync.problem(purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
@@ -427,7 +435,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if problem is not None:
             raise problem
 
-        def make() -> Executable | Pair:
+        def make() -> Executable | ExecutablePair:
             is_first = self._program is None
             subjects = self._compiler.agreed() if is_first else {}
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
@@ -435,16 +443,16 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             buffers = {**self._local_buffers, **criteria.local} if criterion else self._local_buffers
             bound = partial(
                 Executable, adopted, self._process, buffers=buffers, schedule=self._schedule,
-                compile=self._compile, unsummed=self._unsummed, data_sync=self._data_sync,
+                compile=self._compile, unreduced=self._unreduced, data_sync=self._data_sync,
             )  # fmt: skip
             if purpose == "step" and self._in_flight.is_delayed:
-                return Pair(adopted, self._schedule, self._in_flight, bound)
+                return ExecutablePair(adopted, self._schedule, self._in_flight, bound)
             return bound(parameters=self._local_parameters)
 
         if criterion:
             criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
             criteria.follow(criterion, self._in_flight.drain)
-        with not_saved():
+        with outside_inference_mode():
             executable = self._executables.get(program, make)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
@@ -459,7 +467,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         model = self._source.model
         check_exact(program, self._process.device)
         if self._program is not None:
-            program = replace(program, parameters=settled(program.parameters, self._program.parameters))
+            program = replace(program, parameters=merge_stored(program.parameters, self._program.parameters))
         known = self._program.parameters if self._program is not None else ()
         self._trained = trained_names(model, program, known, self._trained)
         stages, stage_style = self._stages(program), stage_style_of(self._schedule)
@@ -471,19 +479,19 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             full, stored = model.get_parameter(name), program.parameters[name]
             mesh = str(program.mesh)
             owner, original = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
-            shared = part_of_another(owner, name, original, mesh, stored.layout)
+            shared = tied_shard_of(owner, name, original, mesh, stored.layout)
             if shared is None:
-                parameter = with_spec(parameter, home_for(name, program, self._process, stage_style))
+                parameter = with_spec(parameter, make_shard_info(name, program, self._process, stage_style))
             else:
                 parameter = shared
-            remember(owner, original, parameter, mesh, stored.layout)
-            self._originals.add(name, full, partial(has_values_of, parameter, stored, program, self._process))
+            register_local(owner, original, parameter, mesh, stored.layout)
+            self._originals.add(name, full, partial(equals_shard_of, parameter, stored, program, self._process))
             self._local_parameters[name] = parameter
-            settle(parameter, name, program, self._process, stage_style)
+            register_shard(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
         if not self._local_parameters:  # so that every rank can create an optimizer
             placeholder = self._parameters[NO_PARAMETERS] = nn.Parameter(torch.empty(0, device=self._process.device))
-            settle_empty(placeholder, self._process)
+            register_placeholder(placeholder, self._process)
         persistent = set(model.state_dict(keep_vars=True))
         if self._weights is not None:
             self._weights.fill(model, self._compiler.written)
@@ -496,12 +504,12 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
-        self._unsummed.adopt(program, self._local_parameters)
+        self._unreduced.adopt(program, self._local_parameters)
         self._data_sync.adopt(program, self._local_parameters)
         return program
 
-    def _begin_anew(self) -> None:
-        self._executables: Recent[Executable | Pair] = Recent(
+    def _reset_executables(self) -> None:
+        self._executables: Recent[Executable | ExecutablePair] = Recent(
             2 * MAX_CALLS
         )  # a call and a training step per traced call
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
@@ -509,19 +517,19 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
         """Initialise all state of steps, with no program run yet."""
         stage_style = stage_style_of(self._schedule)
-        self._begin_anew()
+        self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)
         self._data_sync = DataSync(self._process)
-        self._unsummed = Unsummed(self._process, stage_style, self._data_sync.bring_together)
+        self._unreduced = NoSync(self._process, stage_style, self._data_sync.reduce_by_method)
         self._begin_flight(self._schedule, scales_loss=self._loss_scaling is not None)
 
     @on_local_values
     def _begin_as_copy(self) -> None:
         self._begin_steps(self._replicas.check_replicas)
         self._data_sync.adopt(self._traced("copy"), self._local_parameters)
-        self._unsummed.adopt(self._traced("copy"), self._local_parameters)
+        self._unreduced.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
-            settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
+            register_shard(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         self._register(self._source.model, self._traced("copy").stored_names)
         if NO_PARAMETERS in self._parameters:
-            settle_empty(self.get_parameter(NO_PARAMETERS), self._process)
+            register_placeholder(self.get_parameter(NO_PARAMETERS), self._process)

@@ -31,14 +31,14 @@ from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.same_call import Comparison
 from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.executable import Executable
-from autopart.runtime.gradients.step_reduction import add_earlier, sync_tied
+from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_tied
 from autopart.runtime.pipeline_stages import Pipeline
-from autopart.runtime.training.backward_hooks import held_back
+from autopart.runtime.training.backward_hooks import defer_hooks
 from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
-class Versions:
+class WeightVersions:
     """Two versions of this rank's weights, each {name: tensor}, which graphs use and differentiate.
 
     The module's parameters share the memory of version `current`, which optimizers change.
@@ -73,7 +73,7 @@ class Versions:
         self.current = 1 - self.current
 
 
-class Exchange:
+class StageExchange:
     """Sends and receives between neighbouring stages.
 
     A rank waits for a receive immediately. It waits for a send after it has started the next send.
@@ -81,12 +81,12 @@ class Exchange:
 
     def __init__(self) -> None:
         self.unsent: list[dist.P2POp] = []
-        self.under_way: list[tuple[dist.Work, Any]] = []
+        self.in_flight: list[tuple[dist.Work, Any]] = []
         self.broadcasts: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, receives: Sequence[dist.P2POp]) -> None:
         """Start the pending sends, and wait for these receives."""
-        earlier, self.under_way = self.under_way, []
+        earlier, self.in_flight = self.in_flight, []
         for work in (*self._begin(receives), *(work for work, _ in earlier)):
             work.wait()
 
@@ -107,7 +107,7 @@ class Exchange:
         num_sends = (
             len(sends) if len(works) == len(sends) + len(receives) else 0
         )  # nccl returns one work object for all
-        self.under_way += list(zip(works, sends, strict=False))[:num_sends]
+        self.in_flight += list(zip(works, sends, strict=False))[:num_sends]
         return works[num_sends:]
 
     def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Exchange:
         return value
 
 
-class Pair:
+class ExecutablePair:
     """One program, bound to both versions of the weights."""
 
     def __init__(self, program: Program, schedule: str | None, in_flight: InFlight, make: Callable[..., Executable]):
@@ -140,7 +140,7 @@ class Pair:
         self.in_flight, self.num_finished = in_flight, 0
         self.executables = [make(parameters=tensors) for tensors in in_flight.versions.tensors]
         for executable in self.executables:  # torch's stages connect in their first step, while nothing else is sent
-            pipeline_of(executable).give_numbers()
+            pipeline_of(executable).run_on_indices()
 
     @property
     def is_warm(self) -> bool:
@@ -160,10 +160,12 @@ def pipeline_of(executable: Executable) -> Pipeline:
     return executable.pipeline
 
 
-class Batch:
+class BatchInFlight:
     """A batch whose first microbatches may have started."""
 
-    def __init__(self, pair: Pair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison):
+    def __init__(
+        self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
+    ):
         self.pair, self.loss_scale = pair, options.loss_scale
         self.executable = executable = pair.executables[version]
         self.loss: Tensor | None = None
@@ -175,7 +177,7 @@ class Batch:
                 divide_by(options.num_tokens, executable.modules, executable.program, executable.process)
             self._loaded = self._loaded.pop_all()
         self.pipeline = pipeline_of(executable)
-        self.pipeline.give_numbers()
+        self.pipeline.run_on_indices()
 
     @property
     def microbatches(self) -> int:
@@ -184,12 +186,12 @@ class Batch:
     def unload(self) -> None:
         self._loaded.close()
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self, exchange: StageExchange) -> None:
         """Complete the gradients and compute the loss, after all backwards have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
         sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
-        loss, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
+        loss, owner = executable.all_reduced_loss(losses), self.pipeline.last_coordinate
         self.loss = exchange.tell(loss, owner, executable.process, self.no_loss)
         self.unload()
 
@@ -210,12 +212,12 @@ class InFlight:
     def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync, is_delayed: bool):
         self.is_delayed = is_delayed
         self.process, self.parameters, self.data_sync = process, parameters, data_sync
-        self.versions, self.exchange = Versions(parameters), Exchange()
-        self.batch: Batch | None = None
-        self.finished: Batch | None = None
+        self.versions, self.exchange = WeightVersions(parameters), StageExchange()
+        self.batch: BatchInFlight | None = None
+        self.finished: BatchInFlight | None = None
         self.is_broken = False
 
-    def step(self, pair: Pair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
+    def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
         """Start a batch, finish the batch before, and store its gradients. Return its loss, or NaN.
 
         Raises InputError if the ranks were called differently. Then the batch before is finished, and the next call
@@ -224,7 +226,7 @@ class InFlight:
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
         self.versions.hold()
-        batch = Batch(pair, self.versions.current, inputs, options, comparison)
+        batch = BatchInFlight(pair, self.versions.current, inputs, options, comparison)
         self._advance(batch, options.loss_scale, comparison.finish_comparison)
         loss = self._leave(options.loss_scale)
         return batch.no_loss if loss is None else loss
@@ -264,7 +266,7 @@ class InFlight:
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
-    def _advance(self, beginning: Batch | None, loss_scale: float, meet: Callable[[], None]) -> None:
+    def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
         """Start a batch and finish the batch in flight; either may be None.
 
         The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
@@ -290,14 +292,16 @@ class InFlight:
             self.versions.exchange()
             self.batch = beginning
 
-    def _run(self, finishing: Batch | None, beginning: Batch | None, meet: Callable[[], None]) -> AutopartError | None:
+    def _run(
+        self, finishing: BatchInFlight | None, beginning: BatchInFlight | None, meet: Callable[[], None]
+    ) -> AutopartError | None:
         """Run one period of 1F1B. Return the error that kept `beginning` from starting."""
         error: AutopartError | None = None
         num_warmup = self.process.mesh.size("pp") - 1 - self.process.pp
         remaining = [(finishing, index) for index in range(num_warmup, finishing.microbatches)] if finishing else []
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
-        reducing = finishing.executable.summing(lambda: None) if finishing else nullcontext()
+        reducing = finishing.executable.reduce_during_backward(lambda: None) if finishing else nullcontext()
         with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
@@ -309,13 +313,13 @@ class InFlight:
             self.exchange.send()
         return error if first else _error_of(meet)
 
-    def _forward(self, batch: Batch, microbatch: int) -> None:
+    def _forward(self, batch: BatchInFlight, microbatch: int) -> None:
         batch.pipeline.loss_scale = batch.loss_scale
         schedule = batch.pipeline.schedule
         self.exchange.receive(schedule.forward_receives(microbatch))
         self.exchange.unsent += schedule.forward(microbatch)
 
-    def _backward(self, batch: Batch, microbatch: int) -> None:
+    def _backward(self, batch: BatchInFlight, microbatch: int) -> None:
         schedule = batch.pipeline.schedule
         self.exchange.receive(schedule.backward_receives(microbatch))
         self.exchange.unsent += schedule.backward(microbatch)
@@ -327,16 +331,16 @@ class InFlight:
         last, self.finished = self.finished, None
         factor = loss_scale / last.loss_scale
         earlier_grads: dict[Tensor, Tensor | None] = {}
-        with torch.no_grad(), held_back(self.parameters) as hooks:
+        with torch.no_grad(), defer_hooks(self.parameters) as hooks:
             for name, version in last.executable.parameters.items():
                 if version.grad is not None:
                     parameter = self.parameters[name]
                     earlier_grads[parameter] = parameter.grad
                     parameter.grad, version.grad = version.grad if factor == 1.0 else version.grad * factor, None
-            self.data_sync.bring_together(loss_scale)
-            hooks.see_gradients()
-            add_earlier(earlier_grads)
-        hooks.see_accumulated()
+            self.data_sync.reduce_by_method(loss_scale)
+            hooks.run_gradient_hooks()
+            accumulate_earlier(earlier_grads)
+        hooks.run_accumulate_hooks()
         return last.loss
 
 
@@ -348,7 +352,7 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
     return None
 
 
-class Flushes:
+class FlushMethods:
     """Methods of a module whose schedule delays gradients by one batch."""
 
     _in_flight: InFlight

@@ -16,19 +16,19 @@ from autopart.compat.pipelining_internals import schedule_class, split_backward_
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.ops.stage_masks import with_bands
+from autopart.ops.stage_masks import with_mask_structure
 from autopart.runtime.batch.batch_split import Arguments, stage_arguments
-from autopart.runtime.batch.buffer_updates import Made, made_by
+from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.collectives import bind, with_flat_names
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
-from autopart.runtime.gradients.reducer import Crossing, Reducer
-from autopart.runtime.gradients.unshard_blocks import GatheredBlocks, gather_blocks
-from autopart.runtime.gradients.unshard_points import with_entries
-from autopart.runtime.gradients.unsharded_params import Wholes
+from autopart.runtime.gradients.reducer import ReduceBoundary, Reducer
+from autopart.runtime.gradients.unshard_blocks import UnshardBlocks, insert_unshard_blocks
+from autopart.runtime.gradients.unshard_points import insert_unshard_points
+from autopart.runtime.gradients.unsharded_params import UnshardedParams
 from autopart.runtime.graphs.cached_constants import Constants
 from autopart.runtime.graphs.compiled_blocks import compiled
-from autopart.runtime.graphs.mask_kernels import Bands, Masks, told_of_positions
+from autopart.runtime.graphs.mask_kernels import MaskStructures, StageMasks, specialize_constant_masks
 from autopart.runtime.graphs.recompute_calls import has_regions, with_regions
 from autopart.runtime.training.step_options import scaled
 from autopart.tracing.call_cache import Recent
@@ -50,7 +50,7 @@ class _BoundGraph(NamedTuple):
     """A stage graph bound to this rank, its ZeRO-3 blocks, and the names of its keyword inputs."""
 
     graph: fx.GraphModule
-    blocks: GatheredBlocks | None
+    blocks: UnshardBlocks | None
     names: frozenset[str]
 
 
@@ -68,7 +68,7 @@ class _Loaded:
     """
 
     arguments: list[Arguments] = field(default_factory=list)
-    bands: list[Bands] = field(default_factory=list)
+    mask_structures: list[MaskStructures] = field(default_factory=list)
     written: list[_BoundGraph] = field(default_factory=list)
     prologue_updates: Sequence[Tensor] = ()
     graph_updates: list[Sequence[Tensor]] = field(default_factory=list)
@@ -84,19 +84,19 @@ class StageModule(nn.Module):
 
     def __init__(
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool,
-        wholes: Wholes, reducer: Reducer, splits: bool, shared_buckets: Sequence[Crossing],
+        unsharded: UnshardedParams, reducer: Reducer, splits: bool, shared_buckets: Sequence[ReduceBoundary],
     ):  # fmt: skip
         super().__init__()
-        self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
+        self.program, self.process, self.compiled, self.unsharded = program, process, compile, unsharded
         self.reducer, self.shared_buckets = reducer, shared_buckets
         self.splits = splits  # into input and weight gradients, if the backward can be split
-        self.tensors = {**tensors, **wholes.parameters}
-        stage, constant_masks = told_of_positions(stage, program, process, self._bind)
+        self.tensors = {**tensors, **unsharded.parameters}
+        stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
         prologue = self._bind(stage.prologue)
         self.constants = Constants(prologue)
         self.prologue = prologue.forward  # not a submodule, because it has no trained parameters
-        self.masks = Masks(stage, self._bind, constant_masks)
+        self.masks = StageMasks(stage, self._bind, constant_masks)
         self.written: Recent[_BoundGraph] = Recent(_MAX_GRAPHS)
         """{mask structures: the stage's graph specialised to them}."""
         self.graph = self._written(()).graph
@@ -106,18 +106,20 @@ class StageModule(nn.Module):
         self.loaded = _Loaded()
 
     @property
-    def backward_is_whole(self) -> bool:
+    def needs_full_backward(self) -> bool:
         """True if the backward must not be split into input gradients and weight gradients.
 
         Each part of a split backward would recompute the regions, the second part once per weight. A compiled graph has
         a single backward.
         """
         return (
-            self.compiled or has_regions(self.stage.graph.graph) or (self.reads_twice and split_backward_counts_twice())
+            self.compiled
+            or has_regions(self.stage.graph.graph)
+            or (self.uses_parameter_twice and split_backward_counts_twice())
         )
 
     @property
-    def reads_twice(self) -> bool:
+    def uses_parameter_twice(self) -> bool:
         """True if a parameter has several uses in the graph."""
         uses: Counter[str] = Counter()
         for node in self.stage.graph.graph.nodes:
@@ -128,18 +130,18 @@ class StageModule(nn.Module):
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         process = self.process
         groups = {**process.groups, **process.joined_groups}
-        return bind(graph, groups, process.coordinates, process.device, self.tensors, self.wholes.parameters)
+        return bind(graph, groups, process.coordinates, process.device, self.tensors, self.unsharded.parameters)
 
-    def _written(self, bands: Bands) -> _BoundGraph:
+    def _written(self, mask_structures: MaskStructures) -> _BoundGraph:
         def write() -> _BoundGraph:
-            stage = with_bands(self.stage, dict(bands), self.process.device)
+            stage = with_mask_structure(self.stage, dict(mask_structures), self.process.device)
             graph = self._bind(stage.graph)
-            blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
-            graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
+            blocks = insert_unshard_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
+            graph = insert_unshard_points(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _BoundGraph(self._finalize(graph), blocks, names)
 
-        return self.written.get(bands, write)
+        return self.written.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Prepare a bound graph to run: compiled, or with its recomputed regions as checkpoints."""
@@ -150,13 +152,13 @@ class StageModule(nn.Module):
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
         arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
-        bands = self.masks.bands(arguments)
-        graphs = [self._written(one) for one in bands]
+        mask_structures = self.masks.mask_structures(arguments)
+        graphs = [self._written(one) for one in mask_structures]
         used_arguments = [
             {name: value for name, value in named.items() if name in one.names}
             for named, one in zip(arguments, graphs, strict=True)
         ]
-        self.loaded = _Loaded(used_arguments, bands, graphs, prologue_updates=values[count:])
+        self.loaded = _Loaded(used_arguments, mask_structures, graphs, prologue_updates=values[count:])
 
     def unload(self, failed: bool = False) -> None:
         for written in self.written.values():
@@ -164,9 +166,9 @@ class StageModule(nn.Module):
                 written.blocks.rest(failed)
         self.loaded = _Loaded()
 
-    def new_buffers(self) -> Made:
+    def new_buffers(self) -> NewBuffers:
         """Return {buffer: its new value} that this stage has computed since `load`."""
-        return made_by(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
+        return buffer_updates_of(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
 
     def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
         """Run the graph on a microbatch and return the values that it sends."""
@@ -253,7 +255,7 @@ class Pipeline:
             input_args=_examples(module.stage.receives, self.process),
             output_args=_examples(returned, self.process),
             group=self.process.groups["pp"],
-            dw_builder=_empty_dw_builder if module.backward_is_whole else None,
+            dw_builder=_empty_dw_builder if module.needs_full_backward else None,
         )
         stage.after_backward = module.reducer.after_backward
         return stage
@@ -273,11 +275,11 @@ class Pipeline:
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
-        self.give_numbers(losses)
+        self.run_on_indices(losses)
         other_outputs = [module.loaded.other_outputs for module in self.modules if module.is_last]
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
-    def give_numbers(self, losses: list[Tensor] | None = None) -> None:
+    def run_on_indices(self, losses: list[Tensor] | None = None) -> None:
         """Run a step of the schedule on microbatch indices, by which the stages find their samples."""
         indices, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
         with torch.enable_grad():

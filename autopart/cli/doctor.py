@@ -32,7 +32,7 @@ from autopart.tracing.trace_model import WithLoss, bind_call, flatten_call
 MESHES = ("tp2", "dp2", "pp2")
 """Meshes to try by default."""
 
-MOST_WHOLE, MOST_NOTES = 4, 2
+MOST_UNSHARDED, MOST_NOTES = 4, 2
 """Maximum number of lines per mesh for kinds of replicated operators, and for notes."""
 
 NEGLIGIBLE = 0.005
@@ -82,8 +82,8 @@ class Outcome:
         if number:
             parts.append(f"{number} operator{'s run' if number > 1 else ' runs'} whole")
         yield f"{self.mesh} works: {', '.join(parts) or 'there is no matrix work'}"
-        yield from (f"  whole  {whole_text(row)}" for row in self.whole[:MOST_WHOLE])
-        rest = self.whole[MOST_WHOLE:]
+        yield from (f"  whole  {whole_text(row)}" for row in self.whole[:MOST_UNSHARDED])
+        rest = self.whole[MOST_UNSHARDED:]
         if rest:
             yield f"  whole  {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
         if self.change:

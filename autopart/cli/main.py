@@ -226,13 +226,13 @@ def verify(
     is_config = options["model"] is None
     source = asked.source(meta=is_config, short=True)
     from autopart.api import plan as make_plan
-    from autopart.proof.verify import has_room
+    from autopart.proof.verify import can_verify_at_full_size
     from autopart.proof.verify import verify as verify_model
 
     if chosen is None:
         phase("planning")
         chosen = make_plan(source.model, mesh, example_kwargs=source.example, **planning)
-    if is_config and options["meta"] is None and not scaled and has_room(source, mesh, training, scaled):
+    if is_config and options["meta"] is None and not scaled and can_verify_at_full_size(source, mesh, training, scaled):
         source = asked.source(meta=False, short=True, again=True)
     result = verify_model(
         source.model,

@@ -25,7 +25,7 @@ class Atom(NamedTuple):
 Atoms = tuple[Atom, ...]
 
 
-def counted_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
+def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
     """Return the atoms of a dim of selected elements.
 
     They are the atoms of the mask's dims. Only atoms of the batch may still be sharded.
@@ -47,7 +47,7 @@ def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
-            for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
+            for factor, part in zip(dim, split_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
                 if factor not in by_factor or _rank(part) > _rank(by_factor[factor]):
                     by_factor[factor] = part
                 elif len(kinds := selections_in(part) | selections_in(by_factor[factor])) > 1:
@@ -60,7 +60,7 @@ def _rank(atoms: Atoms) -> int:
     return 3 if selections_in(atoms) else 2 if FEATURE in kinds else 1 if BATCH in kinds else 0
 
 
-def cut_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
+def split_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
     """Split a dim's atoms among the factors of a rule, e.g. one atom of 32 into 4 and 8."""
     if len(sizes) == 1:
         return [atoms]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopart.ir.layout import CONVERSIONS, ROUTING
+from autopart.ir.layout import CONVERSIONS, DISPATCH_CONVERSIONS
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
 
 
-MOVES = OPERATORS | ROUTING
+MOVES = OPERATORS | DISPATCH_CONVERSIONS
 """Collective operators that have a backward."""
 
 

@@ -36,15 +36,15 @@ class Strategy:
 
     @property
     def is_sharded(self) -> bool:
-        return any(p.is_divided for p in self.places)
+        return any(p.is_partitioned for p in self.places)
 
     @property
-    def is_routed(self) -> bool:
+    def is_dispatched(self) -> bool:
         """True if the operator dispatches rows to their experts, runs on dispatched rows, or combines them."""
-        return any(p.is_routed for p in self.places)
+        return any(p.is_dispatched for p in self.places)
 
 
-def goes_around(node: fx.Node, strategy: Strategy) -> bool:
+def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
     """Return True for ring attention: queries, keys and values are all sharded along the sequence.
 
     No rank has all keys, so keys and values rotate around a ring.
@@ -113,16 +113,16 @@ class Decisions:
         """Axes over which rows are dispatched to their experts, outermost first."""
         return tuple(
             axis for axis, chosen in self.features.items()
-            if any(place.is_routed for strategy in chosen.values() for place in strategy.outputs)
+            if any(place.is_dispatched for strategy in chosen.values() for place in strategy.outputs)
         )  # fmt: skip
 
     @property
-    def row_shards(self) -> int:
+    def batch_shards(self) -> int:
         """Number of shards of the batch, over ranks and microbatches."""
-        return self.microbatches * (1 if self.copied else self.mesh.row_ranks)
+        return self.microbatches * (1 if self.copied else self.mesh.data_parallel_size)
 
 
-def over_rows(
+def data_strategies(
     mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
 ) -> dict[str, Mapping[fx.Node, Strategy]]:
     """Return `Decisions.strategies` for the data axes and the microbatches."""
@@ -130,7 +130,7 @@ def over_rows(
     return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
 
 
-def with_places(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
+def with_placements(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
     """Return the layouts of parameters with their placements on one more axis."""
     return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
             for name in {**stored, **places}}  # fmt: skip

@@ -13,7 +13,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from autopart.ir.layout import Layout, Sections
-    from autopart.ir.mask_structure import Band
+    from autopart.ir.mask_structure import MaskWindow
     from autopart.ir.pattern import Pattern
 
 
@@ -27,8 +27,8 @@ class CostNotes(NamedTuple):
     `kind`: the efficiency curve of its matrix work, "matmul" or "attention". `backward_work`: matrix work of its
     backward in multiples of the forward, if the backward is one kernel; 0: one product per operand. `looks_up`: it
     reads one row of its first operand for each row of its output. `gradient_is_view`: the gradient of its operand is a
-    view of its output's gradient. `is_causal`: attention whose kernel skips the keys after each query. `counts_seen`:
-    its work was counted only over attended keys.
+    view of its output's gradient. `is_causal`: attention whose kernel skips the keys after each query.
+    `counts_attended`: its work was counted only over attended keys.
 
     `joins`: a compiler fuses it with other operators, as it does with all elementwise work. "remade": the backward
     recomputes it if that saves memory. "copied": it is never recomputed. "drawn": the mask that it saves is never
@@ -43,7 +43,7 @@ class CostNotes(NamedTuple):
     looks_up: bool = False
     gradient_is_view: bool = False
     is_causal: bool = False
-    counts_seen: bool = False
+    counts_attended: bool = False
     joins: Literal["", "remade", "copied", "drawn"] = ""
     gradients: Literal["together", "each", "handed on", "part", "parts", "repeated"] = "together"
     keeps_sign: bool = False
@@ -101,7 +101,7 @@ class Facts(TypedDict, total=False):
     for_buffers: bool  # it only computes new values of buffers
     strategies: dict[Any, Any]  # cache of `strategies`, shared by all nodes with equal inputs to that function
     place: Any  # its position in its repeated block (`find_blocks.BlockPosition`)
-    band: Band  # of an attention mask, traced or lowered: its structure in the traced call
+    band: MaskWindow  # of an attention mask, traced or lowered: its structure in the traced call
     queries: int  # of an attention mask: the number of queries in the traced call
     routed: bool  # its rows are dispatched to experts: `to_experts`, and what is computed from it
     shares: dict[int, float]  # by dim of selected elements, the fraction of the mask's elements that a plan assumes
@@ -135,6 +135,6 @@ def cost_notes(node: fx.Node) -> CostNotes:
     return facts(node).get("cost", CostNotes())
 
 
-def is_joined(node: fx.Node) -> bool:
+def is_fusible(node: fx.Node) -> bool:
     """Return True if a compiler fuses this operator with others."""
     return bool(cost_notes(node).joins) or torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -42,7 +42,7 @@ def short_name(node: fx.Node) -> str:
     return operator_name(node).rsplit("::", 1)[-1]
 
 
-def spoken_name(node: fx.Node) -> str:
+def display_name(node: fx.Node) -> str:
     """Return the operator's name in messages: its `short_name`, or that of the op that a pass decomposed."""
     return facts(node).get("written_for") or short_name(node)
 
@@ -141,7 +141,7 @@ def source_text(node: fx.Node) -> str:
 def describe(node: fx.Node) -> str:
     """Return `linear at model.py:27 (layers.0.attn.q)`, the description of a node in errors and reports."""
     line, path = source_line(node), module_path(node)
-    return spoken_name(node) + (f" at {line}" if line else "") + (f" ({path})" if path else "")
+    return display_name(node) + (f" at {line}" if line else "") + (f" ({path})" if path else "")
 
 
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -42,7 +42,7 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One pair of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED`, `SENT` and `shard(dim)`."""
+    """One pair of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` and `shard(dim)`."""
 
     kind: str
     dim: int = -1
@@ -71,14 +71,14 @@ class Placement:
         return self.kind == "S"
 
     @property
-    def is_divided(self) -> bool:
+    def is_partitioned(self) -> bool:
         """True if a rank has only some elements of the value: a shard, or the rows of its experts."""
-        return self.is_shard or self.is_routed
+        return self.is_shard or self.is_dispatched
 
     @property
-    def is_routed(self) -> bool:
+    def is_dispatched(self) -> bool:
         """True if a rank has the rows of its experts (`E(0)` or `E(0; sent)`)."""
-        return self in ROUTES
+        return self in EXPERT_PLACEMENTS
 
     @property
     def is_replicated(self) -> bool:
@@ -100,7 +100,7 @@ class Placement:
             return shard(int(match[1]), sections)
         if text.strip() in ("R", "R(grad P)", "P"):
             return Placement(text.strip())
-        for placement in ROUTES:
+        for placement in EXPERT_PLACEMENTS:
             if text.strip() == str(placement):
                 return placement
         raise ValueError(f"'{text}' is not a placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
@@ -109,9 +109,9 @@ class Placement:
 R = Placement("R")
 R_GRAD_P = Placement("R(grad P)")
 P = Placement("P")
-ROUTED = Placement("E(0)", 0)
-SENT = Placement("E(0; sent)", 0)
-ROUTES = (ROUTED, SENT)
+ON_EXPERT_RANK = Placement("E(0)", 0)
+DISPATCHED = Placement("E(0; sent)", 0)
+EXPERT_PLACEMENTS = (ON_EXPERT_RANK, DISPATCHED)
 
 Layout = Mapping[str, Placement]
 
@@ -168,7 +168,7 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - i * step)) for i in range(num_shards))
 
 
-def parts_of(axis: str) -> tuple[str, ...]:
+def mesh_axes_of(axis: str) -> tuple[str, ...]:
     """Return the mesh axes of a flattened axis, outermost first. A mesh axis returns itself.
 
     >>> parts_of("dp_cp"), parts_of("tp")
@@ -193,15 +193,15 @@ def local_shape(
     """
     local = list(full)
     for axis, placement in layout.items():
-        if placement.is_divided:
+        if placement.is_partitioned:
             local[placement.dim] = -(-local[placement.dim] // sizes[axis])
-    dispatched_dims = {axis: placement.dim for axis, placement in layout.items() if placement.is_routed}
+    dispatched_dims = {axis: placement.dim for axis, placement in layout.items() if placement.is_dispatched}
     for dim in set(dispatched_dims.values()):
         local[dim] = math.ceil(local[dim] * min(balance, math.prod(map(sizes.__getitem__, dispatched_dims))))
     return local
 
 
-def cut_together(layout: Layout) -> dict[str, Placement]:
+def flattened_shards(layout: Layout) -> dict[str, Placement]:
     """Return {axis: placement} of the axes that shard a value, outermost first. Flatten shared dims.
 
     If no axis of a dim uses sections (as when several axes shard a stack of experts), its axes become one flattened
@@ -248,7 +248,7 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
     return ""
 
 
-def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
+def cannot_store_sharded(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
     """Return why a weight of these sizes cannot be stored sharded over an axis (ZeRO), "" if it can.
 
     Args:
@@ -263,7 +263,7 @@ def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_sh
     for other, placement in others.items():
         if other == axis or not (place.is_shard and placement.is_shard):
             continue
-        if set(parts_of(other)) & set(parts_of(axis)):
+        if set(mesh_axes_of(other)) & set(mesh_axes_of(axis)):
             return f"{other} cuts it already"
         if place.dim == placement.dim:
             return f"{other} cuts dim {place.dim} already"
@@ -305,14 +305,14 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
-ROUTING = {
+DISPATCH_CONVERSIONS = {
     "dispatch": Conversion("dispatch", "dispatch", "combine"),
     "combine": Conversion("combine", "combine", "dispatch"),
 }
 """{operator: its primitives} of dispatch to `E(0; sent)` and combine: all-to-alls of unequal chunks."""
 
 DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
-    **dict.fromkeys(ROUTING, ("all_to_all", "all_to_all")),
+    **dict.fromkeys(DISPATCH_CONVERSIONS, ("all_to_all", "all_to_all")),
     "exchange_counts": ("all_to_all", ""),
     "all_reduce_max": ("all_reduce", ""),
 }
@@ -331,7 +331,7 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
     return CONVERSIONS.get((source.kind, target.kind))
 
 
-def inside(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
+def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
     """Return a placement relative to a rank's local shard, if other axes shard the value too.
 
     Axes that shard the same dim into fewer sections are outside of it, and leave a rank fewer of its sections.

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-class Band(NamedTuple):
+class MaskWindow(NamedTuple):
     """Sliding window: query i attends the existing keys from i - `before` to i + `after`."""
 
     before: int
     after: int
 
 
-class Run(NamedTuple):
+class QueryRun(NamedTuple):
     """Consecutive queries whose key ranges move by one key per query.
 
     Query i of the run attends the keys [max(low, first + i), min(high, end + i)).
@@ -28,10 +28,10 @@ class Run(NamedTuple):
     first: int
     end: int
 
-    def part(self, start: int, stop: int) -> Run:
+    def part(self, start: int, stop: int) -> QueryRun:
         """Return the run of the queries from `start` to before `stop`."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
-        return Run(stop - start, low, high, self.first + start, self.end + start)
+        return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
     @property
     def seen(self) -> int:
@@ -53,7 +53,7 @@ class Run(NamedTuple):
         """True if query i attends keys 0 to i, and there are as many keys as queries."""
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
-    def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, Run]]:
+    def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, QueryRun]]:
         """Yield (first query, block) for the run restricted to the keys from `low` to before `high`.
 
         If the kernel supports the run's mask, the run is one block, or one dense and one causal block. Otherwise the

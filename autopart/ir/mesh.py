@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 from autopart.errors import MeshError, OptionError
-from autopart.ir.layout import Layout, parts_of
+from autopart.ir.layout import Layout, mesh_axes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +106,7 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks of an axis, or of several axes flattened into one."""
-        return math.prod(self.sizes.get(part, 1) for part in parts_of(axis))
+        return math.prod(self.sizes.get(part, 1) for part in mesh_axes_of(axis))
 
     def axis(self, name: str) -> Axis:
         """Return the axis of this name."""
@@ -118,7 +118,7 @@ class Mesh:
         >>> [Mesh.parse("pp2,dp3,tp4").stride(axis) for axis in ("tp", "dp", "pp")]
         [1, 4, 12]
         """
-        names, last = [mesh_axis.name for mesh_axis in self.axes], parts_of(axis)[-1]
+        names, last = [mesh_axis.name for mesh_axis in self.axes], mesh_axes_of(axis)[-1]
         return math.prod(self.size(inner) for inner in names[names.index(last) + 1 :])
 
     def index(self, coordinates: Mapping[str, int], axis: str) -> int:
@@ -128,7 +128,7 @@ class Mesh:
         5
         """
         index = 0
-        for part in parts_of(axis):
+        for part in mesh_axes_of(axis):
             index = index * self.size(part) + coordinates.get(part, 0)
         return index
 
@@ -151,27 +151,27 @@ class Mesh:
         return self.chosen[::-1]
 
     @property
-    def row_ranks(self) -> int:
+    def data_parallel_size(self) -> int:
         """Data-parallel size: the number of ranks over which the batch is sharded."""
         return math.prod(map(self.size, self.along("rows")))
 
     @property
-    def batch_parts(self) -> int:
+    def batch_divisor(self) -> int:
         """Divisor of a microbatch's samples: data-parallel size times expert-parallel size."""
-        return self.row_ranks * self.expert_ranks
+        return self.data_parallel_size * self.expert_parallel_size
 
     @property
-    def expert_ranks(self) -> int:
+    def expert_parallel_size(self) -> int:
         """Expert-parallel size: the number of ranks over which experts are sharded."""
         return math.prod(map(self.size, self.along("experts")))
 
     @property
-    def feature_ranks(self) -> int:
+    def tensor_parallel_size(self) -> int:
         """Tensor-parallel size: the number of ranks over which features of weights are sharded."""
         return math.prod(map(self.size, self.along("features")))
 
     def row_index(self, coordinates: Mapping[str, int]) -> int:
-        """Return the batch shard of the rank at these coordinates, from 0 to `row_ranks` - 1.
+        """Return the batch shard of the rank at these coordinates, from 0 to `data_parallel_size` - 1.
 
         >>> Mesh.parse("dp4,tp2").row_index({"dp": 3, "tp": 1})
         3
@@ -221,7 +221,7 @@ class Mesh:
 
     def stores(self, axis: str) -> bool:
         """Return True for an axis over which parameters are stored: `data_axis`, or one flattened with it."""
-        return parts_of(axis)[0] == self.data_axis
+        return mesh_axes_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:
         """Return the flattened axis over which a parameter of this layout is stored sharded, or None."""

@@ -26,11 +26,11 @@ from torch import fx
 from autopart.compat.torch_internals import LazyGraphModule, TreeSpec
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
-from autopart.ir.layout import Layout, Sections, format_layout, parts_of
+from autopart.ir.layout import Layout, Sections, format_layout, mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync, Method
 from autopart.ir.run.weight_updates import WeightUpdates
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"
@@ -92,7 +92,7 @@ class Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
-    uneven: tuple[tuple[str, Cut], ...] = ()
+    uneven: tuple[tuple[str, DimSharding], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -171,21 +171,21 @@ class StoredTensor:
     compute_dtype: torch.dtype | None = None
     method: Method | None = None
 
-    def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
+    def reduced_over(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes with several ranks over which its gradient is reduced once a step."""
         method_axes = () if self.method is None else mesh.along("rows")[:1]
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
-    def whole_to_send(self, mesh: Mesh) -> StoredTensor | None:
+    def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
         """Return the parameter as if stored unsharded, if its method needs full gradients (`zero=1`).
 
         None if the method works on the stored shard.
         """
         zero_axis = mesh.stored_over(self.layout)
-        if self.method is None or zero_axis is None or mesh.along("rows")[0] not in parts_of(zero_axis):
+        if self.method is None or zero_axis is None or mesh.along("rows")[0] not in mesh_axes_of(zero_axis):
             return None
         layout = {axis: placement for axis, placement in self.layout.items() if axis != zero_axis}
-        partial = {*self.grad_axes, *parts_of(zero_axis)}
+        partial = {*self.grad_axes, *mesh_axes_of(zero_axis)}
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
@@ -276,6 +276,6 @@ class Program:
         return self.mesh.size((*self.mesh.along("rows"), self.mesh.data_axis)[0])
 
     @property
-    def row_ranks(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of ranks over which the batch is sharded."""
-        return 1 if self.copied else self.mesh.row_ranks
+        return 1 if self.copied else self.mesh.data_parallel_size

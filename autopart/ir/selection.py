@@ -24,7 +24,7 @@ def positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
     return list(torch.where(mask))
 
 
-def most_positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
+def positions_upper_bound(mask: Tensor, number: int | None = None) -> list[Tensor]:
     return [mask.new_empty(mask.numel() if number is None else number, dtype=torch.int64) for _ in mask.shape]
 
 
@@ -32,7 +32,7 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("autopart", "FRAGMENT")
     library.define("positions(Tensor mask, int? number=None) -> Tensor[]")
     library.impl("positions", positions, "CompositeExplicitAutograd")
-    torch.library.register_fake("autopart::positions", most_positions, lib=library)
+    torch.library.register_fake("autopart::positions", positions_upper_bound, lib=library)
     return library
 
 
@@ -46,7 +46,7 @@ def is_selection(node: fx.Node) -> bool:
     return node.target is POSITIONS and len(node.args) == 1
 
 
-def is_counted(node: fx.Node) -> bool:
+def is_data_dependent(node: fx.Node) -> bool:
     """Return True if the size of a traced value is data-dependent."""
     return facts(node).get("counted", False)
 

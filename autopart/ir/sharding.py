@@ -19,7 +19,7 @@ from autopart.ir.layout import Sections, is_zigzag, section_sizes, shard_sizes
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSharding:
     """Split of dim `dim`, of `size` elements in `sections`, into `num_shards` shards.
 
     >>> Cut(0, 10, (8, 2), 2).length(0)
@@ -45,7 +45,7 @@ class Cut:
         return max(map(self.length, range(self.num_shards))) if is_zigzag(self.sections) else self.length(0)
 
     @property
-    def is_in_order(self) -> bool:
+    def is_contiguous(self) -> bool:
         """True if the full tensor is the contiguous concatenation of its shards, all of equal length."""
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
@@ -107,7 +107,7 @@ class Cut:
         return [(number, full.narrow(self.dim, *span)) for number, span in enumerate(spans)]
 
 
-def part_of(full: Tensor, cuts: Iterable[tuple[Cut, int]]) -> Tensor:
+def local_shard_of(full: Tensor, cuts: Iterable[tuple[DimSharding, int]]) -> Tensor:
     """Return the local shard of a tensor.
 
     Args:
@@ -137,7 +137,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def spans_of(shape: Sequence[int], cuts: Sequence[tuple[Cut, int]]) -> tuple[tuple[Span, ...], ...]:
+def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> tuple[tuple[Span, ...], ...]:
     """Return the spans of elements that a shard contains, for each dim, in the order of the shard.
 
     Args:

@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import draws_random_numbers
 
 
-def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors_of(values: Iterable[fx.Node]) -> set[fx.Node]:
     """Return these values and all their ancestors.
 
     The search runs backwards: masks have few ancestors, so it is cheaper than a pass over the graph.
@@ -24,15 +24,15 @@ def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
     return nodes
 
 
-def is_given(node: fx.Node) -> bool:
+def is_leaf_value(node: fx.Node) -> bool:
     return node.op != "call_function" or draws_random_numbers(node)
 
 
-def part_of(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
+def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     """Extract the subgraph that computes these values. Merge equal nodes, e.g. the masks of layers."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     node_by_call: dict[Any, fx.Node] = {}
-    needed = made_for(values)
+    needed = ancestors_of(values)
     for node in module.graph.nodes:
         if node in needed:
             copy = graph.node_copy(node, copies.__getitem__)
@@ -43,7 +43,7 @@ def part_of(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule
     return fx.GraphModule(module, graph)
 
 
-def erase_unread(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
+def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
     """Erase those of the nodes that have no users, and then those whose users were erased."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopart.common.empty_tensors import without_values
 from autopart.compat.torch_internals import TreeSpec
-from autopart.ir.blocks.deduplication import Folds, original
+from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.weight_updates import WeightUpdates
@@ -53,7 +53,7 @@ class Trace:
     `written`: names of the buffers that are frozen parameters of the model. `weight_updates`: how the forward changes
     trained parameters before the graph runs. `precision`: the mixed precision that the graph was traced in. Parameters
     are cast to it when they are read; `parameters` has them as they are stored.
-    `by_chance`: True if random numbers decide which branches run (stochastic depth).
+    `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
     `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
     `whole`: the trace before deduplication, with all blocks.
     """
@@ -72,8 +72,8 @@ class Trace:
     written: frozenset[str] = frozenset()
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
-    by_chance: bool = False
-    folds: Folds = ()
+    has_random_branches: bool = False
+    folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
 
     def without_values(self) -> Trace:
@@ -90,13 +90,13 @@ class Trace:
         """{parameter of any block: the parameter in the graph that represents it}."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
-    def of_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
+    def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
         """Expand a mapping from the parameters in the graph to all parameters of the model."""
         if not self.folds:
             return known
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
 
-    def times_of(self, name: str) -> int:
+    def multiplicity_of(self, name: str) -> int:
         """Return how many parameters of the model a parameter in the graph represents."""
         return next((fold.times for fold in self.folds if fold.holds(name)), 1)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopart.compat.torch_internals import recording_gradients, softmax_backward_
 from autopart.ops.differentiate_once import check_differentiated_once
-from autopart.ops.seeded_random import Masks, seeded
+from autopart.ops.seeded_random import DropoutMasks, seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
 
@@ -80,7 +80,7 @@ def attention_dropout_forward(
         with seeded(query.device, seed, salt, shard):
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return _kernel_layout(output), _empty_statistics(query, dropout_p)
-    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    call = _CpuAttention.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
     return call.forward(query.dtype)
 
 
@@ -96,7 +96,7 @@ def attention_dropout_backward(
             return _backward_of_kernel(
                 grad, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, of_mask
             )
-    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    call = _CpuAttention.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
     of_mask = of_mask and attn_mask is not None
     of_query, of_key, of_value, of_scores = call.backward(grad, largest, of_mask)
     of_key, of_value = _sum_groups(of_key, key), _sum_groups(of_value, value)
@@ -123,7 +123,7 @@ def _backward_of_kernel(
 
 
 @dataclass
-class _OnHost:
+class _CpuAttention:
     """A call on a CPU, one sample of the batch at a time.
 
     Operands are in the precision of the computation. Keys and values are repeated for each head of queries.
@@ -136,7 +136,7 @@ class _OnHost:
     is_causal: bool
     scale: float
     factor: float
-    masks: Masks
+    masks: DropoutMasks
 
     @functools.cached_property
     def causal_mask(self) -> Tensor:
@@ -147,14 +147,14 @@ class _OnHost:
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
         salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
-    ) -> _OnHost:  # fmt: skip
+    ) -> _CpuAttention:  # fmt: skip
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         query, key, value = (x.to(wide) for x in (query, key, value))
         if enable_gqa:
             key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
         mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.size(-2))
         factor = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
-        masks = Masks(dropout_p, seed, salt, shard)
+        masks = DropoutMasks(dropout_p, seed, salt, shard)
         return cls(query, key, value, mask, is_causal, scale or query.size(-1) ** -0.5, factor, masks)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

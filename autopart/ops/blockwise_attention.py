@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopart.ir.mask_structure import Run
-from autopart.ir.sharding import Cut
+from autopart.ir.mask_structure import QueryRun
+from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.ops.masked_attention import attention_with_masks, runs_of
 
@@ -26,7 +26,7 @@ _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 """CPU attention that returns the log-sum-exp, and its backward, which accepts a log-sum-exp over more keys."""
 
 
-class Part(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A block of scores: its queries and visiting keys as (start, length), and its mask.
 
     `is_causal`: query i attends keys 0 to i of the block.
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Visit:
+class KeyBlockVisit:
     """Keys and values of one rank, to be attended by the local queries.
 
     `cut`: sharding of the sequence, dim -2, over all ranks. `here`: the local rank. `rank`: the rank of the keys.
@@ -47,14 +47,14 @@ class Visit:
     attended keys; without runs all keys are attended. `scale`: factor of the scores; None: 1 / sqrt(d).
     """
 
-    cut: Cut
+    cut: DimSharding
     here: int
     rank: int
     mask: Tensor | None
     scale: float | None
-    runs: Sequence[Run] = ()
+    runs: Sequence[QueryRun] = ()
 
-    def parts(self, device: torch.device, has_kernel: bool) -> Iterable[Part]:
+    def parts(self, device: torch.device, has_kernel: bool) -> Iterable[ScoreBlock]:
         """Yield the blocks of scores to compute; blocks that are fully masked are skipped.
 
         Queries and keys of a block are contiguous in the sequence. Without a kernel no block is causal and blocks are
@@ -62,9 +62,9 @@ class Visit:
         """
         num_queries, num_keys = self.cut.length(self.here), self.cut.length(self.rank)
         if not self.runs and self.mask is None:
-            return [Part((0, num_queries), (0, num_keys), None)]
+            return [ScoreBlock((0, num_queries), (0, num_keys), None)]
         if has_kernel and self._is_causal:
-            return [Part((0, num_queries), (0, num_queries), None, is_causal=True)]
+            return [ScoreBlock((0, num_queries), (0, num_queries), None, is_causal=True)]
         parts = self._blocks_of_mask(self.mask) if self.mask is not None else self._blocks_of_runs(device, has_kernel)
         return _merge_blocks(parts) if has_kernel else parts
 
@@ -81,17 +81,17 @@ class Visit:
             for run, (position, count) in zip(self.runs, chunks, strict=True)
         )  # fmt: skip
 
-    def _blocks_of_mask(self, mask: Tensor) -> Iterator[Part]:
+    def _blocks_of_mask(self, mask: Tensor) -> Iterator[ScoreBlock]:
         for first, (_, number) in _chunks(self.cut, self.here):
             rows = mask if mask.size(-2) == 1 else mask.narrow(-2, first, number)
             for start, (position, count) in _chunks(self.cut, self.rank):
                 block_mask = rows if rows.size(-1) == 1 else rows.narrow(-1, position, count)
                 if block_mask.dtype != torch.bool:
-                    yield Part((first, number), (start, count), block_mask)
+                    yield ScoreBlock((first, number), (start, count), block_mask)
                 elif bool(block_mask.any()):
-                    yield Part((first, number), (start, count), None if bool(block_mask.all()) else block_mask)
+                    yield ScoreBlock((first, number), (start, count), None if bool(block_mask.all()) else block_mask)
 
-    def _blocks_of_runs(self, device: torch.device, has_kernel: bool) -> Iterator[Part]:
+    def _blocks_of_runs(self, device: torch.device, has_kernel: bool) -> Iterator[ScoreBlock]:
         first = 0
         for run in self.runs:
             for at, (position, count) in _chunks(self.cut, self.rank):
@@ -99,16 +99,16 @@ class Visit:
                     is_causal = has_kernel and block.is_causal
                     mask = block.mask(device) if any(block.hides) and not is_causal else None
                     keys = (at + block.low - position, block.high - block.low)
-                    yield Part((first + start, block.queries), keys, mask, is_causal)
+                    yield ScoreBlock((first + start, block.queries), keys, mask, is_causal)
             first += run.queries
 
 
-def _merge_blocks(parts: Iterable[Part]) -> Iterator[Part]:
+def _merge_blocks(parts: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
     """Merge consecutive unmasked blocks with equal queries or equal keys.
 
     In zigzag all queries of a rank attend one of its two key chunks, or half of its queries attend both.
     """
-    last: Part | None = None
+    last: ScoreBlock | None = None
     for part in parts:
         if last is not None:
             both = _merged(last, part)
@@ -120,17 +120,17 @@ def _merge_blocks(parts: Iterable[Part]) -> Iterator[Part]:
         yield last
 
 
-def _merged(first: Part, second: Part) -> Part | None:
+def _merged(first: ScoreBlock, second: ScoreBlock) -> ScoreBlock | None:
     if any(part.mask is not None or part.is_causal for part in (first, second)):
         return None
     queries, keys = ((one[0], one[1] + other[1]) if sum(one) == other[0] else None
                      for one, other in zip(first[:2], second[:2], strict=True))  # fmt: skip
     if first.queries == second.queries and keys:
-        return Part(first.queries, keys, None)
-    return Part(queries, first.keys, None) if first.keys == second.keys and queries else None
+        return ScoreBlock(first.queries, keys, None)
+    return ScoreBlock(queries, first.keys, None) if first.keys == second.keys and queries else None
 
 
-def _chunks(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
+def _chunks(cut: DimSharding, rank: int) -> list[tuple[int, tuple[int, int]]]:
     """Return the chunks of a rank: (local start, (start in the sequence, length))."""
     chunks, start = [], 0
     for position, count in cut.spans(rank):
@@ -139,11 +139,11 @@ def _chunks(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
     return chunks
 
 
-Seen = tuple[Tensor, Tensor]
+VisitResult = tuple[Tensor, Tensor]
 """Combined result of visits: the output [b, h, q, e] and the log-sum-exp [b, h, q]."""
 
 
-def visited(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, Visit]]) -> Seen:
+def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlockVisit]]) -> VisitResult:
     """Attend these queries to the keys of all visits.
 
     Args:
@@ -152,7 +152,7 @@ def visited(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, Visit]]) -> Se
     Returns:
         The output in the dtype of the queries, and the log-sum-exp in at least float32.
     """
-    so_far: Seen | None = None
+    so_far: VisitResult | None = None
     for key, value, of in coming:
         so_far = _combine_visit(so_far, query, key, value, of)
     assert so_far is not None, "the first visit is that of the local keys"
@@ -160,7 +160,9 @@ def visited(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, Visit]]) -> Se
     return output.to(query.dtype), total
 
 
-def _combine_visit(so_far: Seen | None, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> Seen:
+def _combine_visit(
+    so_far: VisitResult | None, query: Tensor, key: Tensor, value: Tensor, of: KeyBlockVisit
+) -> VisitResult:
     """Combine the result so far with one more visit, in place. None: no visit so far."""
     key, value = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
@@ -180,7 +182,7 @@ def _combine_visit(so_far: Seen | None, query: Tensor, key: Tensor, value: Tenso
 
 def visit_backward(
     grads: Sequence[Tensor], grad: Tensor, output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    of: Visit,
+    of: KeyBlockVisit,
 ) -> None:  # fmt: skip
     """Add the gradients of one visit in place.
 
@@ -204,15 +206,15 @@ def visit_backward(
                 accumulator.narrow(2, *span).add_(of_one_head_a_group)
 
 
-class _Runs(torch.autograd.Function):
+class _RunAttention(torch.autograd.Function):
     """Attention of runs of queries to keys that are all local: one visit."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], scale: float | None
     ) -> Tensor:  # fmt: skip
-        ctx.visit = Visit(Cut(2, key.size(2), (), 1), 0, 0, None, scale, runs)
-        output, total = visited(query, [(key, value, ctx.visit)])
+        ctx.visit = KeyBlockVisit(DimSharding(2, key.size(2), (), 1), 0, 0, None, scale, runs)
+        output, total = attend_visits(query, [(key, value, ctx.visit)])
         ctx.save_for_backward(query, key, value, output, total)
         ctx.set_materialize_grads(False)
         return output
@@ -240,7 +242,7 @@ def attention_runs(
 
     Args:
         query, key, value: [b, h, q, d], [b, g, s, d], [b, g, s, e], as in `scaled_dot_product_attention`.
-        runs: the fields of every `Run`, concatenated. Together the runs have `q` queries.
+        runs: the fields of every `QueryRun`, concatenated. Together the runs have `q` queries.
     Returns:
         [b, h, q, e].
 
@@ -250,11 +252,11 @@ def attention_runs(
     all_runs = runs_of(runs)
     needs_masks = any(any(run.hides) and not run.is_causal for run in all_runs)
     if needs_masks and _has_kernel(query, value):
-        return _Runs.apply(query, key, value, all_runs, scale)
+        return _RunAttention.apply(query, key, value, all_runs, scale)
     return attention_with_masks(query, key, value, all_runs, scale=scale, enable_gqa=enable_gqa)
 
 
-def _empty_result(query: Tensor, value: Tensor) -> Seen:
+def _empty_result(query: Tensor, value: Tensor) -> VisitResult:
     dtype = torch.promote_types(query.dtype, torch.float32)
     output = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
     return output, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
@@ -285,7 +287,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, part: ScoreBlock, scale: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _score_bias(part.mask, query)
     if _has_kernel(query, value):
@@ -299,7 +301,7 @@ def _attend(
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, part: Part,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, part: ScoreBlock,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, given the combined output and log-sum-exp."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Route:
+class DispatchPlan:
     """Dispatch plan of one rank's rows.
 
     order: [rows], row indices in the order of sending: sorted by destination rank.
@@ -27,7 +27,7 @@ class Route:
     times: int
 
     @staticmethod
-    def of(expert: Tensor, counts: Tensor, times: int, num_experts: int) -> Route:
+    def of(expert: Tensor, counts: Tensor, times: int, num_experts: int) -> DispatchPlan:
         """Build the plan.
 
         Args:
@@ -36,7 +36,7 @@ class Route:
         """
         sends, receives = counts.tolist()
         order = _ranks_of(expert, num_experts, len(sends)).argsort(stable=True)
-        return Route(order, sends, receives, times)
+        return DispatchPlan(order, sends, receives, times)
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return [rows, ...] from [tokens, ...]: each token repeated for each of its rows, in sending order."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.mask_structure import Band, Run
-from autopart.ir.sharding import Cut
+from autopart.ir.mask_structure import MaskWindow, QueryRun
+from autopart.ir.sharding import DimSharding
 
 _LARGEST = 2**24
 """Most elements of a value to compute as a tensor."""
@@ -23,7 +23,7 @@ _LARGEST = 2**24
 _MOST_RUNS, _WORTH_IT = 64, 0.9
 """Most calls for one attention, and largest fraction of all keys that they may read, to be faster than a mask."""
 
-Told = Band | tuple[Run, ...]
+MaskStructure = MaskWindow | tuple[QueryRun, ...]
 """Mask structure: a sliding window, or runs of queries."""
 
 _COMPARED: Mapping[str, tuple[str, str]] = {
@@ -34,27 +34,27 @@ _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 _AND = {"__and__", "bitwise_and", "logical_and"}
 
 
-class Intervals(NamedTuple):
+class KeyRanges(NamedTuple):
     """Key ranges: each query attends keys `first` to before `end`, both [..., queries], of `keys` keys."""
 
     first: Tensor
     end: Tensor
     keys: int
 
-    def also(self, other: Intervals) -> Intervals:
+    def also(self, other: KeyRanges) -> KeyRanges:
         """Return the keys that both masks allow."""
-        return Intervals(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
+        return KeyRanges(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
-    def of_all_rows(self) -> tuple[Tensor, Tensor] | None:
+    def equal_for_samples(self) -> tuple[Tensor, Tensor] | None:
         """Return `first` and `end` [queries], None if samples differ or some query attends no key."""
         rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
         first, end = (part[0] for part in rows)
         are_equal = first.numel() and not any((part != part[:1]).any() for part in rows)
         return (first, end) if are_equal and (end > first).all() else None
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[QueryRun]:
         """Return the queries in runs, empty if samples differ."""
-        bounds = self.of_all_rows()
+        bounds = self.equal_for_samples()
         if bounds is None:
             return []
         first, end = (part.tolist() for part in bounds)
@@ -65,9 +65,9 @@ class Intervals(NamedTuple):
                 start = stop
         return runs
 
-    def band(self) -> Band | None:
+    def band(self) -> MaskWindow | None:
         """Return the sliding window of the ranges, None if they are not one or samples differ."""
-        bounds = self.of_all_rows()
+        bounds = self.equal_for_samples()
         if bounds is None:
             return None
         first, end = bounds
@@ -75,7 +75,9 @@ class Intervals(NamedTuple):
         before, after = int((first == 0).sum()) - 1, int(end[0]) - 1
         is_band = before >= 0 and after >= 0
         is_band = is_band and bool((first == (query - before).clamp(min=0)).all())
-        return Band(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
+        return (
+            MaskWindow(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
+        )
 
 
 def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
@@ -88,14 +90,14 @@ def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: 
     return begins in ((1,) if has_risen else (0, 1)) and ends in ((0,) if has_stayed else (0, 1))
 
 
-def _run(first: Sequence[int], end: Sequence[int]) -> Run:
+def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
     """Return the run of these ranges, [first, end) of each query."""
     rises = sum(begin == first[0] for begin in first)
     begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
-    return Run(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
+    return QueryRun(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
 
 
-def told_of(intervals: Intervals, queries: int, keys: int) -> Told | None:
+def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStructure | None:
     """Return the mask structure to use in attention: a sliding window, or runs if they skip enough keys."""
     band = intervals.band()
     if band is not None and queries == keys:
@@ -105,7 +107,7 @@ def told_of(intervals: Intervals, queries: int, keys: int) -> Told | None:
     return runs if runs and len(runs) <= _MOST_RUNS and num_read <= _WORTH_IT * queries * keys else band
 
 
-def intervals_of(mask: Tensor) -> Intervals | None:
+def key_ranges_of(mask: Tensor) -> KeyRanges | None:
     """Return the key ranges of a boolean mask [..., queries, keys].
 
     None if the keys of some query are not contiguous.
@@ -115,16 +117,16 @@ def intervals_of(mask: Tensor) -> Intervals | None:
     end = torch.where(counts > 0, first + counts, first)
     position = torch.arange(keys, device=mask.device)
     inside = (position >= first.unsqueeze(-1)) & (position < end.unsqueeze(-1))
-    return Intervals(first, end, keys) if bool((inside == mask).all()) else None
+    return KeyRanges(first, end, keys) if bool((inside == mask).all()) else None
 
 
-def intervals_of_band(band: Band, queries: int, keys: int) -> Intervals:
+def key_ranges_of_window(band: MaskWindow, queries: int, keys: int) -> KeyRanges:
     """Return the key ranges of a sliding window with [queries, keys] scores."""
     query = torch.arange(queries)
-    return Intervals((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
+    return KeyRanges((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
 
 
-class Seen:
+class KeyRangeEvaluator:
     """Evaluator of masks as key ranges, from the values of their inputs.
 
     >>> Seen({}).of(mask)    # doctest: +SKIP
@@ -146,12 +148,12 @@ class Seen:
         self.device, self.rank = torch.device(device), rank or {}
 
     @torch.no_grad()
-    def of(self, mask: fx.Node) -> Intervals | None:
+    def of(self, mask: fx.Node) -> KeyRanges | None:
         """Return the key ranges of a mask, None if they cannot be derived."""
         result = self.made(mask)
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.dim() >= 2:
-            return intervals_of(result)
-        return result if isinstance(result, Intervals) else None
+            return key_ranges_of(result)
+        return result if isinstance(result, KeyRanges) else None
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
@@ -178,7 +180,7 @@ class Seen:
         output = value(node)
         if name == "autopart::slice":
             return self._shard(args[0], *args[1:], dims=len(shape(node)))
-        if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
+        if any(isinstance(self.known[used], KeyRanges) for used in node.all_input_nodes):
             return _of_intervals(name, args, len(shape(node)))
         if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
             return _compared(name, *args)
@@ -191,22 +193,22 @@ class Seen:
         return node.target(*args, **kwargs)
 
     def _shard(
-        self, whole: Tensor | Intervals, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
+        self, whole: Tensor | KeyRanges, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
     ) -> Any:
         """Return a rank's shard. Key ranges can be sharded along queries, or along samples if all are equal."""
         index, ranks = self.rank[axis]
         if isinstance(whole, Tensor):
-            return Cut(dim, size, tuple(sections), ranks).take(whole, index)
+            return DimSharding(dim, size, tuple(sections), ranks).take(whole, index)
         if dim < dims - 2:
-            return whole if whole.of_all_rows() is not None else None
+            return whole if whole.equal_for_samples() is not None else None
         if dim == dims - 1:
             return None
         parts = (part.expand(*part.shape[:-1], size) for part in whole[:2])
-        first, end = (Cut(part.dim() - 1, size, tuple(sections), ranks).take(part, index) for part in parts)
-        return Intervals(first, end, whole.keys)
+        first, end = (DimSharding(part.dim() - 1, size, tuple(sections), ranks).take(part, index) for part in parts)
+        return KeyRanges(first, end, whole.keys)
 
 
-def _compared(name: str, one: Any, other: Any) -> Intervals | None:
+def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
     """Return the key ranges of a comparison of query values [..., q, 1] with key values [..., 1, k]."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return None
@@ -226,15 +228,15 @@ def _compared(name: str, one: Any, other: Any) -> Intervals | None:
     first = torch.searchsorted(keys, queries, side=begins) if begins else torch.zeros_like(queries, dtype=torch.int64)
     number = keys.size(-1)
     end = torch.searchsorted(keys, queries, side=ends) if ends else torch.full_like(first, number)
-    return Intervals(first, end, number)
+    return KeyRanges(first, end, number)
 
 
-def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
+def _of_intervals(name: str, args: Any, dims: int) -> KeyRanges | None:
     """Return the result of an operator on key ranges."""
-    intervals = args[0] if isinstance(args[0], Intervals) else None
+    intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
-        keys = next(part.keys for part in args if isinstance(part, Intervals))
-        one, other = (part if isinstance(part, Intervals) else _ranges_of_constant(part, keys) for part in args)
+        keys = next(part.keys for part in args if isinstance(part, KeyRanges))
+        one, other = (part if isinstance(part, KeyRanges) else _ranges_of_constant(part, keys) for part in args)
         return one.also(other) if one is not None and other is not None else None
     if intervals is None:
         return None
@@ -243,27 +245,27 @@ def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
     if name == "unsqueeze" and args[1] % dims < dims - 2:
         at, before = args[1] % dims, dims - 2  # dims of the mask before the new one, without its keys
         first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in intervals[:2])
-        return Intervals(first, end, intervals.keys)
+        return KeyRanges(first, end, intervals.keys)
     if name == "where" and isinstance(args[1], (int, float)) and isinstance(args[2], (int, float)):
         return intervals if args[1] == 0 and args[2] <= torch.finfo(torch.bfloat16).min / 2 else None
     return None
 
 
-def _expanded(mask: Any, queries: int, keys: int) -> Intervals | None:
+def _expanded(mask: Any, queries: int, keys: int) -> KeyRanges | None:
     """Expand a mask that is equal for all queries, for all keys or for both."""
     ranges = _ranges_of_constant(mask, keys)
     if ranges is None:
         return None
     first, end = (part.expand(*part.shape[:-1], queries) for part in ranges[:2])
-    return Intervals(first, end, keys)
+    return KeyRanges(first, end, keys)
 
 
-def _ranges_of_constant(mask: Any, keys: int) -> Intervals | None:
+def _ranges_of_constant(mask: Any, keys: int) -> KeyRanges | None:
     """Return the key ranges of a mask that is equal for all queries, or for all keys."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
     mask = mask.expand(1, 1) if mask.dim() == 0 else mask.unsqueeze(0) if mask.dim() == 1 else mask
     if mask.size(-1) == 1:
         is_attended = mask.squeeze(-1).to(torch.int64)
-        return Intervals(torch.zeros_like(is_attended), is_attended * keys, keys)
-    return intervals_of(mask) if mask.size(-2) == 1 else None
+        return KeyRanges(torch.zeros_like(is_attended), is_attended * keys, keys)
+    return key_ranges_of(mask) if mask.size(-2) == 1 else None

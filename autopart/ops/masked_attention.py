@@ -1,6 +1,6 @@
 """Detection of sliding windows in attention masks, and attention over windows and runs by blocks.
 
-If each query attends the keys around its position, so many before and so many after, the mask is a `Band`: causal
+If each query attends the keys around its position, so many before and so many after, the mask is a `MaskWindow`: causal
 attention, a sliding window, and attention to all keys. A kernel with this information reads no mask and skips the keys
 that none of its queries attends (Dao et al. 2022, arXiv:2205.14135, section 3.3).
 """
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopart.ir.mask_structure import ROWS, Band, Run
+from autopart.ir.mask_structure import ROWS, MaskWindow, QueryRun
 
 _SMALLEST_BLOCK = 64
 """Least queries of a block of window attention: with fewer, the calls cost more than the skipped keys."""
 
 
-def band_of(mask: Tensor, queries: int, keys: int) -> Band | None:
+def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
     """Return the sliding window of a mask, None if the mask is not one or differs between samples.
 
     Args:
@@ -42,7 +42,7 @@ def band_of(mask: Tensor, queries: int, keys: int) -> Band | None:
     is_band &= ((key >= query - before) & (key <= query + after)).eq_(first).all()
     is_band &= (before >= 0) & (after >= 0) & (queries - before <= keys)  # every query attends a key
     is_window, *widths = torch.stack([is_band, before, after]).tolist()  # the only GPU synchronisation
-    return Band(*widths) if is_window else None
+    return MaskWindow(*widths) if is_window else None
 
 
 def _distinct(mask: Tensor) -> Tensor:
@@ -62,13 +62,13 @@ def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
     return attended, (attended | (mask <= torch.finfo(mask.dtype).min / 2)).all()
 
 
-def blocks_fit(band: Band, length: int) -> bool:
+def blocks_fit(band: MaskWindow, length: int) -> bool:
     """Return True if attention to this window is less work by blocks, for `length` queries and keys."""
     block, left, right = _blocks(band)
     return 3 * (left + block + right) <= 2 * length
 
 
-def _blocks(band: Band) -> tuple[int, int, int]:
+def _blocks(band: MaskWindow) -> tuple[int, int, int]:
     """Return the queries of a block, and the keys before and after them that the block attends."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
@@ -94,7 +94,7 @@ def window_attention(
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         enable_gqa = False
     length = query.size(-2)
-    block, left, right = _blocks(Band(before, after))
+    block, left, right = _blocks(MaskWindow(before, after))
     count = -(-length // block)
     span, rest = left + block + right, count * block - length
 
@@ -115,12 +115,12 @@ def window_attention(
     return output[:, :, :length]
 
 
-def runs_of(numbers: Sequence[int]) -> list[Run]:
+def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
     """Return runs from their concatenated fields."""
-    return [Run(*fields) for fields in zip(*[iter(numbers)] * len(Run._fields), strict=True)]
+    return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 
 
-def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], **options: Any) -> Tensor:
+def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], **options: Any) -> Tensor:
     """Compute attention of runs of queries, with a mask per block if no kernel supports a run's structure."""
     outputs, start = [], 0
     for run in runs:
@@ -130,7 +130,7 @@ def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequen
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mapping[str, Any]) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, run: QueryRun, options: Mapping[str, Any]) -> Tensor:
     """Compute attention of one run: in one call if a kernel supports it, else in blocks with masks."""
     keys, values = (x.narrow(-2, run.low, run.high - run.low) for x in (key, value))
     hides_first, hides_last = run.hides

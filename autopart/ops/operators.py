@@ -40,11 +40,11 @@ from torch import Tensor, fx
 
 from autopart.ir import selection
 from autopart.ir.collective_nodes import MOVES, OPERATORS, ROTATING, WITHOUT_BACKWARD, autopart_operator
-from autopart.ir.layout import CONVERSIONS, ROUTING
+from autopart.ir.layout import CONVERSIONS, DISPATCH_CONVERSIONS
 from autopart.ops import attention_dropout, ctc_loss, grouped_matmul
 from autopart.ops.blockwise_attention import attention_runs
 from autopart.ops.masked_attention import window_attention
-from autopart.ops.seeded_random import kept, seeded
+from autopart.ops.seeded_random import dropout_mask, seeded
 
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
 
@@ -114,7 +114,7 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
     if x.device.type != "cpu":
         with seeded(x.device, seed, salt, shard):
             return torch.native_dropout(x, p, True)
-    mask = kept(x.detach(), p, seed, salt, shard)
+    mask = dropout_mask(x.detach(), p, seed, salt, shard)
     return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
 
 
@@ -181,7 +181,7 @@ def _define_operators() -> torch.library.Library:
         arguments += ", *, ScalarType? dtype=None, ScalarType? grad_dtype=None"
         library.define(f"{operator}({arguments}) -> Tensor")
     library.define("all_reduce_max(Tensor x, str axis) -> Tensor")
-    for operator in ROUTING:
+    for operator in DISPATCH_CONVERSIONS:
         library.define(
             f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor"
         )

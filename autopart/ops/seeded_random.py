@@ -33,7 +33,7 @@ def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence
         generator.set_state(before)
 
 
-class Masks:
+class DropoutMasks:
     """Dropout masks on a CPU, true for elements to keep, drawn chunk by chunk.
 
     Every `draw` returns the next chunk of one mask, so a large mask is never allocated in full. Each element is decided
@@ -67,9 +67,9 @@ class Masks:
         return torch.lt(numbers[start:stop].view(out.shape), self.below, out=out)
 
 
-def kept(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
+def dropout_mask(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
     """Return the dropout mask of a value on a CPU, true for elements to keep."""
-    masks = Masks(p, seed, salt, shard)
+    masks = DropoutMasks(p, seed, salt, shard)
     mask = torch.empty(like.shape, dtype=torch.bool)
     for part in mask.view(-1).split(_CHUNK):
         masks.draw(part)

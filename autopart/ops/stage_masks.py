@@ -2,7 +2,7 @@
 
 A traced model builds its masks as tensors, even a causal one. Mask structure depends on the values of a call (for
 example padding), so a stage keeps its masks. For each call the stage is rewritten for the structure that its masks turn
-out to have (`masked_attention.band_of`). Then a kernel skips masked keys, and no mask is allocated.
+out to have (`masked_attention.mask_window_of`). Then a kernel skips masked keys, and no mask is allocated.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import fx
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, shape, value
-from autopart.ir.mask_structure import Band, Run
+from autopart.ir.mask_structure import MaskWindow, QueryRun
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
-from autopart.ir.sharding import Cut
-from autopart.ir.subgraphs import erase_unread, is_given, made_for, part_of
-from autopart.ops.mask_key_ranges import Told, intervals_of_band, told_of
+from autopart.ir.sharding import DimSharding
+from autopart.ir.subgraphs import ancestors_of, erase_unused, extract_subgraph, is_leaf_value
+from autopart.ops.mask_key_ranges import MaskStructure, key_ranges_of_window, mask_structure_of
 from autopart.ops.masked_attention import blocks_fit
 from autopart.ops.operators import autopart_ops
 
@@ -45,7 +45,7 @@ def _depends_on_inputs_only(mask: fx.Node, stage: Stage) -> bool:
     if facts(mask).get("needs_grad"):
         return False
     inputs = {stage_input.name for stage_input in stage.inputs}
-    for node in made_for([mask]):
+    for node in ancestors_of([mask]):
         is_allowed = {"placeholder": node.target in inputs, "get_attr": node.target in stage.buffers}
         is_local = axis_of(node) is None or _is_slice(node)
         if not is_allowed.get(node.op, is_local and not draws_random_numbers(node)):
@@ -59,7 +59,7 @@ def _is_slice(node: fx.Node) -> bool:
 
 def differ_by_rank(stage: Stage) -> set[str]:
     """Return the names of masks that are sharded, so that they differ between ranks."""
-    return {mask.name for mask in masks_of(stage) if any(map(_is_slice, made_for([mask])))}
+    return {mask.name for mask in masks_of(stage) if any(map(_is_slice, ancestors_of([mask])))}
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:
@@ -115,10 +115,10 @@ def scores_of(call: fx.Node) -> tuple[int, int]:
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
     """Extract the subgraph of a stage that computes these masks from keyword inputs."""
-    return part_of(stage.graph, masks)
+    return extract_subgraph(stage.graph, masks)
 
 
-def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
+def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
     """Return the masks that no input and no buffer affects.
 
     Returns:
@@ -127,20 +127,22 @@ def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.Grap
     value_of = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     constant_inputs = {
         stage_input.name: stage_input for stage_input, value in value_of.items()
-        if isinstance(value, fx.Node) and not any(map(is_given, made_for([value])))
+        if isinstance(value, fx.Node) and not any(map(is_leaf_value, ancestors_of([value])))
     }  # fmt: skip
     masks: list[fx.Node] = []
     needed: dict[str, StageInput] = {}
     for mask in masks_of(stage):
-        names = [str(n.target) for n in made_for([mask]) if n.op != "call_function"]
+        names = [str(n.target) for n in ancestors_of([mask]) if n.op != "call_function"]
         if constant_inputs.keys() >= set(names):
             masks.append(mask)
             needed |= {name: constant_inputs[name] for name in names}
     inputs = list(needed.values())
-    return masks, inputs, part_of(stage.prologue, [value_of[stage_input] for stage_input in inputs])
+    return masks, inputs, extract_subgraph(stage.prologue, [value_of[stage_input] for stage_input in inputs])
 
 
-def with_bands(stage: Stage, bands: Mapping[str, Told | None], device: torch.device | None = None) -> Stage:
+def with_mask_structure(
+    stage: Stage, bands: Mapping[str, MaskStructure | None], device: torch.device | None = None
+) -> Stage:
     """Return a stage whose attention uses the mask structure instead of the masks.
 
     Masks that nothing reads any more are removed, with the inputs that only they needed.
@@ -170,7 +172,7 @@ def as_traced(program: Program) -> Program:
     return replace(program, stages=tuple(stages))
 
 
-def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> Told | None:
+def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> MaskStructure | None:
     """Return a mask's structure in the traced call, for the rank whose queries attend most keys."""
     band, layout = facts(mask).get("band"), facts(mask).get("layout", {})
     sharding = [
@@ -182,20 +184,22 @@ def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Nod
         return band
     (axis, placement), *other_axes = sharding
     queries, keys = facts(mask)["queries"], scores_of(calls[0])[1]
-    ranges = intervals_of_band(band, queries, keys)
-    shards = Cut(0, queries, placement.sections, mesh.size(axis))
+    ranges = key_ranges_of_window(band, queries, keys)
+    shards = DimSharding(0, queries, placement.sections, mesh.size(axis))
     ranks = [
         ranges._replace(first=shards.take(ranges.first, index), end=shards.take(ranges.end, index))
         for index in range(mesh.size(axis))
     ]
     fullest = max(ranks, key=lambda rank_ranges: int((rank_ranges.end - rank_ranges.first).sum()))
-    runs = told_of(fullest, fullest.first.numel(), keys) if not other_axes else None
+    runs = mask_structure_of(fullest, fullest.first.numel(), keys) if not other_axes else None
     return runs if isinstance(runs, tuple) else None
 
 
-def _apply_structure(stage: Stage, structure_of: Mapping[fx.Node, Told], device: torch.device | None = None) -> Stage:
+def _apply_structure(
+    stage: Stage, structure_of: Mapping[fx.Node, MaskStructure], device: torch.device | None = None
+) -> Stage:
     """Rewrite the attention of a stage for known mask structure. Modifies its graph."""
-    graph, of_masks = stage.graph.graph, made_for(structure_of)
+    graph, of_masks = stage.graph.graph, ancestors_of(structure_of)
     for mask, band in structure_of.items():
         for call in [user for user in mask.users if mask_of(user) is mask]:
             _rewrite_call(call, band)
@@ -209,26 +213,26 @@ def _apply_structure(stage: Stage, structure_of: Mapping[fx.Node, Told], device:
         _group_heads(call)
     if not structure_of:
         return stage
-    erase_unread(graph, of_masks)
+    erase_unused(graph, of_masks)
     remaining = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in remaining for stage_input in stage.inputs]
     inputs = tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read)
     return replace(stage, inputs=inputs, prologue=_with_outputs(stage.prologue, is_read))
 
 
-def _rewrite_call(call: fx.Node, band: Told) -> None:
+def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
     """Rewrite one call to use the mask structure instead of its mask.
 
     The mask stays if blocks of a window save nothing, or if no kernel supports the structure.
     """
     queries, keys = scores_of(call)
     if is_ring(call):
-        runs = intervals_of_band(band, queries, keys).runs() if isinstance(band, Band) else band
+        runs = key_ranges_of_window(band, queries, keys).runs() if isinstance(band, MaskWindow) else band
         call.args = (*call.args[:4], None, *call.args[5:7])
         call.kwargs = {"scale": argument(call, "scale"), "runs": [number for run in runs for number in run]}
         _count_attended(call, runs)
         return
-    if not isinstance(band, Band):
+    if not isinstance(band, MaskWindow):
         if is_attention(call) and len(shape(call)) == 4 and not dropout_probability(call):
             options = {name: argument(call, name) for name in ("scale", "enable_gqa")}
             call.target = autopart_ops.attention_runs.default
@@ -263,11 +267,11 @@ def _without_mask(call: fx.Node, is_causal: bool) -> None:
         call.args, call.kwargs = call.args[:3], {"dropout_p": argument(call, "dropout_p"), **options}
 
 
-def _count_attended(call: fx.Node, runs: Iterable[Run]) -> None:
+def _count_attended(call: fx.Node, runs: Iterable[QueryRun]) -> None:
     """Record the FLOPs of the two products over the attended keys only."""
     (rows, heads, _, width), value_width = shape(call.args[0]), shape(call)[-1]
     facts(call)["counted_flops"] = 2 * rows * heads * (width + value_width) * sum(run.seen for run in runs)
-    facts(call)["cost"] = cost_notes(call)._replace(counts_seen=True)
+    facts(call)["cost"] = cost_notes(call)._replace(counts_attended=True)
 
 
 def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:
@@ -353,5 +357,5 @@ def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.Graph
     unread = [
         output for output, read in zip(outputs, is_read, strict=False) if not read and isinstance(output, fx.Node)
     ]
-    erase_unread(graph, {node for node in made_for(unread) if not is_given(node)})
+    erase_unused(graph, {node for node in ancestors_of(unread) if not is_leaf_value(node)})
     return fx.GraphModule(prologue, graph)

@@ -20,7 +20,7 @@ from autopart.common.files import read_text, write_whole
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText
 from autopart.errors import PlanError
-from autopart.ir.layout import ROUTES
+from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE
 from autopart.ir.run.recompute_spec import Recompute
@@ -214,7 +214,7 @@ class Plan:
     def axes_by_expert(self) -> tuple[str, ...]:
         """Axes over which tokens are dispatched to their experts."""
         ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
-        axes = {axis for axis, way in ways if any(str(place) in way for place in ROUTES)}
+        axes = {axis for axis, way in ways if any(str(place) in way for place in EXPERT_PLACEMENTS)}
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:

@@ -1,8 +1,8 @@
 """Comparison of a traced graph on a single device with its partitioned program in lock step.
 
-`Subject.expected` runs the graph on the global batch. `Subject.errors` returns the errors of the program of an
-`Arrangement`: outputs, loss, and the gradient of every parameter on every rank that stores it. Both draw random numbers
-from one seed, as `rng="exact"` does.
+`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` returns the errors of the program
+of an `Arrangement`: outputs, loss, and the gradient of every parameter on every rank that stores it. Both draw random
+numbers from one seed, as `rng="exact"` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopart.ir.facts import facts
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.ir.run.weight_updates import WeightUpdate
-from autopart.ir.sharding import part_of
+from autopart.ir.sharding import local_shard_of
 from autopart.ir.trace import Trace
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
@@ -28,7 +28,7 @@ from autopart.runtime.batch.batch_split import merge_microbatches
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import OnValue, run_lockstep
-from autopart.runtime.shards.shard_state import cuts_at
+from autopart.runtime.shards.shard_state import splits_at
 
 FLOOR = 1e-3
 """Values below this are compared absolutely: a sum that cancels to zero leaves only rounding."""
@@ -98,7 +98,7 @@ class Results:
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
-def held_tensor(model: nn.Module, name: str) -> Tensor:
+def tensor_by_name(model: nn.Module, name: str) -> Tensor:
     """Return the buffer or parameter of this name."""
     module, _, last = name.rpartition(".")
     holder = model.get_submodule(module)
@@ -107,7 +107,7 @@ def held_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 @contextmanager
-def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+def restore_buffers(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """Context manager that restores all buffers, and the parameters in `written`, on exit."""
     parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
     modules = [(module, dict(module._buffers)) for module in model.modules()]
@@ -126,7 +126,7 @@ def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterato
 
 
 @contextmanager
-def one_seed(seed: int = SEED) -> Iterator[None]:
+def fixed_seed(seed: int = SEED) -> Iterator[None]:
     """Context manager that seeds the default generators on entry and restores their state on exit."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
@@ -137,10 +137,10 @@ def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[An
     """Return the parameter itself, or a leaf with its value after the in-forward update."""
     if update is None:
         return parameter
-    return update.of_whole(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
+    return update.updated_full(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
 
 
-class Subject:
+class GraphUnderTest:
     """A traced graph whose `parameters` have values.
 
     Gradients are those of its `loss`, or of a fixed weighted sum of all outputs without one.
@@ -166,7 +166,7 @@ class Subject:
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
         inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
-        with one_seed(self.random_seed):
+        with fixed_seed(self.random_seed):
             values = self.traced.values(inputs, tensors)
         for value in values.values() if retain_grads else ():
             if isinstance(value, Tensor) and value.requires_grad:
@@ -234,10 +234,10 @@ class Subject:
                 at = mesh.coordinates(rank)
                 if at.get("pp", 0) not in owner_stages:
                     continue
-                cuts = cuts_at(stored, mesh, at)
+                cuts = splits_at(stored, mesh, at)
                 place = tuple(index for _, index in cuts)
                 if place not in parts:
-                    parts[place] = part_of(self.traced.parameters[name].detach(), cuts)
+                    parts[place] = local_shard_of(self.traced.parameters[name].detach(), cuts)
                 changes = trained or tamper is not None or name in program.weight_updates
                 part = parts[place].clone() if changes else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
@@ -254,7 +254,7 @@ class Subject:
         new_buffers: dict[int, dict[str, Tensor]] | None = None,
     ) -> dict[int, list[tuple]]:
         buffers, inputs = self.traced.buffers, self.traced.call.tensors
-        with one_seed(self.random_seed):
+        with fixed_seed(self.random_seed):
             return run_lockstep(
                 program, shards, buffers, inputs, on_value, stage_style=stage_style, new_buffers=new_buffers
             )  # fmt: skip
@@ -298,7 +298,7 @@ class Subject:
             torch.autograd.backward(seeds)
         if self.loss is not None:
             loss = expected.outputs[self.outputs.index(self.loss)]
-            errors["loss"] = relative(whole_loss(step, results), loss)
+            errors["loss"] = relative(global_loss(step, results), loss)
         else:
             errors |= output_errors(step, results, expected.outputs)
         sync_gradients_lockstep(shards, step, stage_style=arrangement.stage_style)
@@ -359,7 +359,7 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
                 if grad is not None and bool(grad.any()):
                     errors[name] = float("inf")
                 continue
-            whole = part_of(whole, cuts_at(program.parameters[name], program.mesh, at))
+            whole = local_shard_of(whole, splits_at(program.parameters[name], program.mesh, at))
             apart = relative(grad, whole, scale) if grad is not None else float("inf")
             errors[name] = max(errors.get(name, 0.0), apart)
     return {name: float("inf") for name in expected.grads} | errors
@@ -374,7 +374,7 @@ def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results
     return errors
 
 
-def whole_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
+def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
     """Return the loss of the global batch.
 
     Partial sums over data ranks and microbatches are added; replicated losses count once.

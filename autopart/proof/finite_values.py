@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, tensor_inputs
-from autopart.proof.comparison import Results, Subject
+from autopart.proof.comparison import GraphUnderTest, Results
 
 SHOWN = 3
 """Number of values of one kind that a message names."""
@@ -54,7 +54,7 @@ def _listed(values: Mapping[str, str]) -> str:
     return "; ".join([*named, *([f"{len(values) - SHOWN} more"] if len(values) > SHOWN else [])])
 
 
-def held(value: Any) -> str:
+def bad_entries(value: Any) -> str:
     """Describe the bad entries of a value: `is nan`, `holds 3 nan of 64`; "" if all are finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return ""
@@ -68,19 +68,19 @@ def held(value: Any) -> str:
     return f"holds {counts} of {value.numel()}"
 
 
-def not_finite(subject: Subject, results: Results) -> dict[str, str]:
+def not_finite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
     """Map each compared tensor with NaN (or infinity, if illegal) to a description of the bad values."""
-    return {name: held(value) for name, value, infinities in _compared(subject, results)
-            if value.isnan().any() or (not infinities and held(value))}  # fmt: skip
+    return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
+            if value.isnan().any() or (not infinities and bad_entries(value))}  # fmt: skip
 
 
-def infinite(subject: Subject, results: Results) -> dict[str, str]:
+def infinite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
     """Map each output or buffer that legally contains infinity to a description."""
-    return {name: held(value) for name, value, infinities in _compared(subject, results)
-            if infinities and not value.isnan().any() and held(value)}  # fmt: skip
+    return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
+            if infinities and not value.isnan().any() and bad_entries(value)}  # fmt: skip
 
 
-def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
+def _compared(subject: GraphUnderTest, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, value, infinity is legal) of all floating-point values that are compared."""
     loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
     entries: list[tuple[str, Any, bool]] = []
@@ -94,7 +94,7 @@ def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor,
             yield name, value.detach(), infinities
 
 
-def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
+def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
     """Find the origin of the bad numbers in `values`, as `not_finite` returns them."""
     computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
@@ -115,7 +115,7 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
     Infinity in a buffer is legal.
     """
     for node, value in computed.items():
-        text = held(value)
+        text = bad_entries(value)
         if not text:
             continue
         if node.op == "placeholder" and facts(node).get("input_name"):
@@ -125,7 +125,7 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
             yield f"{kind} {node.target}", text
 
 
-def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: Subject) -> str:
+def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: GraphUnderTest) -> str:
     """Describe the operator that begins a chain of NaN, or of infinity that reaches a loss."""
     for end in ends:
         node = _origin(end, computed, torch.isnan)
@@ -167,7 +167,7 @@ def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
         if isinstance(value, Tensor) and value.requires_grad and value.grad is not None
     }
     for node in reversed(list(grads)):
-        if held(grads[node]):
+        if bad_entries(grads[node]):
             readers = [user for user in node.users if user.op == "call_function"]
             kind = "nan" if _has(grads[node], torch.isnan) else "infinity"
             return f"the backward of {describe(readers[-1])} computes {kind}" if readers else ""

@@ -38,7 +38,7 @@ from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.trace import Trace
 from autopart.passes.pass_pipeline import PassError
-from autopart.proof.comparison import Results, Subject, buffers_restored, held_tensor, one_seed, relative
+from autopart.proof.comparison import GraphUnderTest, Results, fixed_seed, relative, restore_buffers, tensor_by_name
 from autopart.proof.finite_values import NotFinite, explain, not_finite
 from autopart.recipe.make_plan import LIFTED, LIFTED_HALF, find_loss, prepare
 from autopart.tracing.meta_copy import copy_of
@@ -122,9 +122,9 @@ class Reference:
             traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
         self.notes += [note for note in traced.notes if is_double or note != LIFTED]
         phase("running the model on one device")
-        self.of_model = self._of_model(Subject(traced, find_loss(traced)))
+        self.of_model = self._of_model(GraphUnderTest(traced, find_loss(traced)))
         self.traced = traced if is_double else _doubled(traced)
-        self.subject = Subject(self.traced, find_loss(self.traced))
+        self.subject = GraphUnderTest(self.traced, find_loss(self.traced))
         self.infinite = not_finite(self.subject, self.of_model)
 
     def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,26 +144,26 @@ class Reference:
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer of the copy, or a frozen parameter that it writes, after the last forward."""
-        return held_tensor(self.base, name)
+        return tensor_by_name(self.base, name)
 
     @property
-    def is_lifted(self) -> bool:
+    def is_upcast(self) -> bool:
         """True if the trace computes in a higher precision than the copy."""
         return not self.is_double or not {LIFTED, LIFTED_HALF}.isdisjoint(self.notes)
 
     @cached_property
     def expected(self) -> Results:
         """The results that the program must compute."""
-        return self.subject.expected() if self.is_lifted else self.of_model
+        return self.subject.expected() if self.is_upcast else self.of_model
 
     @cached_property
     def errors(self) -> dict[str, float]:
         """The differences between trace and model that exceed rounding, by name."""
-        apart = self.expected.distance(self.of_model) if self.is_lifted else 0.0
+        apart = self.expected.distance(self.of_model) if self.is_upcast else 0.0
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         if apart > allowed:
             as_traced = prepare(self.model, self.arguments)
-            apart = Subject(as_traced, find_loss(as_traced)).expected().distance(self.of_model)
+            apart = GraphUnderTest(as_traced, find_loss(as_traced)).expected().distance(self.of_model)
         errors = {"trace against model": apart} if apart > allowed else {}
         return errors | {f"buffer {name}": float("inf") for name in self.lost}
 
@@ -172,13 +172,13 @@ class Reference:
         """The values of the model that are infinite or NaN, if any."""
         return explain(self.subject, self.infinite) if self.infinite else None
 
-    def _of_model(self, subject: Subject) -> Results:
+    def _of_model(self, subject: GraphUnderTest) -> Results:
         """Run the copy itself and differentiate it."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         written_parameters = {*subject.traced.written, *subject.traced.weight_updates}
-        with buffers_restored(self.base, written_parameters), PythonState(self.model):
+        with restore_buffers(self.base, written_parameters), PythonState(self.model):
             by_torch = DRAWN_BY_TORCH in subject.traced.notes
-            with one_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
+            with fixed_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
                 flat = tree_flatten(call(self.model, self.arguments))[0]
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}

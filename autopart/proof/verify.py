@@ -41,17 +41,17 @@ from autopart.proof.scale.scaled_model import (
     ONE_PASS,
     ScaledCopy,
     VerifyLoad,
-    check_room,
+    check_memory,
     copies_by_kind,
     device_of,
     fits,
-    placed,
+    on_device,
     scaled_copy,
 )
 from autopart.proof.steps.lockstep_steps import train
 from autopart.proof.steps.step_comparison import StepMismatch, StepReport
 from autopart.proof.steps.training_options import MakeOptimizer, Training, read_training
-from autopart.proof.verify_precision import OneDevice, Rounded
+from autopart.proof.verify_precision import Rounded, SingleDeviceRun
 from autopart.recipe.make_plan import make_plan, prepare
 from autopart.recipe.model_source import ModelSource
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
@@ -60,7 +60,7 @@ from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
-MOST_WHOLE = 3
+MOST_UNSHARDED = 3
 """Number of unsharded kinds of operators that a note names."""
 
 
@@ -175,10 +175,10 @@ def verify(
     for copied in _copies_to_verify(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
         verifications.append(run.check(run.arrange(sizes, followed, asked, tamper), tolerance, shrink, training))
-    return together(verifications)
+    return merge_verifications(verifications)
 
 
-def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
+def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
     """Return True if a model without weights could be verified at full size once it has weights.
 
     With `scaled=False` it must be: raises InputError if it needs more memory than is free.
@@ -188,7 +188,7 @@ def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scale
     asked = read_training(source.model, arguments, **training)
     work = VerifyLoad(mesh, asked.steps if asked is not None else 0)
     if scaled is False:
-        check_room(source.model, arguments, work)
+        check_memory(source.model, arguments, work)
     return scaled is False or fits(source.model, arguments, work)
 
 
@@ -238,21 +238,21 @@ class VerificationRun:
         check_trained(model)
         self.source = model if self.scaled is None else self.scaled.model
         self.target, self.has_loss_fn = target, loss_fn is not None
-        taken = self.taken(arguments, target)
-        self.reference = Reference(self.source, taken, loss_fn, rng, precision)
+        convert_arguments = self.convert_arguments(arguments, target)
+        self.reference = Reference(self.source, convert_arguments, loss_fn, rng, precision)
         self.model, self.base, self.arguments = self.reference.model, self.reference.base, self.reference.arguments
         self.traced, self.subject = self.reference.traced, self.reference.subject
-        self.one_device: OneDevice | None = None
+        self.one_device: SingleDeviceRun | None = None
         if precision is not None:
-            self.one_device = OneDevice(self.source, taken, loss_fn, precision, self.model.training)
+            self.one_device = SingleDeviceRun(self.source, convert_arguments, loss_fn, precision, self.model.training)
         self.parameters = {n: p for n, p in self.parameters.items() if n not in self.traced.written}
         self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
 
-    def taken(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    def convert_arguments(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
         """Convert the arguments of a call of the user's model to a call of the copy."""
-        taken = self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments)
-        taken = {"target": target, "call": taken} if self.has_loss_fn else taken
-        return placed(taken, device_of(self.source))
+        convert_arguments = self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments)
+        convert_arguments = {"target": target, "call": convert_arguments} if self.has_loss_fn else convert_arguments
+        return on_device(convert_arguments, device_of(self.source))
 
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
@@ -322,7 +322,7 @@ class VerificationRun:
             )
         targets = training.targets or (self.target,) * len(training.batches)
         pairs = zip(training.batches, targets, strict=True)
-        batches = tuple(self.reference.converted(self.taken(batch, target)) for batch, target in pairs)
+        batches = tuple(self.reference.converted(self.convert_arguments(batch, target)) for batch, target in pairs)
         training = replace(training, example=self.arguments, batches=batches)
         reports = train(self.reference, arrangement, training, tolerance)
         errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
@@ -342,8 +342,8 @@ def _unsharded_notes(plan: Plan | None) -> list[str]:
     if plan is None or not plan.unsharded:
         return []
     rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
-    rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
-    return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
+    rest = [f"{len(rows) - MOST_UNSHARDED} more kinds of operators"] * (len(rows) > MOST_UNSHARDED)
+    return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_UNSHARDED]), *rest])]
 
 
 def _method_notes(dp_sync: DpSync) -> list[str]:
@@ -360,7 +360,7 @@ def _copies_to_verify(
         raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:
         check_weights(model)
-        check_room(model, arguments, work)
+        check_memory(model, arguments, work)
         return [None]
     is_meta = any(p.is_meta for p in model.parameters())
     if scaled == "auto" and not is_meta and fits(model, arguments, work):
@@ -377,7 +377,7 @@ def _copies_to_verify(
         return copies
 
 
-def together(verifications: Sequence[Verification]) -> Verification:
+def merge_verifications(verifications: Sequence[Verification]) -> Verification:
     """Merge the verifications of several copies of one model."""
     if len(verifications) == 1:
         return verifications[0]

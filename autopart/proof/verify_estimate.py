@@ -26,7 +26,7 @@ VIEWS = (
 )  # fmt: skip
 """View operators: their outputs mostly share the memory of their inputs."""
 
-SHARE_WHOLE = 0.75
+SHARE_FULL_SIZE = 0.75
 """Share of the free memory that the verification of a full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
@@ -62,7 +62,7 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
     An optimizer adds its state and saved values to restore.
     """
     number = sum(p.numel() for p in parameters)
-    replicas = 1 if mesh is None else mesh.row_ranks
+    replicas = 1 if mesh is None else mesh.data_parallel_size
     copies = 3 + replicas + (3 + 3 * replicas if trains else 0)
     return DOUBLE * number * copies
 
@@ -75,7 +75,7 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
     largest = DOUBLE * max((node.meta["val"].numel() for node in nodes), default=0)
-    ranks = 1 if mesh is None else mesh.feature_ranks
+    ranks = 1 if mesh is None else mesh.tensor_parallel_size
     return int(computed * (1 + ranks) / 2 + 3 * largest)
 
 
@@ -114,10 +114,10 @@ def available_bytes(device: torch.device | None = None) -> int:
     meminfo = Path("/proc/meminfo")
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     machine = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min(machine, cgroup_room()))
+    return int(min(machine, cgroup_free_bytes()))
 
 
-def cgroup_room(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
+def cgroup_free_bytes(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
     """Return the bytes left below the memory limits of a process's cgroups; infinite without a limit."""
     room = math.inf
     for line in process.read_text().splitlines() if process.exists() else ():

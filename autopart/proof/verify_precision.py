@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from autopart.compat.torch_internals import tree_flatten
 from autopart.ir.run.mixed_precision import Precision
 from autopart.passes.choose.plan_codec import decode
-from autopart.proof.comparison import Arrangement, Results, Subject, buffers_restored, held_tensor, one_seed
+from autopart.proof.comparison import Arrangement, GraphUnderTest, Results, fixed_seed, restore_buffers, tensor_by_name
 from autopart.recipe.make_plan import find_loss, prepare
-from autopart.tracing.compute_dtype import at_the_door
+from autopart.tracing.compute_dtype import cast_at_boundary
 from autopart.tracing.meta_copy import copy_of
-from autopart.tracing.python.hidden_tensors import Caches
+from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.python.user_checkpoints import plain_checkpoints
 from autopart.tracing.with_loss import WithLoss, call, users_model
 
@@ -70,7 +70,7 @@ class Rounded:
         return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {rounding}"
 
 
-class OneDevice:
+class SingleDeviceRun:
     """Single-device run of a copy of a model under a precision, with its trace.
 
     Arguments as in `Reference`.
@@ -88,16 +88,16 @@ class OneDevice:
         self.model = base if loss_fn is None else WithLoss(base, loss_fn).train(training)
         self.arguments, self.precision = dict(arguments), precision
         self.traced = prepare(self.model, self.arguments, precision=precision)
-        self.subject = Subject(self.traced, find_loss(self.traced))
+        self.subject = GraphUnderTest(self.traced, find_loss(self.traced))
         self.results = self._run(base)
 
     def _run(self, base: nn.Module) -> Results:
         traced, prefix = self.traced, "model.model." if users_model(self.model) is not self.model else "model."
         cast = {f"{prefix}{name}": self.precision.cast(parameter) for name, parameter in traced.parameters.items()}
-        with buffers_restored(base, {*traced.written, *traced.weight_updates}), Caches(self.model):
-            with one_seed(), plain_checkpoints(), at_the_door(base, self.precision):
+        with restore_buffers(base, {*traced.written, *traced.weight_updates}), HiddenTensors(self.model):
+            with fixed_seed(), plain_checkpoints(), cast_at_boundary(base, self.precision):
                 returned = torch.func.functional_call(_Call(self.model), cast, (self.arguments,), tie_weights=True)
-            written = {name: held_tensor(base, name).detach().clone() for name in traced.buffer_updates}
+            written = {name: tensor_by_name(base, name).detach().clone() for name in traced.buffer_updates}
             return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
 
     def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:

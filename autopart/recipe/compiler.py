@@ -32,7 +32,7 @@ from autopart.recipe.make_plan import class_of, find_loss, make_plan, plan_outpu
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.recipe.plan_figures import Draft, plan_of
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
-from autopart.tracing.caller_modes import traced_apart, without_inference
+from autopart.tracing.caller_modes import isolated_trace, without_inference
 from autopart.tracing.local_batch_call import all_ranks_call, are_rows
 from autopart.tracing.meta_copy import Source
 from autopart.tracing.python.guards import Guards, check_unstable, shown, warn_of_change
@@ -196,7 +196,7 @@ class Compiler:
         if program.input_names[-1:] != (SEEDS,):
             return []
         first = torch.randint(2**62, (), generator=self._random)
-        return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
+        return [(first + torch.arange(program.microbatches)).repeat(program.data_parallel_size)]
 
     def _find(
         self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
@@ -219,7 +219,7 @@ class Compiler:
                 return traced
             first = next((traced.first_guards for traced in self._traced.of(key)), None)
             changed_values = "" if first is None else self._changed_values(first)
-            with traced_apart(), number_slots(slots):
+            with isolated_trace(), number_slots(slots):
                 given = without_inference(arguments) if inference else arguments
                 traced = self._trace(given, training, settings, loss_fn, with_outputs, slots)
             traced = replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
@@ -271,7 +271,7 @@ class Compiler:
             model = self.model if loss_fn is None else around(self.model, loss_fn)
             flat = flatten_call(arguments)
             if self.options.local_batch:
-                arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
+                arguments = all_ranks_call(arguments, flat, self.mesh.data_parallel_size)
             traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
         if settings != self._model_settings:  # the plan has other operators
             traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")

@@ -19,16 +19,16 @@ from autopart.compat.torch_internals import tree_unflatten
 from autopart.cost.count.compiled_saved_tensors import with_compiled
 from autopart.cost.count.program_summary import crossings
 from autopart.cost.count.rank_memory import memory_of
-from autopart.cost.count.stage_footprint import walked
+from autopart.cost.count.stage_footprint import liveness_of
 from autopart.cost.formula.plan_cost import Cost
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.memory_advice import Estimate, does_not_fit, fullest
 from autopart.cost.memory_kinds import RankMemory
-from autopart.cost.predict.send_costs import scattering_pays
-from autopart.cost.predict.stage_balance import SLACK
-from autopart.cost.predict.table import LESS_EVEN
+from autopart.cost.predict.send_costs import scatter_is_cheaper
+from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
+from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE
 from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
-from autopart.ir.blocks.deduplication import NotFoldable
+from autopart.ir.blocks.deduplication import NotDeduplicable
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
@@ -37,16 +37,16 @@ from autopart.ir.run.delayed_gradients import check_delayed
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
-from autopart.ir.run.unshard_policy import check_sent_whole
+from autopart.ir.run.unshard_policy import check_full_gradients
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
 from autopart.options import Options
-from autopart.passes.choose.decide import around_cuts, cut_again, decide
-from autopart.passes.choose.explain.reasons import LaterReasons, Reasons
+from autopart.passes.choose.decide import boundary_operators, choose_stages_again, decide
+from autopart.passes.choose.explain.reasons import DeferredReasons, Reasons
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
-from autopart.passes.choose.solve.batch_axis import choose_batch, mixed_rows
-from autopart.passes.choose.storage.sharded_storage import choose_parts
+from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
+from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
 from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
@@ -59,8 +59,8 @@ from autopart.passes.pass_pipeline import run_passes
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe.plan_figures import Draft, Written, plan_of
-from autopart.tracing.blocks.deduplicate import copied, folded
-from autopart.tracing.compute_dtype import computing_in, precision_notes
+from autopart.tracing.blocks.deduplicate import copied, deduplicated
+from autopart.tracing.compute_dtype import compute_dtype_context, precision_notes
 from autopart.tracing.gradient_check import with_gradients_checked
 from autopart.tracing.trace_model import trace
 from autopart.tracing.with_loss import users_model
@@ -98,7 +98,7 @@ def prepare(
         fold: let one block represent equal blocks (`Trace.folds`), for planning only: such a program is not run.
     """
     check_folder()
-    with computing_in(model, precision, written):
+    with compute_dtype_context(model, precision, written):
         traced = _prepared(model, arguments, double, written, fold)
     if precision is not None and not traced.written <= set(written):  # these keep their dtype: they are buffers
         return prepare(model, arguments, double, {*written, *traced.written}, precision, fold)
@@ -114,12 +114,12 @@ def _prepared(
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what may be cut")
-    if fold and (few := folded(traced)).folds:
+    if fold and (few := deduplicated(traced)).folds:
         try:
             few = _annotated(model, arguments, few, double)
             check_blocks(few)
             return few
-        except NotFoldable:
+        except NotDeduplicable:
             pass
     return _annotated(model, arguments, traced, double)
 
@@ -158,7 +158,7 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
     """
     if mesh.size("pp") == 1 or traced.whole is None:
         return traced
-    few = folded(traced.whole, around_cuts(problem_of(traced, mesh, options)))
+    few = deduplicated(traced.whole, boundary_operators(problem_of(traced, mesh, options)))
     if not few.folds:
         return unfolded(traced)
     few = _annotated_as(traced, few)
@@ -196,7 +196,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     if is_fixed or Cost.of(plan).has_quickest_stages:
         return plan
     try:
-        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))
+        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=WIDE_IMBALANCE_TOLERANCE))
     except MemoryLimitError:
         return plan
     return replace(other, notes=(*other.notes, _why_less_even(other, plan)))
@@ -235,14 +235,14 @@ def can_be_folded(mesh: Mesh, options: Options) -> bool:
 def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     traced = traced.without_values()
     if traced.folds and traced.checkpointed:
-        raise NotFoldable("which blocks the model checkpoints is not known of a folded trace")
+        raise NotDeduplicable("which blocks the model checkpoints is not known of a folded trace")
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
     if axes := draft.problem.expert_axes:
         check_balance(mesh, options.balance, axes)
     check_delayed(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
-    reasons = LaterReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
+    reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
         if traced.folds else _reasons(draft)  # fmt: skip
     return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
 
@@ -295,14 +295,14 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     if known is None:
         decisions, solved = decide(problem)
     else:
-        decisions, solved = cut_again(problem, known.decisions), known.solved
-    decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
+        decisions, solved = choose_stages_again(problem, known.decisions), known.solved
+    decisions = replace(decisions, stored=choose_sharded_storage(problem, decisions.stored))
     check_methods(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng, options.compile)
-    check_sent_whole(whole.program)
+    check_full_gradients(whole.program)
     decisions = replace(
-        decisions, scatter_sends=scattering_pays(crossings(traced, whole.program), mesh, problem.hardware)
+        decisions, scatter_sends=scatter_is_cheaper(crossings(traced, whole.program), mesh, problem.hardware)
     )
     if not decisions.scatter_sends:
         return Draft(problem, decisions, whole.program, solved, whole.walks)
@@ -317,7 +317,7 @@ def written(
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
     for stage in program.stages:
         check_written(stage.graph.graph, traced.folds)
-    walks = [walked(traced, program, stage) for stage in program.stages]
+    walks = [liveness_of(traced, program, stage) for stage in program.stages]
     return Written(program, [with_compiled(walk) if is_compiled else walk for walk in walks])
 
 
@@ -327,7 +327,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
         options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
-        SLACK if options.stage_slack is None else options.stage_slack,
+        IMBALANCE_TOLERANCE if options.stage_slack is None else options.stage_slack,
     )  # fmt: skip
 
 
@@ -350,7 +350,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
             return asked, draft, ranks
         first = first or (draft, ranks)
     if traced.folds:
-        raise NotFoldable("what would take less memory is asked of the whole trace")
+        raise NotDeduplicable("what would take less memory is asked of the whole trace")
     assert first is not None and options.memory is not None
     draft, needed = first
     estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
@@ -386,7 +386,7 @@ def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     Sequence parallelism comes first, then ZeRO levels.
     """
     cuts: list[dict[str, Any]] = [{}]
-    if options.sequence_parallel == "auto" and mesh.feature_ranks > 1:
+    if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:
         cuts.append({"sequence_parallel": True})
     stores: list[dict[str, Any]] = [{}]
     if options.zero is None and mesh.storing_axis is not None:
@@ -419,11 +419,11 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
 
 
 def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: int) -> int:
-    rows = batch_size(traced) // mesh.batch_parts
+    rows = batch_size(traced) // mesh.batch_divisor
     divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
     for microbatches in divisors:
-        parts = mesh.row_ranks * microbatches
-        if mixed_rows(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
+        parts = mesh.data_parallel_size * microbatches
+        if first_batch_mixing(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
             continue
         try:
             check_schedule(schedule or "gpipe", num_stages, mesh.size("pp"), microbatches)

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopart.cost.count.program_summary import collectives, cost, stage_rows
-from autopart.cost.count.stage_footprint import Walk
+from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.count.tabulate import tabulate
 from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.simulate import schedule_notes, simulated
-from autopart.cost.predict.table import Priced
-from autopart.cost.predict.table_data import as_data, of_few_rows, own_setting
+from autopart.cost.predict.table import TableCost
+from autopart.cost.predict.table_data import as_data, deduplicated_rows, plan_setting
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.explain.alignment_notes import alignment_notes
 from autopart.passes.choose.explain.axis_refusals import expert_notes
 from autopart.passes.choose.explain.indivisible_sizes import size_notes
 from autopart.passes.choose.explain.reasons import Solved, certificate
-from autopart.passes.choose.explain.sequence_notes import position_notes
+from autopart.passes.choose.explain.sequence_notes import context_axis_notes
 from autopart.passes.choose.explain.unsharded_operators import unsharded
 from autopart.passes.choose.plan_codec import encode
 from autopart.passes.choose.problem import Problem
@@ -39,7 +39,7 @@ class Written(NamedTuple):
     """A program, and the liveness analysis of each stage."""
 
     program: Program
-    walks: Sequence[Walk]
+    walks: Sequence[Liveness]
 
 
 class Draft(NamedTuple):
@@ -53,7 +53,7 @@ class Draft(NamedTuple):
     decisions: Decisions
     program: Program
     solved: Mapping[str, Solved]
-    walks: Sequence[Walk]
+    walks: Sequence[Liveness]
     whole: Written | None = None
 
 
@@ -76,7 +76,7 @@ def plan_of(
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
                  *selection_notes(traced), *expert_notes(traced, mesh),
-                 *position_notes(traced, decisions), *alignment_notes(traced, decisions, hardware))  # fmt: skip
+                 *context_axis_notes(traced, decisions), *alignment_notes(traced, decisions, hardware))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.all_parameters), "mode": traced.mode}
     if traced.autocast:
@@ -87,11 +87,11 @@ def plan_of(
     }
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
-    table = of_few_rows(table, decisions.scatter_sends, traced.folds)
+    table = deduplicated_rows(table, decisions.scatter_sends, traced.folds)
     held = tuple(rank.as_row() for rank in memory)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {
-        **Priced(table, own_setting(table, mesh, schedule, *chosen), hardware).timing,
+        **TableCost(table, plan_setting(table, mesh, schedule, *chosen), hardware).timing,
         "table": as_data(table),
     }
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}

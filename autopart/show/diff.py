@@ -15,7 +15,7 @@ from autopart.common.names import pattern_of
 from autopart.common.text import ShownText, quantity
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
-from autopart.ir.run.recompute_spec import text_of, word_of
+from autopart.ir.run.recompute_spec import recompute_mode_of, text_of
 
 if TYPE_CHECKING:
     from autopart.plans.plan import Plan
@@ -115,7 +115,9 @@ def _recompute(a: Plan, b: Plan) -> list[DiffRow]:
     blocks = [
         f"{prefix}{number}" for plan in (a, b) for prefix, numbers in _numbers(plan).items() for number in numbers
     ]
-    if blocks and all(word_of(a.recompute, block) == word_of(b.recompute, block) for block in blocks):
+    if blocks and all(
+        recompute_mode_of(a.recompute, block) == recompute_mode_of(b.recompute, block) for block in blocks
+    ):
         return []
     return _row("recompute", "in the backward", text_of(a.recompute), text_of(b.recompute))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.common.names import pattern_of
 from autopart.common.text import TEXT_WIDTH, indented, quantity
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.recompute_spec import text_of
 from autopart.ir.run.report_terms import MEMORY_KINDS, Collective
@@ -90,7 +90,7 @@ def _header(plan: Plan) -> str:
 def _zero(plan: Plan) -> str:
     """Return a text on what ZeRO shards over which axes."""
     mesh, ahead = plan.mesh_object(), plan.prefetch
-    parts = [[part for part in parts_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
+    parts = [[part for part in mesh_axes_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
     over = " and ".join(map(" x ".join, parts))
     words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
     if plan.zero not in words:

@@ -172,7 +172,8 @@ def warn_of_copies(rows: int, mesh: Mesh) -> None:
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(
         f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes all of it, "
-        f"which is exact and no faster than one. Use batches of a multiple of {mesh.row_ranks} rows (DataLoader: "
+        f"which is exact and no faster than one. Use batches of a multiple of {mesh.data_parallel_size} rows "
+        f"(DataLoader: "
         "drop_last=True).",
         stacklevel=2,
     )

@@ -24,14 +24,14 @@ from autopart.tracing.python.number_inputs import NUMBERS, assigned
 from autopart.tracing.python.python_random import drawn_by_torch
 from autopart.tracing.python.python_state import PythonState
 from autopart.tracing.python.recorded_reads import watched_frames
-from autopart.tracing.python.user_checkpoints import OwnCheckpoints
+from autopart.tracing.python.user_checkpoints import UserCheckpoints
 from autopart.tracing.with_loss import call, users_input, users_modules
 
 PREFIX = "model."
-"""Prefix of the model's own parameters and modules inside an `Entry`."""
+"""Prefix of the model's own parameters and modules inside an `ExportEntry`."""
 
 
-class Entry(nn.Module):
+class ExportEntry(nn.Module):
     """A model with all arguments of one call fixed but the tensors; options may be of any type.
 
     Inputs are named as in `tensor_names`; outputs are the model's. `autocast`: the autocast state of the call.
@@ -43,7 +43,7 @@ class Entry(nn.Module):
         dtype = ambient_autocast(device.type)
         self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
         self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
-        self.checkpoints = OwnCheckpoints(model)
+        self.checkpoints = UserCheckpoints(model)
         self.numbers = dict(arguments.get(NUMBERS, {}))
         leaves, self.spec = tree_flatten({name: leaf for name, leaf in arguments.items() if name != NUMBERS})
         self.leaf_names = [name for name, _ in leaves_with_names(arguments)][: len(leaves)]

@@ -14,7 +14,7 @@ from autopart.compat.torch_internals import tree_map
 
 
 @contextmanager
-def traced_apart() -> Iterator[None]:
+def isolated_trace() -> Iterator[None]:
     """Leave inference mode, and disable the caller's saved-tensor hooks.
 
     `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves other tensors than the call

@@ -17,7 +17,7 @@ from autopart.tracing.with_loss import users_model
 
 
 @contextmanager
-def computing_in(model: nn.Module, precision: Precision | None, kept: Collection[str] = ()) -> Iterator[None]:
+def compute_dtype_context(model: nn.Module, precision: Precision | None, kept: Collection[str] = ()) -> Iterator[None]:
     """Give the parameters of a model the compute dtype, for a `with` block.
 
     Floating-point inputs of the model are cast to it, and outputs to float32. Afterwards the model is unchanged.
@@ -37,7 +37,7 @@ def computing_in(model: nn.Module, precision: Precision | None, kept: Collection
     try:
         for parameter in cast:
             parameter.data = _in_dtype(parameter.data, precision.compute)
-        with at_the_door(inner, precision):
+        with cast_at_boundary(inner, precision):
             yield
     finally:
         for parameter, value in zip(cast, before, strict=True):
@@ -45,7 +45,7 @@ def computing_in(model: nn.Module, precision: Precision | None, kept: Collection
 
 
 @contextmanager
-def at_the_door(model: nn.Module, precision: Precision) -> Iterator[None]:
+def cast_at_boundary(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Cast the floating-point inputs of the model's call, and its outputs to float32, for a `with` block."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:

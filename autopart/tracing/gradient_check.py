@@ -20,12 +20,12 @@ from autopart.common.empty_tensors import without_values
 from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import tree_flatten
 from autopart.errors import Refusal, TraceError
-from autopart.ir.blocks.deduplication import NotFoldable, names_of
+from autopart.ir.blocks.deduplication import NotDeduplicable, names_of
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.ir.trace import Trace, device_of_weights
 from autopart.tracing.autograd.meta_run import meta_run
-from autopart.tracing.call_signature import PREFIX, Entry
+from autopart.tracing.call_signature import PREFIX, ExportEntry
 from autopart.tracing.python.eager_semantics import traceable
 from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import users_model
@@ -34,7 +34,7 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GradientRun:
     """A run of a model or of its graph: flat outputs, and tensors that may need a gradient, by id and by name."""
 
     outputs: Sequence[Any]
@@ -82,10 +82,10 @@ def with_gradients_checked(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
         return traced
-    if traced.by_chance:
+    if traced.has_random_branches:
         return traced  # a run of the model takes one side of each decision
     device = device_of_weights(model)
-    entry = Entry(model, arguments, flatten_call(arguments).names, device)
+    entry = ExportEntry(model, arguments, flatten_call(arguments).names, device)
     leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
     try:
         stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
@@ -99,12 +99,12 @@ def with_gradients_checked(
     wanted = traced.call.with_gradient
     tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
     leaves |= {id(t): name for name, t in tensors.items()}
-    eager = _Run(flat, leaves, tensors)
+    eager = _GradientRun(flat, leaves, tensors)
     _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)
     return replace(traced, checkpointed=entry.checkpoints.found or traced.checkpointed)
 
 
-def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
+def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
     """Return the model's result for its call, by its own Python."""
     weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
 
@@ -127,12 +127,12 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compare(
-    name: str, eager: _Run, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
+    name: str, eager: _GradientRun, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
 ) -> None:
     """Raise TraceError for the first parameters whose dependence differs between trace and model."""
     outputs = list(traced.graph.output_node().args[0])
     reached = _static(traced)
-    graph: _Run | None = None
+    graph: _GradientRun | None = None
     for of in ([loss] if loss is not None else []) + [None]:
         places = range(len(outputs)) if of is None else [outputs.index(of)]
         of_model = [eager.outputs[i] for i in places]
@@ -141,7 +141,7 @@ def _compare(
         if expected == actual:
             continue
         if traced.folds:
-            raise NotFoldable("gradients are compared in the whole trace")
+            raise NotDeduplicable("gradients are compared in the whole trace")
         graph = graph or _graph_run(traced, eager, device, inputs)
         lost = eager.with_gradient(of_model, expected - actual)
         made_up = graph.with_gradient([graph.outputs[i] for i in places], actual - expected)
@@ -167,7 +167,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
     return reached
 
 
-def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
+def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
     """Run the trace's graph as the model was run, in the precision of the graph."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
@@ -179,7 +179,7 @@ def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequenc
         values = traced.values(cast_inputs, tensors)
     outputs = traced.graph.output_node().args[0]
     flat = [values[o] if isinstance(o, fx.Node) else o for o in outputs]
-    return _Run(flat, eager.leaves, eager.tensors)
+    return _GradientRun(flat, eager.leaves, eager.tensors)
 
 
 def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> TraceError:

@@ -42,9 +42,9 @@ class Source:
     def let_go(self, cut: Collection[str]) -> None:
         """Drop the values of these parameters. Warns, and keeps the model, if it has no copy."""
         try:
-            self._skeleton = skeleton_of(self.model, cut)
+            self._skeleton = meta_copy_of(self.model, cut)
             self._held = None
-        except NoSkeleton as error:
+        except CannotCopy as error:
             self._held = self.model
             warnings.warn(
                 f"every rank keeps the whole {type(self.model).__name__} in memory beside its shards: {error}.",
@@ -52,7 +52,7 @@ class Source:
             )
 
 
-class NoSkeleton(Exception):
+class CannotCopy(Exception):
     """The reason why a model cannot be copied without its parameters."""
 
 
@@ -89,7 +89,7 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
-def skeleton_of(
+def meta_copy_of(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor] | None = None
 ) -> nn.Module:  # fmt: skip
     """Return a copy of a model that shares its tensors, except the named parameters, which have no memory.
@@ -102,15 +102,15 @@ def skeleton_of(
         shared, originals = _twins(model, cut, instead or {})
         copied = copy_of(model, shared)
     except Exception as error:  # whatever the attributes of a user's modules make of a copy
-        raise NoSkeleton(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
+        raise CannotCopy(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
     if _named(copied) != _named(model):
-        raise NoSkeleton("its copy has other parameters or buffers")
+        raise CannotCopy("its copy has other parameters or buffers")
     whole = next((name for name, p in copied.named_parameters() if name in cut and p.untyped_storage().nbytes()), None)
     if whole is not None:
-        raise NoSkeleton(f"its copy has a copy of '{whole}'")
+        raise CannotCopy(f"its copy has a copy of '{whole}'")
     held = next((thing for thing in _reachable(copied) if id(thing) in originals), None)
     if held is not None:
-        raise NoSkeleton(f"its copy still refers to {_spoken(held, model)}")
+        raise CannotCopy(f"its copy still refers to {_spoken(held, model)}")
     return copied
 
 

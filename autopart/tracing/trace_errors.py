@@ -20,7 +20,7 @@ from autopart.tracing.with_loss import users_model, users_name
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 
 
-class Lost(Exception):
+class LostInTrace(Exception):
     """A part of a forward that a trace would lose, reported with the running line."""
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
@@ -28,7 +28,7 @@ class Lost(Exception):
         self.what, self.why, self.hint, self.refusal = what, why, hint, refusal
 
 
-class _Kind(NamedTuple):
+class _KnownFailure(NamedTuple):
     """A message of torch (a regular expression), and its meaning."""
 
     refusal: Refusal
@@ -38,28 +38,28 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
+    _KnownFailure(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
           "numpy computes outside of the graph", "the same in torch operations, or before the call"),
-    _Kind(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
+    _KnownFailure(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
-    _Kind(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
+    _KnownFailure(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
           "the forward differentiates inside (autograd.grad, backward, torch.func), or reads a tensor that it made "
           "before",
           "the gradient outside of the model, or written as operations"),
-    _Kind(Refusal.STATE, r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
+    _KnownFailure(Refusal.STATE, r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
           "the tensor '{name}' is written and is not a buffer", "register_buffer('{name}', ...)"),
-    _Kind(Refusal.FUNCTION, r"Please convert all Tensors to FakeTensors first",
+    _KnownFailure(Refusal.FUNCTION, r"Please convert all Tensors to FakeTensors first",
           "an autograd.Function reads a tensor that is not among its arguments",
           "that tensor as an argument of apply()"),
-    _Kind(Refusal.PART, r"Creating a new Tensor subclass (?P<name>\w+)",
+    _KnownFailure(Refusal.PART, r"Creating a new Tensor subclass (?P<name>\w+)",
           "a {name} is a tensor subclass, which has no dense values in a trace",
           "a plain tensor; for causal_lower_right(q, k): torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
-    _Kind(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor",
+    _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor",
           "a nested (jagged) tensor has no dense values", "padded rows and a mask"),
-    _Kind(Refusal.REGION, r"[Hh]igher.order op",
+    _KnownFailure(Refusal.REGION, r"[Hh]igher.order op",
           "while_loop, scan and the like hold parts of the model that cannot be cut",
           "torch.where and plain operations, or parallelize the modules inside"),
-    _Kind(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
+    _KnownFailure(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",
           "return its tensors (of a cache: use_cache=False), or torch.utils._pytree.register_pytree_node"),
 )  # fmt: skip
@@ -74,7 +74,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     name = type(model).__name__
     frame, line = _innermost(error)
     where = _where(frame, line, model)
-    if isinstance(error, Lost):
+    if isinstance(error, LostInTrace):
         return TraceError(error.what, refusal=error.refusal, why=error.why, where=where, hint=error.hint)
     text = str(error).strip()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(_OUT_OF_MEMORY, text):

@@ -25,18 +25,18 @@ from autopart.compat.symbolic_shape_internals import many_elements
 from autopart.compat.torch_internals import keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import module_path, source_of, source_text, spoken_name, value
+from autopart.ir.graph import display_name, module_path, source_of, source_text, value
 from autopart.ir.trace import Call, Trace, device_of_weights
-from autopart.tracing.autograd.autograd_functions import name_functions
+from autopart.tracing.autograd.autograd_functions import name_function_nodes
 from autopart.tracing.autograd.saved_views import saved_views
 from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
-from autopart.tracing.blocks.repeated_blocks import NotAlike, Repeats
-from autopart.tracing.call_signature import PREFIX, Entry, register_dataclasses, tensor_names
-from autopart.tracing.dynamic.data_dependent_branches import SkippedWrites
+from autopart.tracing.blocks.repeated_blocks import NotARepeat, RepeatedBlocks
+from autopart.tracing.call_signature import PREFIX, ExportEntry, register_dataclasses, tensor_names
+from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import ReadsFloat
-from autopart.tracing.dynamic.random_branches import note_chances, with_chances
-from autopart.tracing.dynamic.unbacked_sizes import with_known_sizes
+from autopart.tracing.dynamic.random_branches import random_branch_notes, with_random_branches
+from autopart.tracing.dynamic.unbacked_sizes import with_bounded_sizes
 from autopart.tracing.exported_graph import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
 from autopart.tracing.python.assigned_buffers import again_filled, check_caches, computed
@@ -134,7 +134,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         check_values(call)
     # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
     dtype = ambient_autocast(device.type)
-    entry = Entry(model, arguments, call.names, device)
+    entry = ExportEntry(model, arguments, call.names, device)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
     check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))
@@ -156,19 +156,19 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
-    with_known_sizes(traced.graph, list(entry.semantics.skipped.lines))
+    with_bounded_sizes(traced.graph, list(entry.semantics.skipped.lines))
     passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
     both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
     notes = (
         *traced.notes,
         *passed,
         *both,
-        *note_chances(entry.semantics.chances, traced.graph),
+        *random_branch_notes(entry.semantics.chances, traced.graph),
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
         *entry.semantics.hook_notes,
         *entry.semantics.skipped.notes(),
     )
-    traced = replace(traced, by_chance=entry.semantics.chances.count > 0)
+    traced = replace(traced, has_random_branches=entry.semantics.chances.count > 0)
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
@@ -176,7 +176,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     return with_weight_updates(traced, type(users_model(model)).__name__)
 
 
-def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
+def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
     """Return the program if Python's random numbers decide nothing in it; else trace again with torch's random
     numbers.
     """
@@ -197,7 +197,7 @@ def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any)
         return program
 
 
-def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     """Return the exported program without regions, with repeated blocks traced once if possible."""
     while True:
         try:
@@ -213,10 +213,10 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
             semantics.may_rewrite = semantics.numbers_stay = True
 
 
-def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+def _export_blocks(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     if entry.semantics.may_rewrite:
         return _exported(entry, example)
-    repeats = Repeats(entry.model, entry.semantics.known)
+    repeats = RepeatedBlocks(entry.model, entry.semantics.known)
     try:
         with repeats.watching():
             program = _exported(entry, example)
@@ -227,7 +227,7 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
         if not repeats.tried and not entry.semantics.differentiates:
             raise
         program = _exported(entry, example)
-        if repeats.tried and not repeats.lost and not isinstance(error, NotAlike):
+        if repeats.tried and not repeats.lost and not isinstance(error, NotARepeat):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             warnings.warn(
                 f"the blocks of {type(users_model(entry.model)).__name__} that repeat were traced one by one, which "
@@ -237,14 +237,14 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     return program
 
 
-def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+def _exported(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     chances = entry.semantics.chances
     chances.answers, chances.count = (), 0
     program = _exported_once(entry, example)
-    return with_chances(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
+    return with_random_branches(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
 
 
-def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.semantics.skipped)
     entry.semantics.hooked.clear()
@@ -252,7 +252,7 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function)
-    stacks = short_stacks(Entry.forward.__code__)
+    stacks = short_stacks(ExportEntry.forward.__code__)
     containers = same_containers(entry.model)
     with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:
         program = torch.export.export(entry, (), dict(example), strict=False)
@@ -266,7 +266,7 @@ def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
-            raise shape_by_values(model, spoken_name(source_of(node)[0]), source_text(node), module_path(node), origin)
+            raise shape_by_values(model, display_name(source_of(node)[0]), source_text(node), module_path(node), origin)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -304,7 +304,7 @@ def _from_exported(
     inputs = dict(zip(plain_names, call.names, strict=True))
     name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
     check_unwritten(model, graph.output_node().args[1])
-    name_functions(graph)
+    name_function_nodes(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)
     buffers = {users_name(model, name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -315,7 +315,7 @@ def _from_exported(
 
 
 @contextmanager
-def _quiet(skipped: SkippedWrites) -> Iterator[None]:
+def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
     """Silence torch.export's warnings about itself, and the graph that it prints when it fails.
 
     Data-dependent sizes are assumed to be larger than 1 (`many_elements`), and data-dependent branches that only skip

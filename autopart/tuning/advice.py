@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopart.common.text import quantity
-from autopart.cost.memory_advice import quick_ways, what_helps
+from autopart.cost.memory_advice import helpful_remedies, quick_remedies
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.choose.explain.reasons import LaterReasons, Reasons
+from autopart.passes.choose.explain.reasons import DeferredReasons, Reasons
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.headlines import ADVICE, fits
 from autopart.plans.plan import Plan
@@ -25,15 +25,17 @@ def advised(plan: Plan, options: Options) -> Plan:
     reasons = plan.reasons
     if fits(plan) is not False:
         return plan
-    if isinstance(reasons, LaterReasons):
-        reasons = reasons.of_whole
+    if isinstance(reasons, DeferredReasons):
+        reasons = reasons.of_full_model
     if not isinstance(reasons, Reasons):
         return plan
     trace, mesh = reasons.trace, plan.mesh_object()
     draft = Draft(reasons.problem, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
     asked = replace(options, recompute=plan.recompute)
     needed, capacity = max(row["total"] for row in plan.memory), int(plan.cost["device_memory_bytes"])
-    ways = what_helps(quick_ways(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft))
+    ways = helpful_remedies(
+        quick_remedies(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft)
+    )
     text = "; ".join([*ways, _otherwise(mesh, capacity)])
     return replace(plan, notes=(*plan.notes, f"{ADVICE}{text}"))
 

@@ -21,23 +21,23 @@ from autopart.common.progress import phase
 from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_map
 from autopart.cost.count.scaling_exponents import tokens
-from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
+from autopart.cost.count.tabulate import Blocks, BlocksNotContiguous, each_block, tabulate
 from autopart.cost.formula.step_formula import Formula, compiled
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
-from autopart.cost.predict.table import Setting, Table, predict
+from autopart.cost.predict.table import RunSetting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.recompute_spec import Word
+from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
 from autopart.options import Options, SearchOptions, read_options, with_options
 from autopart.plans.headlines import step_size
 from autopart.plans.plan import Plan
-from autopart.proof.scale.scaled_model import fewer_blocks
+from autopart.proof.scale.scaled_model import with_fewest_blocks
 from autopart.recipe.make_plan import drafted, make_plan, prepare
 from autopart.recipe.model_source import example_of
 from autopart.tracing.trace_model import bind_call
@@ -71,7 +71,7 @@ class Candidate:
     mesh: Mesh
     schedule: Schedule
     sequence_parallel: bool
-    recompute: Word
+    recompute: RecomputeMode
     zero: int
     step_time_s: float
     memory_bytes: float
@@ -146,7 +146,7 @@ class Space:
     """Tables and formulas of a model for one hardware profile and one global batch of `rows` samples.
 
     `fused`: count the operators between two matrix products or collectives as one kernel. `assumed`: fields of
-    `cost.predict.run_setting.Setting` that differ from autopart's runtime (`state_bytes`, `receives_held`, ...).
+    `cost.predict.run_setting.RunSetting` that differ from autopart's runtime (`state_bytes`, `receives_held`, ...).
     `precision`: compute dtypes. `methods`: gradient synchronization methods to try. `balance`, `sequence_dims`: as
     `autopart.plan`.
     """
@@ -161,7 +161,7 @@ class Space:
     methods: Sequence[DpSync] = ()
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
-    tables: dict[tuple[LayoutKind, Word], Table] = field(default_factory=dict)
+    tables: dict[tuple[LayoutKind, RecomputeMode], Table] = field(default_factory=dict)
     _drafts: dict[LayoutKind, Any] = field(default_factory=dict, init=False)
     _sweeps: dict[int, list[Candidate]] = field(default_factory=dict, init=False)
 
@@ -169,7 +169,7 @@ class Space:
         phase("tracing a few of the model's blocks")
         self.hardware = Hardware.load(self.profile)
         self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
-        small, like = fewer_blocks(self.model)
+        small, like = with_fewest_blocks(self.model)
         try:
             self._traced, self._like = prepare(small, bind_call(small, (), self._call), precision=self.precision), like
             self._blocks: Blocks = {**each_block(self._traced), **like}
@@ -183,7 +183,7 @@ class Space:
         self._drafts.clear()
         self.tables.clear()
 
-    def table(self, kind: LayoutKind, recompute: Word) -> Table:
+    def table(self, kind: LayoutKind, recompute: RecomputeMode) -> Table:
         """Return the table for a kind of layouts, counted on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
@@ -195,7 +195,7 @@ class Space:
             self._drafts[kind] = draft
             try:
                 table = tabulate(self._traced, draft.program, draft.walks, self._blocks, self.fused)
-            except BlocksApart:
+            except BlocksNotContiguous:
                 self._trace_whole()
                 return self.table(kind, recompute)
             self.tables[kind, recompute] = table
@@ -271,7 +271,7 @@ class Space:
     def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: LayoutKind) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
-        variants = [(recompute, zero) for recompute in get_args(Word) for zero in LEVELS]
+        variants = [(recompute, zero) for recompute in get_args(RecomputeMode) for zero in LEVELS]
         formulas = [
             Formula(self.table(kind, recompute).totals, self.hardware, zero, **held, known=known)
             for recompute, zero in variants
@@ -294,7 +294,7 @@ class Space:
     def simulated(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its stages and schedule, simulated."""
         table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
-        setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
+        setting = RunSetting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
         step = predict(table, setting, self.hardware)
         fullest_bytes = max(step.peak_memory_bytes)

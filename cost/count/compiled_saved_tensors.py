@@ -25,9 +25,9 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from autopart.cost.count.saved_tensors import MAX_KNOWN
-from autopart.cost.count.stage_footprint import Memory, Value, Walk, memories
-from autopart.ir.facts import cost_notes, is_joined
+from autopart.cost.count.saved_tensors import MAX_CACHED_SIGNATURES
+from autopart.cost.count.stage_footprint import Liveness, LocalValue, MemoryBuffer, memories
+from autopart.ir.facts import cost_notes, is_fusible
 from autopart.ops.operators import is_cast
 
 SMALL = 4
@@ -47,13 +47,13 @@ class _ExtraSaved:
     size_bytes: int
 
 
-Piece = Memory | _ExtraSaved
-Edges = Mapping[Piece, list[Memory] | None]
+Piece = MemoryBuffer | _ExtraSaved
+Edges = Mapping[Piece, list[MemoryBuffer] | None]
 """The buffers from which each buffer is computed, without parameters and gathered weights. None: it is never
 recomputed."""
 
 
-def with_compiled(walk: Walk) -> Walk:
+def with_compiled(walk: Liveness) -> Liveness:
     """Return the liveness of a stage with the memory of its compiled graph as `compiled`.
 
     There, `keeps` and `others` are the saved tensors that an operator's backward uses. Values that are not
@@ -68,13 +68,13 @@ class _Compiled:
     A piece is a buffer of values, or a buffer that an operator saves in addition to its values.
     """
 
-    def __init__(self, eager: Walk):
+    def __init__(self, eager: Liveness):
         self.eager, self.alive = eager, eager.reached()
         self.calls = [node for node in eager.values if node.op == "call_function"]
         self.order = {node: index for index, node in enumerate(self.calls)}
         self.made = {node: self._made(node) for node in self.calls}
         self.read = {node: self._read(node) for node in self.calls}
-        self.joined = cache(is_joined)
+        self.joined = cache(is_fusible)
         self.users: defaultdict[Piece, list[fx.Node]] = defaultdict(list)
         for node in self.calls:
             for memory in self.read[node] if self.made[node] else ():
@@ -86,14 +86,14 @@ class _Compiled:
         self.forced = self._forced()
         self.kept = self._kept()
 
-    def _made(self, node: fx.Node) -> list[Memory]:
+    def _made(self, node: fx.Node) -> list[MemoryBuffer]:
         made = memories(self.eager.values[node], lasting=True)
         return sorted((m for m in made if m.made_by is node), key=lambda memory: memory.size_bytes)
 
     def _pieces(self, node: fx.Node) -> list[Piece]:
         return [*self.made[node], *([self.apart[node]] if node in self.apart else [])]
 
-    def _read(self, node: fx.Node) -> list[Memory]:
+    def _read(self, node: fx.Node) -> list[MemoryBuffer]:
         read = (memories(self.eager.values[used], lasting=True) for used in node.all_input_nodes)
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
@@ -106,21 +106,21 @@ class _Compiled:
                 reads[node] = [*dict.fromkeys(kept), *([self.apart[node]] if node in self.apart else [])]
         return reads
 
-    def _signs(self) -> dict[_ExtraSaved, list[Memory]]:
+    def _signs(self) -> dict[_ExtraSaved, list[MemoryBuffer]]:
         """Return {sign buffer: the buffers it replaces} for operators whose backward needs the sign alone.
 
         The backward then uses the sign buffer (a byte per element) instead of the values.
         """
-        signs: dict[_ExtraSaved, list[Memory]] = {}
+        signs: dict[_ExtraSaved, list[MemoryBuffer]] = {}
         for node, read in self.in_backward.items():
-            numbers = [piece for piece in read if isinstance(piece, Memory)]
+            numbers = [piece for piece in read if isinstance(piece, MemoryBuffer)]
             if cost_notes(node).keeps_sign and numbers:
                 item_bytes = self.eager.values[node].form.dtype.itemsize
                 apart = _ExtraSaved(sum(memory.size_bytes // item_bytes for memory in numbers))
                 self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
         return signs
 
-    def _used_far_apart(self) -> dict[Memory, bool]:
+    def _used_far_apart(self) -> dict[MemoryBuffer, bool]:
         """Return values that are used both before and after an operator that cannot be fused.
 
         Values that the later users compute from them are included.
@@ -128,9 +128,9 @@ class _Compiled:
         The result maps each buffer to True if it is computed by a later user, and to False if it is the shared
         value.
         """
-        far: dict[Memory, bool] = {}
+        far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():
-            if len(users) < 2 or not isinstance(memory, Memory):
+            if len(users) < 2 or not isinstance(memory, MemoryBuffer):
                 continue
             first = self._first_apart(users)
             behind = [node for node in users if self.order[node] > first and self.joined(node)]
@@ -173,9 +173,9 @@ class _Compiled:
                 forced |= set(self.in_backward.get(node, ()))
         return forced
 
-    def _sources(self) -> dict[Piece, list[Memory]]:
+    def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
         """Return the buffers each buffer is computed from, without parameters and gathered weights."""
-        sources: dict[Piece, list[Memory]] = {}
+        sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
             sources |= dict.fromkeys(self._pieces(node), read)
@@ -210,7 +210,9 @@ class _Compiled:
 
     def _is_apart(self, piece: Piece) -> bool:
         """Return True if some user of a buffer cannot be fused with the operator that computes it."""
-        return isinstance(piece, Memory) and not (self.users.get(piece) and all(map(self.joined, self.users[piece])))
+        return isinstance(piece, MemoryBuffer) and not (
+            self.users.get(piece) and all(map(self.joined, self.users[piece]))
+        )
 
     def _needs(self) -> dict[Piece, dict[Piece, None]]:
         """Return the saved buffers from which the backward obtains each buffer."""
@@ -224,15 +226,15 @@ class _Compiled:
                 needs[piece] = {other: None for source in sources for other in needs.get(source, {source: None})}
         return needs
 
-    def walk(self) -> Walk:
+    def walk(self) -> Liveness:
         eager, left_out = self.eager, self._left_out()
         values = {node: _with(value, left_out) for node, value in eager.values.items()}
         needs = self._needs()
-        keeps, others = dict[fx.Node, list[Memory]](), dict[fx.Node, int]()
+        keeps, others = dict[fx.Node, list[MemoryBuffer]](), dict[fx.Node, int]()
         for node in self.calls:
             pieces = {other: None for piece in self.in_backward.get(node, ()) for other in needs.get(piece, [piece])}
             lasting = [memory for memory in eager.keeps.get(node, ()) if _is_there(memory)]
-            keeps[node] = [*lasting, *(m for m in pieces if isinstance(m, Memory))]
+            keeps[node] = [*lasting, *(m for m in pieces if isinstance(m, MemoryBuffer))]
             size = sum(m.size_bytes for m in pieces if isinstance(m, _ExtraSaved))
             if size:
                 others[node] = size
@@ -241,7 +243,7 @@ class _Compiled:
         keeps = {node: [left_out.get(memory, memory) for memory in kept] for node, kept in keeps.items()}
         return replace(eager, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
 
-    def _left_out(self) -> dict[Memory, Memory]:
+    def _left_out(self) -> dict[MemoryBuffer, MemoryBuffer]:
         """Map buffers that are not materialised to copies with 0 bytes.
 
         Saved casts are mapped to copies that are not recomputed.
@@ -256,14 +258,14 @@ class _Compiled:
         return changed | {memory: replace(memory, size_bytes=0, again=False) for memory in nowhere}
 
 
-def _is_there(memory: Memory) -> bool:
+def _is_there(memory: MemoryBuffer) -> bool:
     return memory.lives or (memory.again and not is_cast(memory.made_by))
 
 
-def _with(value: Any, others: dict[Memory, Memory]) -> Any:
+def _with(value: Any, others: dict[MemoryBuffer, MemoryBuffer]) -> Any:
     if isinstance(value, tuple):
         return tuple(_with(item, others) for item in value)
-    return replace(value, memory=others.get(value.memory, value.memory)) if isinstance(value, Value) else value
+    return replace(value, memory=others.get(value.memory, value.memory)) if isinstance(value, LocalValue) else value
 
 
 def _parts(edges: Edges) -> Iterable[list[Piece]]:
@@ -287,7 +289,7 @@ def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, flo
     return {part[i] for i in _minimum_cut(tuple(component))}
 
 
-@lru_cache(MAX_KNOWN)
+@lru_cache(MAX_CACHED_SIGNATURES)
 def _minimum_cut(component: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
     """Return the indices of the buffers in the minimum cut.
 

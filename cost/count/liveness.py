@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autopart.cost.count.stage_footprint import Memory, Walk, memories
+from autopart.cost.count.stage_footprint import Liveness, MemoryBuffer, memories
 from autopart.ir.facts import cost_notes, facts
 
 
@@ -33,8 +33,8 @@ class Forward(NamedTuple):
     """
 
     node: fx.Node
-    made: Set[Memory]
-    ended: Set[Memory]
+    made: Set[MemoryBuffer]
+    ended: Set[MemoryBuffer]
 
 
 class Backward(NamedTuple):
@@ -50,34 +50,34 @@ class Backward(NamedTuple):
 
     node: fx.Node
     rerun: Sequence[fx.Node]
-    made: Set[Memory]
+    made: Set[MemoryBuffer]
     further: Sequence[fx.Node]
-    done: Set[Memory]
-    whole: Mapping[str, Memory | None]
+    done: Set[MemoryBuffer]
+    whole: Mapping[str, MemoryBuffer | None]
 
 
-def forward_steps(walk: Walk, kept: Set[Memory]) -> Iterator[Forward]:
+def forward_steps(walk: Liveness, kept: Set[MemoryBuffer]) -> Iterator[Forward]:
     """Yield one step per node in forward order.
 
     Args:
         kept: buffers saved for backward, which are not freed in forward.
     """
-    last: dict[Memory, fx.Node] = {}
+    last: dict[MemoryBuffer, fx.Node] = {}
     for node in walk.values:
         for used in (node, *node.all_input_nodes):
             last |= dict.fromkeys(memories(walk.values[used]), node)
-    ended: dict[fx.Node, set[Memory]] = defaultdict(set)
+    ended: dict[fx.Node, set[MemoryBuffer]] = defaultdict(set)
     for memory, node in last.items():
         if memory not in kept:
             ended[node].add(memory)
-    seen: set[Memory] = set()
+    seen: set[MemoryBuffer] = set()
     for node in walk.values:
         new = memories(walk.values[node]) - seen
         seen |= new
         yield Forward(node, new, ended[node])
 
 
-def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
+def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
     """Yield one step per operator that a gradient flows through, from the last operator on.
 
     Args:
@@ -87,7 +87,7 @@ def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
     inputs = {node: walk.towards(node) for node in reversed(calls)}
     uses = Counter(_key(used) for towards in inputs.values() for used in towards)
     regions, received = walk.regions(alive), Counter[Any]()
-    grads, made_by = set[Memory](), defaultdict[fx.Node, set[Memory]](set)
+    grads, made_by = set[MemoryBuffer](), defaultdict[fx.Node, set[MemoryBuffer]](set)
     for node, towards in inputs.items():
         is_view = cost_notes(node).gradient_is_view
         begins = [used for used in (node, *towards) if not (received[node] if used is node else is_view)]

@@ -18,16 +18,16 @@ import torch
 from torch import fx
 
 from autopart.common.matrix_alignment import unaligned
-from autopart.cost.count.saved_tensors import Form
-from autopart.cost.count.scaling_exponents import Growth
-from autopart.cost.count.stage_footprint import Memory, Value, Walk, memories, needs_grad
+from autopart.cost.count.saved_tensors import TensorSpec
+from autopart.cost.count.scaling_exponents import ScalingExponents
+from autopart.cost.count.stage_footprint import Liveness, LocalValue, MemoryBuffer, memories, needs_grad
 from autopart.cost.flops import FORMULAS, counted_flops
 from autopart.cost.predict.collective_costs import PARTS
-from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, Work
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, Work
 from autopart.ir.collective_nodes import ROTATING
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
-from autopart.ir.layout import DIRECTIONS, parts_of
+from autopart.ir.layout import DIRECTIONS, mesh_axes_of
 from autopart.ir.program import Program
 from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast
@@ -36,7 +36,7 @@ _SUMMED = 3
 """Values that the addition of two gradients reads and writes, per element."""
 
 
-class Counted(NamedTuple):
+class OperatorWork(NamedTuple):
     """Work of one operator of a stage in a microbatch.
 
     Args:
@@ -56,7 +56,7 @@ class Counted(NamedTuple):
     accumulate: tuple[Work, ...] = ()
 
 
-def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool = False) -> list[list[Counted]]:
+def counted(trace: Trace, program: Program, walks: Sequence[Liveness], fused: bool = False) -> list[list[OperatorWork]]:
     """Return the work of every stage's operators in a microbatch, in program order, on its first rank.
 
     Args:
@@ -64,8 +64,8 @@ def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool =
             Megatron's fused kernels: Narayanan et al. 2021, section 4.2). The kernel reads its inputs and writes
             its outputs, each buffer once. The last operator of the chain has the work of the chain.
     """
-    growth = Growth(trace, program)
-    known: dict[Any, Counted] = {}
+    growth = ScalingExponents(trace, program)
+    known: dict[Any, OperatorWork] = {}
     counters = [_Counter(walk, growth, known, fused) for walk in walks]
     return [counter.fused(counter.stage()) if fused else counter.stage() for counter in counters]
 
@@ -77,15 +77,15 @@ class _Counter:
         known: cache of the work of calls by signature, so that repeated blocks are counted once.
     """
 
-    def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted], fuses: bool):
+    def __init__(self, walk: Liveness, growth: ScalingExponents, known: dict[Any, OperatorWork], fuses: bool):
         self.walk, self.growth, self.known, self.fuses = walk, growth, known, fuses
         self.alive = walk.reached()
         self.weights = walk.of_weights(self.alive)
         self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
 
-    def stage(self) -> list[Counted]:
+    def stage(self) -> list[OperatorWork]:
         """Return the work of all operators of the stage."""
-        rerun = rerun_nodes(self.walk, self.alive)
+        rerun = recomputed_nodes(self.walk, self.alive)
         added, read = set[fx.Node](), set[fx.Node]()
         operators = []
         for node in self.walk.values:
@@ -115,14 +115,14 @@ class _Counter:
             found = self.walk.values[used]
             if used in read:
                 works.append(Work("other", self.size(used) * _SUMMED, in_order=True))
-            elif used.op != "get_attr" and isinstance(found, Value) and needs_grad(found):
+            elif used.op != "get_attr" and isinstance(found, LocalValue) and needs_grad(found):
                 read.add(used)
         return tuple(works)
 
-    def fused(self, operators: Sequence[Counted]) -> list[Counted]:
+    def fused(self, operators: Sequence[OperatorWork]) -> list[OperatorWork]:
         """Replace every chain of operators that cost memory traffic alone by one kernel."""
-        fused, chain = [], list[Counted]()
-        ends: tuple[Counted | None, ...] = (*operators, None)
+        fused, chain = [], list[OperatorWork]()
+        ends: tuple[OperatorWork | None, ...] = (*operators, None)
         for one in ends:
             if one is not None and all(work.kind == "other" for works in one[1:4] for work in works):
                 chain.append(one)
@@ -132,7 +132,7 @@ class _Counter:
             chain = []
         return fused
 
-    def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
+    def _chain(self, chain: Sequence[OperatorWork]) -> list[OperatorWork]:
         nodes = {one.node for one in chain if not is_cast(one.node)}
         works = [one.node for one in chain if one.forward]
         ends = [node for node in nodes if not nodes.issuperset(node.users)]
@@ -154,25 +154,25 @@ class _Counter:
             forward=forward, recompute=forward if any(one.recompute for one in chain) else (),
             input_backward=back if of_inputs else (), weight_backward=() if of_inputs else back,
         )  # fmt: skip
-        return [*(Counted(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
+        return [*(OperatorWork(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
 
-    def _bytes(self, pieces: Set[Memory]) -> Size:
+    def _bytes(self, pieces: Set[MemoryBuffer]) -> Size:
         return Size.sum(map(self.growth.of_memory, pieces))
 
     def size(self, node: fx.Node) -> Size:
         return self.growth.of_value(node, self.walk.values[node])
 
-    def _one(self, node: fx.Node) -> Counted:
+    def _one(self, node: fx.Node) -> OperatorWork:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
         if name in ROTATING:
             return self._rotation(node)
         if is_cast(node):  # counted with the parameter: `table_rows.Parameter.cast`
-            return Counted(node, ())
+            return OperatorWork(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
-                      if isinstance(v, Value))  # fmt: skip
+                      if isinstance(v, LocalValue))  # fmt: skip
         others = (*(repr(a) for a in node.args if not isinstance(a, fx.Node)), str(node.kwargs))
         which = tuple(used in self.weights for used in tensor_inputs(node))
         key = node.target, forms, others, which, node in self.alive, self.growth.of(node)
@@ -180,9 +180,9 @@ class _Counter:
             self.known[key] = self._call(node, read, which)
         return self.known[key]._replace(node=node)
 
-    def _conversion(self, node: fx.Node, name: str) -> Counted:
-        if self.walk.gathers_held(node):
-            return Counted(node, ())
+    def _conversion(self, node: fx.Node, name: str) -> OperatorWork:
+        if self.walk.gathers_unsharded(node):
+            return OperatorWork(node, ())
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
         sides = (node, node.args[0]) if backward else (node,)
@@ -196,14 +196,14 @@ class _Counter:
 
         moved = self._moved(axis, forward, sent(out_dtype))
         if node not in self.alive:
-            return Counted(node, moved)
+            return OperatorWork(node, moved)
         back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or out_dtype))
         towards, others = (back, ()) if node in self.weights else ((), back)
         if self.walk.values[node].memory in self.again:  # the backward uses this weight, so it is gathered again
             others += moved
-        return Counted(node, moved, others, towards)
+        return OperatorWork(node, moved, others, towards)
 
-    def _rotation(self, node: fx.Node) -> Counted:
+    def _rotation(self, node: fx.Node) -> OperatorWork:
         """Count ring attention: products with the keys of all ranks, and the sends around the ring."""
         query, axis, key, value = node.args[0], str(node.args[1]), node.args[2], node.args[3]
         ranks = self.walk.program.mesh.size(axis)
@@ -213,29 +213,29 @@ class _Counter:
         dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
         one = Work("attention", traffic, counted, dtype, depth=self._width(query))
-        if cost_notes(node).counts_seen:
+        if cost_notes(node).counts_attended:
             one = self._of_seen(one, node, int(node.args[5]))
         sent = Work("send", moving, axis=axis, times=ranks - 1.0)
         if node not in self.alive:
-            return Counted(node, (one, sent))
+            return OperatorWork(node, (one, sent))
         back = Work("send", moving, axis=axis, times=2 * ranks - 1.0)
-        return Counted(node, (one, sent), (one._replace(times=2.5), back))
+        return OperatorWork(node, (one, sent), (one._replace(times=2.5), back))
 
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
         """Return the bytes of a value over all ranks of an axis, each of which has a shard before and after."""
         mesh = self.walk.program.mesh
-        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in parts_of(axis)}
+        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in mesh_axes_of(axis)}
         return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
 
     def _moved(self, axis: str, kind: str, size: Size) -> tuple[Work, ...]:
         moves = kind in PARTS and self.walk.program.mesh.size(axis) > 1
         return (Work(kind, size, axis=axis),) if moves else ()
 
-    def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> Counted:
+    def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> OperatorWork:
         written, alive = self._made(node), node in self.alive
         if not written.terms:
             back = () if self.fuses or not alive else self._of_view(node)
-            return Counted(node, (), (), back) if node in self.weights else Counted(node, (), back)
+            return OperatorWork(node, (), (), back) if node in self.weights else OperatorWork(node, (), back)
         sizes = [self.size(n) for n in tensor_inputs(node)]
         flops = _flops(node)
         if flops:
@@ -243,11 +243,15 @@ class _Counter:
         size_in = written if cost_notes(node).looks_up else Size.sum(sizes)
         forward = (Work("other", size_in + written, in_order=self._in_order(node)),)
         if not alive:
-            return Counted(node, forward)
+            return OperatorWork(node, forward)
         kept = Size.sum(self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ())))
         grads = [(weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)]
         backward = self._backward(node, written, kept, [size for _, size in grads])
-        return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
+        return (
+            OperatorWork(node, forward, (), backward)
+            if all(w for w, _ in grads)
+            else OperatorWork(node, forward, backward)
+        )
 
     def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
         """Count the backward of an operator without matrix products."""
@@ -267,7 +271,7 @@ class _Counter:
             return False
         out = self.walk.values[node]
         read = [self.walk.values[used] for used in tensor_inputs(node)]
-        forms = [one.form for one in (out, *read) if isinstance(one, Value)]
+        forms = [one.form for one in (out, *read) if isinstance(one, LocalValue)]
         return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
 
     def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
@@ -282,15 +286,17 @@ class _Counter:
         if gradients == "parts":
             return (Work("other", self.size(source) * 2.0),)
         form = self.walk.values[node].form
-        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # `size_bytes` of a view is that of its storage
+        whole = TensorSpec.contiguous(
+            form.shape, form.dtype
+        ).size_bytes  # `size_bytes` of a view is that of its storage
         if gradients == "repeated" and whole > self.size(source).value:
             return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
         return ()
 
     def _product(
         self, node: fx.Node, flops: int, traffic: Size, read: Sequence[Any], of_weights: Sequence[bool]
-    ) -> Counted:
-        dtypes = [v.form.dtype for v in read if isinstance(v, Value)]
+    ) -> OperatorWork:
+        dtypes = [v.form.dtype for v in read if isinstance(v, LocalValue)]
         widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
         dtype = str(widest).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
@@ -298,10 +304,10 @@ class _Counter:
         if notes.backward_work:
             causal = self._queries(node) if notes.is_causal else NOTHING
             one = Work(notes.kind, traffic, counted, dtype, depth=self._width(tensor_inputs(node)[0]), causal=causal)
-            if notes.counts_seen:
+            if notes.counts_attended:
                 one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
-            return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
+            return OperatorWork(node, (one,), (), back) if node in self.weights else OperatorWork(node, (one,), back)
         odd = unaligned(map(self._row, (node, *tensor_inputs(node)))) if widest.itemsize == 2 else 0
         one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted), unaligned=odd)
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
@@ -310,16 +316,16 @@ class _Counter:
                 sum_of_rows = Work("other", self._made(node) + self.size(used))  # the gradient of a bias
                 product = one._replace(depth=self._depth(used, counted))
                 parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
-        return Counted(node, (one,), parts[False], parts[True])
+        return OperatorWork(node, (one,), parts[False], parts[True])
 
     def _width(self, query: fx.Node) -> Size:
         """Return the head width of attention, which does not depend on the mesh or the batch."""
-        return Size.of(float(self.walk.values[query].form.shape[-1]), Powers())
+        return Size.of(float(self.walk.values[query].form.shape[-1]), Exponents())
 
     def _row(self, node: fx.Node) -> int:
         """Return the elements in a row of a matrix on a rank, or 0 if the node is not a matrix."""
         found = self.walk.values[node]
-        return found.form.shape[-1] if isinstance(found, Value) and len(found.form.shape) > 1 else 0
+        return found.form.shape[-1] if isinstance(found, LocalValue) and len(found.form.shape) > 1 else 0
 
     def _queries(self, node: fx.Node) -> Size:
         """Return the number of queries of attention.
@@ -327,7 +333,7 @@ class _Counter:
         It scales with the sequence if the scores scale faster than the keys.
         """
         form = self.walk.values[node].form
-        return Size.of(float(form.shape[-2]), Powers(s=min(1, self.growth.of_product(node).s)))
+        return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
         """Convert attention work over attended keys alone to causal attention work over all keys.
@@ -335,7 +341,7 @@ class _Counter:
         Causal attention attends half of the keys, so the FLOPs are doubled. The excess that a kernel computes in
         partly masked blocks is then the same as for causal attention.
         """
-        grown = Powers(s=min(1, self.growth.of_product(node).s))
+        grown = Exponents(s=min(1, self.growth.of_product(node).s))
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
@@ -343,22 +349,22 @@ class _Counter:
 
         Returns `NOTHING` for sums over batch and sequence, as in the gradient of a weight.
         """
-        if not isinstance(self.walk.values[product], Value):  # a recurrent layer returns several tensors
+        if not isinstance(self.walk.values[product], LocalValue):  # a recurrent layer returns several tensors
             return NOTHING
         elements = math.prod(self.walk.values[product].form.shape)
         (powers, number), other = flops.terms[0], self.growth.of(product)
-        less = Powers(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
+        less = Exponents(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
         return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
         """Return the bytes of new memory that a call writes."""
         result = self.walk.values[node]
         values = result if isinstance(result, tuple) else (result,)
-        written = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
+        written = {v.memory for v in values if isinstance(v, LocalValue) and v.memory.made_by is node}
         return Size.of(sum(memory.size_bytes for memory in written), self.growth.of(node))
 
 
-def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
+def recomputed_nodes(walk: Liveness, alive: Set[fx.Node]) -> set[fx.Node]:
     """Return the operators that the backward recomputes.
 
     Of each region, these are the operators up to the last one that saves a tensor, because `torch.utils.checkpoint`

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from autopart.common.names import layer_of
-from autopart.cost.count.gradient_communication import carried_by, summed_dtype
+from autopart.cost.count.gradient_communication import exchanged_by_method, reduce_dtype_of
 from autopart.cost.flops import work
 from autopart.cost.predict.collective_costs import wire_bytes
 from autopart.cost.predict.dp_sync_costs import exchanges
-from autopart.cost.predict.send_costs import StageCrossing
+from autopart.cost.predict.send_costs import BoundaryBytes
 from autopart.cost.predict.simulate import Simulation
-from autopart.ir.blocks.deduplication import Folds, names_of
+from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import cost_notes, facts, times
 from autopart.ir.graph import (
@@ -32,8 +32,8 @@ from autopart.ir.graph import (
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.run.report_terms import Collective
-from autopart.ir.run.scatter_gather_sends import in_parts
-from autopart.ir.run.unshard_policy import gathers_stored, held_whole, storing_axes
+from autopart.ir.run.scatter_gather_sends import scatter_layout
+from autopart.ir.run.unshard_policy import gathers_stored, storing_axes, unsharded_for_step
 from autopart.ir.trace import Trace
 from autopart.ops.operators import stored_source
 
@@ -69,7 +69,7 @@ class _Move(NamedTuple):
 
 
 def _moves(program: Program) -> Iterator[_Move]:
-    whole, storing = held_whole(program, program.stages), storing_axes(program)
+    whole, storing = unsharded_for_step(program, program.stages), storing_axes(program)
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
             name = operator_name(node).removeprefix("autopart::")
@@ -143,15 +143,15 @@ def _sends(program: Program) -> list[Collective]:
     return rows
 
 
-def crossings(trace: Trace, program: Program) -> list[StageCrossing]:
+def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
     """Return what every stage but the first receives, in bytes, in a program that sends unsharded values."""
     nodes = {node.name: node for node in trace.graph.nodes}
 
     def alike(sent: Boundary) -> bool:
-        return in_parts(nodes[sent.name], sent.layout, program.mesh) is not None
+        return scatter_layout(nodes[sent.name], sent.layout, program.mesh) is not None
 
     return [
-        StageCrossing(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
+        BoundaryBytes(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
         for stage in program.stages[1:]
     ]
 
@@ -160,12 +160,12 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
     rows = []
     sizes: dict[str, int] = defaultdict(int)
     for name, one in program.parameters.items():
-        stored = one.whole_to_send(program.mesh) or one
+        stored = one.unsharded_to_sync(program.mesh) or one
         parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
-        for axis in stored.summed_over(program.mesh):
+        for axis in stored.reduced_over(program.mesh):
             sizes[axis] += (
-                math.prod(stored.shape) * summed_dtype(trace.parameters[name].dtype, program).itemsize // parts
-            ) * trace.times_of(name)
+                math.prod(stored.shape) * reduce_dtype_of(trace.parameters[name].dtype, program).itemsize // parts
+            ) * trace.multiplicity_of(name)
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
@@ -179,7 +179,7 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
     """
     rows, trained = [], [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
     axis = next(iter(program.mesh.along("rows")), "")
-    for one in carried_by(trace, program, trained):
+    for one in exchanged_by_method(trace, program, trained):
         where = f"{'gradients of ' * (one.method.changes == 'gradients')}parameters by {one.method}"
         for moved in exchanges(one, program.data_ranks):
             sent = round(moved.sent_bytes(program.data_ranks) / program.mesh.size("pp"))
@@ -190,13 +190,13 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 def _wholes(trace: Trace, program: Program) -> list[Collective]:
     """Return the once-per-step all-gathers of parameters and, with ZeRO 1, reduce-scatters of gradients."""
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
-    for name, way in held_whole(program, program.stages).items():
+    for name, way in unsharded_for_step(program, program.stages).items():
         stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
         parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
-        elements = parameter.numel() // parts * trace.times_of(name)
+        elements = parameter.numel() // parts * trace.multiplicity_of(name)
         whole[axis] += elements * (stored.compute_dtype or parameter.dtype).itemsize
-        is_scattered = parameter.requires_grad and stored.whole_to_send(mesh) is None
-        trained[axis] += elements * summed_dtype(parameter.dtype, program).itemsize * is_scattered
+        is_scattered = parameter.requires_grad and stored.unsharded_to_sync(mesh) is None
+        trained[axis] += elements * reduce_dtype_of(parameter.dtype, program).itemsize * is_scattered
     rows = [("parameters", axis, "all_gather", "", size) for axis, size in whole.items()]
     rows += [("gradients of parameters", axis, "", "reduce_scatter", size)
              for axis, size in trained.items() if program.zero == 1]  # fmt: skip
@@ -238,7 +238,7 @@ def block_of(path: str) -> str:
     return ".".join(parts[: stars[-1] + 2] if stars else parts[:2])
 
 
-def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[dict[str, Any]]:
+def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: DeduplicatedBlocks) -> list[dict[str, Any]]:
     """Return one row per block of a stage, in model order. Empty and zero entries are left out.
 
     A row has the layers (`"0-3"`), the number of modules if it is not one per layer, FLOPs, weights of other blocks
@@ -289,7 +289,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _num_parameters(trace: Trace, stage: Stage, program: Program) -> int:
     held = (p for p in program.parameters.values() if stage.index in p.stages)
-    return sum(math.prod(p.shape) * trace.times_of(p.name) for p in held)
+    return sum(math.prod(p.shape) * trace.multiplicity_of(p.name) for p in held)
 
 
 def cost(

@@ -9,22 +9,22 @@ from typing import Any
 from torch import fx
 
 from autopart.compat.torch_internals import stored_bytes
-from autopart.cost.count.gradient_communication import carried_by, local_bytes, summed_dtype
+from autopart.cost.count.gradient_communication import exchanged_by_method, local_bytes, reduce_dtype_of
 from autopart.cost.count.memory_peaks import StageMemory, stage_memory
-from autopart.cost.count.stage_footprint import Walk
+from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES, RankMemory
 from autopart.cost.predict.comm_buffers import received_bytes
-from autopart.cost.predict.dp_sync_costs import remembered_bytes
+from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
 from autopart.ir.run.buckets import BUCKET_BYTES
-from autopart.ir.run.schedule_actions import Action, actions, most_at_once, most_held
+from autopart.ir.run.schedule_actions import Action, actions, peak_activations, peak_stage_bytes
 from autopart.ir.run.schedules import Schedule, versions_of
 from autopart.ir.trace import Trace
 
 
-def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Walk]) -> tuple[RankMemory, ...]:
+def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Liveness]) -> tuple[RankMemory, ...]:
     """Return one entry per pipeline coordinate: the memory of its rank that holds the most.
 
     This is the rank at index 0 of all other axes.
@@ -46,13 +46,15 @@ def _rank_memory(
     mine = sorted({action.stage for action in order})
     trained_somewhere = frozenset().union(*(memory.trained for memory in memories))
     held = {name: stored for name, stored in program.parameters.items() if set(stored.stages) & set(mine)}
-    sizes = trace.of_all({name: local_bytes(trace, program, stored) for name, stored in held.items()})
+    sizes = trace.expand_to_all({name: local_bytes(trace, program, stored) for name, stored in held.items()})
     trained = {name: size for name, size in sizes.items() if name in trained_somewhere}
-    whole = {s for s in mine if memories[s].whole_backward}
+    whole = {s for s in mine if memories[s].never_splits_backward}
     ran = tuple(a._replace(kind="B" if a.kind == "I" else a.kind) if a.stage in whole else a for a in order
                 if not (a.stage in whole and a.kind == "W"))  # fmt: skip
     taken = {s: memories[s].bytes for s in mine}
-    most = most_held(ran, {s: one.held for s, one in taken.items()}, {s: one.delayed for s, one in taken.items()})
+    most = peak_activations(
+        ran, {s: one.held for s, one in taken.items()}, {s: one.delayed for s, one in taken.items()}
+    )
     gradients, pipeline = sum(trained.values()), versions * _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
@@ -65,7 +67,7 @@ def _rank_memory(
     lasting = (versions * sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
                versions * (_input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine)))  # fmt: skip
     remembered = _remembered_bytes(trace, program, trained)
-    passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
+    passing = max(peak_stage_bytes(ran, taken, grown), received, gradients + bucket)
     return RankMemory(
         tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
         max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket + remembered,
@@ -78,7 +80,9 @@ def _rank_memory(
 def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]) -> int:
     """Return the bytes of state that data-parallel methods keep for this rank's trained parameters."""
     here = [name for name in trained if name in program.parameters]  # deduplicated traces have no data-parallel method
-    return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, here)))
+    return round(
+        sum(state_bytes_of_method(one, program.data_ranks) for one in exchanged_by_method(trace, program, here))
+    )
 
 
 def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:
@@ -90,12 +94,12 @@ def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping
     if name not in wholes or program.zero != 1:
         return size
     original = trace.originals[name]
-    is_sent = program.parameters[original].whole_to_send(program.mesh) is not None
+    is_sent = program.parameters[original].unsharded_to_sync(program.mesh) is not None
     if not is_kept and not is_sent:
         return wholes[name]
     stored = trace.parameters[original].dtype
     read = program.parameters[original].compute_dtype or stored
-    return wholes[name] // read.itemsize * (stored if is_sent else summed_dtype(stored, program)).itemsize
+    return wholes[name] // read.itemsize * (stored if is_sent else reduce_dtype_of(stored, program)).itemsize
 
 
 def _buffer_bytes(trace: Trace) -> int:
@@ -144,7 +148,7 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
             buckets[owners, dtype].append(size)
     copies = [0]
     for (_, dtype), sizes in buckets.items():
-        sent = summed_dtype(dtype, program)
+        sent = reduce_dtype_of(dtype, program)
         if len(sizes) > 1 or sent != dtype:
             copies.append(min(sum(sizes), BUCKET_BYTES) * sent.itemsize // dtype.itemsize)
     return max(copies)

@@ -23,11 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import TorchDispatchMode, fake_mode, is_composite, tree_flatten
 
-MAX_KNOWN = 20_000
+MAX_CACHED_SIGNATURES = 20_000
 """Maximum number of cached signatures per process, over all plans."""
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """Tensor spec: the properties that decide what an operator saves of a tensor."""
 
     shape: tuple[int, ...]
@@ -36,17 +36,19 @@ class Form(NamedTuple):
     needs_grad: bool = False
 
     @staticmethod
-    def contiguous(shape: Sequence[int], dtype: torch.dtype, needs_grad: bool = False) -> Form:
+    def contiguous(shape: Sequence[int], dtype: torch.dtype, needs_grad: bool = False) -> TensorSpec:
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
             step *= max(size, 1)
-        return Form(tuple(shape), tuple(reversed(strides)), dtype, needs_grad and _differentiable(dtype))
+        return TensorSpec(tuple(shape), tuple(reversed(strides)), dtype, needs_grad and _differentiable(dtype))
 
     @staticmethod
-    def of(tensor: Tensor, needs_grad: bool = False) -> Form:
+    def of(tensor: Tensor, needs_grad: bool = False) -> TensorSpec:
         """Return the spec of a tensor, which may be fake or on `meta`."""
-        return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, needs_grad and _differentiable(tensor.dtype))
+        return TensorSpec(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, needs_grad and _differentiable(tensor.dtype)
+        )
 
     @property
     def is_contiguous(self) -> bool:
@@ -68,7 +70,7 @@ def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """Tensors that an operator saves: indices of inputs and outputs, and the bytes of other tensors.
 
     Inputs are numbered as `graph.tensor_inputs` lists them, each as often as it occurs.
@@ -84,7 +86,7 @@ class Effect:
     """Outputs and saved tensors of a call.
 
     Args:
-        made: the call's result with a `MadeTensor` index into `forms` in place of every tensor.
+        made: the call's result with a `TensorIndex` index into `forms` in place of every tensor.
         forms: the spec of each output tensor.
         memory: the owner of each output's storage: input `i`, or from -1 down the call's buffer `-1 - memory`.
         pieces: bytes of the call's new buffers.
@@ -94,45 +96,45 @@ class Effect:
     """
 
     made: Any
-    forms: tuple[Form, ...]
+    forms: tuple[TensorSpec, ...]
     memory: tuple[int, ...]
     pieces: tuple[int, ...]
-    kept: Kept
+    kept: SavedTensors
     forward_bytes: int = 0
     backward_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class MadeTensor:
+class TensorIndex:
     """Placeholder for a tensor in `Effect.made`."""
 
     number: int
 
 
 @dataclass
-class Known:
+class EffectCache:
     """Cache of the effects of operators by signature."""
 
     effects: dict[Hashable, Effect] = field(default_factory=dict)
 
     def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-        """Return outputs and saved tensors of `target(*args, **kwargs)`. A `Form` replaces every tensor.
+        """Return outputs and saved tensors of `target(*args, **kwargs)`. A `TensorSpec` replaces every tensor.
 
         Raises what the operator raises on fake tensors.
         """
         key = (target, _hashable(args), _hashable(kwargs))
         if key not in self.effects:
-            if len(self.effects) >= MAX_KNOWN:
+            if len(self.effects) >= MAX_CACHED_SIGNATURES:
                 self.effects.clear()
             self.effects[key] = _run(target, args, kwargs)
         return self.effects[key]
 
 
-KNOWN = Known()
+EFFECT_CACHE = EffectCache()
 
 
 def _hashable(argument: Any) -> Hashable:
-    if isinstance(argument, Form):
+    if isinstance(argument, TensorSpec):
         return argument
     if isinstance(argument, Mapping):
         return tuple((name, _hashable(item)) for name, item in argument.items())
@@ -152,7 +154,7 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         return held
 
     def fake(argument: Any) -> Any:
-        if isinstance(argument, Form):
+        if isinstance(argument, TensorSpec):
             tensor = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device=device)
             inputs.append(tensor.requires_grad_(argument.needs_grad))
             return tensor
@@ -229,11 +231,11 @@ def _effect(result: Any, inputs: Sequence[Tensor], saved: Sequence[Tensor]) -> E
         if key not in owner:
             pieces.append(output.untyped_storage().nbytes())
             owner[key] = -len(pieces)
-        forms.append(Form.of(output, output.requires_grad))
+        forms.append(TensorSpec.of(output, output.requires_grad))
         memory.append(owner[key])
     owners = {owner[_memory(tensor)] for tensor in saved if _memory(tensor) in owner}
     others = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _memory(tensor) not in owner}
-    keeps = Kept(
+    keeps = SavedTensors(
         tuple(sorted(index for index in owners if index >= 0)),
         tuple(index for index, place in enumerate(memory) if place < 0 and place in owners), sum(others.values()),
     )  # fmt: skip
@@ -246,7 +248,7 @@ def _memory(tensor: Tensor) -> int:
 
 def _numbered(result: Any, numbers: Any) -> Any:
     if isinstance(result, Tensor):
-        return MadeTensor(next(numbers))
+        return TensorIndex(next(numbers))
     if isinstance(result, (list, tuple)):
         return tuple(_numbered(item, numbers) for item in result)
     return result

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopart.cost.count.stage_footprint import Memory, Value
-from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size
+from autopart.cost.count.stage_footprint import LocalValue, MemoryBuffer
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size
 from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
@@ -26,7 +26,7 @@ def tokens(trace: Trace) -> int:
     return 1
 
 
-class Growth:
+class ScalingExponents:
     """Scaling exponents of lowered nodes, from the factors of the dims of the traced values.
 
     A dim counts tokens if it is a multiple of the tokens per sample and is not a size of a weight.
@@ -44,13 +44,13 @@ class Growth:
 
     def of_value(self, node: fx.Node, result: Any) -> Size:
         """Return the bytes of a node's value as a `Size`, or `NOTHING` if the node returns several values."""
-        return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, Value) else NOTHING
+        return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, LocalValue) else NOTHING
 
-    def of_memory(self, memory: Memory) -> Size:
+    def of_memory(self, memory: MemoryBuffer) -> Size:
         """Return the bytes of a buffer as a `Size`."""
         return Size.of(memory.size_bytes, self.of(memory.made_by))
 
-    def _of_written(self, node: fx.Node) -> Powers:
+    def _of_written(self, node: fx.Node) -> Exponents:
         """Return the exponents of the bytes of a lowered value."""
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # an intermediate step of a traced value, or a tuple
@@ -60,10 +60,10 @@ class Growth:
             return powers._replace(**whole)
         powers = self._of_traced(origin)
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
-        over = {name: int(axis in layout and layout[axis].is_divided) for name, axis in self._axes.items()}
-        return Powers(powers.b * cut, powers.s, **over)
+        over = {name: int(axis in layout and layout[axis].is_partitioned) for name, axis in self._axes.items()}
+        return Exponents(powers.b * cut, powers.s, **over)
 
-    def _of_atoms(self, origin: fx.Node) -> Powers:
+    def _of_atoms(self, origin: fx.Node) -> Exponents:
         return self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
 
     def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
@@ -74,7 +74,7 @@ class Growth:
         """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
-            return placement.dim if placement is not None and placement.is_divided else None
+            return placement.dim if placement is not None and placement.is_partitioned else None
         for used in tensor_inputs(node):
             dim, written, read = self._cut(used, axis), value(node), value(used)
             if dim is None:
@@ -85,7 +85,7 @@ class Growth:
                 return dim
         return None
 
-    def of_product(self, node: fx.Node) -> Powers:
+    def of_product(self, node: fx.Node) -> Exponents:
         """Return the exponents of a matrix product's FLOPs: those of its factors, each counted once."""
         largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
         origin = self._traced.get(facts(node).get("origin", ""))
@@ -95,12 +95,12 @@ class Growth:
         factors = self._count(atom for atoms in factor_atoms(origin, pattern).values() for atom in atoms)
         return largest._replace(s=factors.s)
 
-    def _count(self, atoms: Iterable[Atom]) -> Powers:
+    def _count(self, atoms: Iterable[Atom]) -> Exponents:
         all_atoms = list(atoms)
         rows = any(atom.kind == BATCH for atom in all_atoms)
         counted = [a for a in all_atoms if a.kind == DATA_DIM and self._tokens > 1 and a.size % self._tokens == 0]
-        return Powers(int(rows), len(counted))
+        return Exponents(int(rows), len(counted))
 
 
-def _largest(powers: list[Powers]) -> Powers:
-    return Powers(*map(max, zip(*powers, strict=True))) if powers else Powers()
+def _largest(powers: list[Exponents]) -> Exponents:
+    return Exponents(*map(max, zip(*powers, strict=True))) if powers else Exponents()

@@ -17,20 +17,20 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopart.cost.count.saved_tensors import KNOWN, Effect, Form, Kept, MadeTensor
+from autopart.cost.count.saved_tensors import EFFECT_CACHE, Effect, SavedTensors, TensorIndex, TensorSpec
 from autopart.ir.collective_nodes import OPERATORS, ROTATING
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import operator_name, tensor_inputs, value
-from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
+from autopart.ir.layout import DIRECTIONS, DISPATCH_CONVERSIONS, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
-from autopart.ir.run.unshard_policy import Way, held_whole
-from autopart.ir.sharding import Cut
+from autopart.ir.run.unshard_policy import ParameterGather, unsharded_for_step
+from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast, stored_source
 
 
 @dataclass(eq=False)
-class Memory:
+class MemoryBuffer:
     """A buffer.
 
     Args:
@@ -45,16 +45,16 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Value:
+class LocalValue:
     """A local tensor of one rank: its spec and its buffer."""
 
-    form: Form
-    memory: Memory
+    form: TensorSpec
+    memory: MemoryBuffer
 
 
-def saved_memory(
-    walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
-) -> dict[fx.Node, list[Memory]]:  # fmt: skip
+def saved_buffers(
+    walk: Liveness, alive: Set[fx.Node], received: Set[MemoryBuffer] = frozenset()
+) -> dict[fx.Node, list[MemoryBuffer]]:  # fmt: skip
     """Return the buffers that autograd saves, by the node that saves them first.
 
     A recomputed region saves its inputs, which count at its first node.
@@ -62,8 +62,8 @@ def saved_memory(
     Args:
         received: persistent buffers that count too, because another stage sent them.
     """
-    held: set[Memory] = set()
-    saved: dict[fx.Node, list[Memory]] = {}
+    held: set[MemoryBuffer] = set()
+    saved: dict[fx.Node, list[MemoryBuffer]] = {}
     entered: set[int] = set()
     regions = walk.regions(alive)
     for node in walk.values:
@@ -81,12 +81,12 @@ def saved_memory(
     return saved
 
 
-def saved_others(walk: Walk, node: fx.Node) -> int:
+def own_saved_bytes(walk: Liveness, node: fx.Node) -> int:
     """Return the bytes that a node saves for its own backward, besides inputs and outputs."""
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
-def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Memory], int]]:
+def recomputed_buffers(walk: Liveness, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[MemoryBuffer], int]]:
     """Return the buffers that a recomputed region allocates at the start of its backward.
 
     Saved buffers are excluded.
@@ -95,8 +95,8 @@ def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Mem
     with that node's backward.
     """
     regions = walk.regions(alive)
-    kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
-    again: dict[fx.Node, tuple[set[Memory], int]] = {}
+    kept = {memory for pieces in saved_buffers(walk, alive).values() for memory in pieces} if regions else set()
+    again: dict[fx.Node, tuple[set[MemoryBuffer], int]] = {}
     for node in (n for nodes in regions.values() for n in nodes if n in alive):
         fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
         kept |= fresh
@@ -104,15 +104,15 @@ def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Mem
     return again
 
 
-def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
+def liveness_of(trace: Trace, program: Program, stage: Stage) -> Liveness:
     """Return the liveness analysis of a stage for one microbatch, on the rank that holds the most."""
-    held = held_whole(program, program.stages)
-    walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage), held)
+    held = unsharded_for_step(program, program.stages)
+    walk = Liveness(trace, program, stage, *_stage_inputs(trace, program, stage), held)
     walk.run()
     return walk
 
 
-def memories(result: Any, lasting: bool = False) -> set[Memory]:
+def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
     """Return the buffers of a value, or of a tuple of values.
 
     Args:
@@ -120,11 +120,11 @@ def memories(result: Any, lasting: bool = False) -> set[Memory]:
     """
     if isinstance(result, tuple):
         return {memory for item in result for memory in memories(item, lasting)}
-    return {result.memory} if isinstance(result, Value) and (lasting or not result.memory.lives) else set()
+    return {result.memory} if isinstance(result, LocalValue) and (lasting or not result.memory.lives) else set()
 
 
 @dataclass
-class Walk:
+class Liveness:
     """Liveness analysis of a stage graph, which is evaluated on tensor specs.
 
     Args:
@@ -138,24 +138,24 @@ class Walk:
     stage: Stage
     inputs: Mapping[str, Any]
     input_bytes: int
-    held: Mapping[str, Way] = field(default_factory=dict)
-    """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.held_whole`)."""
+    held: Mapping[str, ParameterGather] = field(default_factory=dict)
+    """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.unsharded_for_step`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
+    keeps: dict[fx.Node, list[MemoryBuffer]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
     takes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[Any, ...] = ()
-    compiled: Walk | None = None
+    compiled: Liveness | None = None
     in_place: Set[fx.Node] = frozenset()
     """The operators that overwrite an input at its last use, as fused kernels do."""
 
     @property
-    def in_memory(self) -> Walk:
+    def in_memory(self) -> Liveness:
         """The analysis of the graph that runs: the compiled one if there is one."""
         return self.compiled or self
 
     def run(self) -> None:
-        received, attributes = iter(self.stage.receives), dict[str, Value]()
+        received, attributes = iter(self.stage.receives), dict[str, LocalValue]()
         for node in self.stage.graph.graph.nodes:
             if node.op == "placeholder":
                 stage_input = self.inputs.get(str(node.target))
@@ -170,17 +170,17 @@ class Walk:
             else:
                 self.values[node] = self._call(node)
 
-    def _read(self, node: fx.Node) -> Value:
+    def _read(self, node: fx.Node) -> LocalValue:
         """Return the value of an attribute. A parameter that stays unsharded for a step has its full shape."""
         attribute = _attribute(self.trace, node)
         if str(node.target) not in self.held:
             return attribute
         way = self.held[str(node.target)]
         shape = (*attribute.form.shape[: way.dim], way.size, *attribute.form.shape[way.dim + 1 :])
-        form = Form.contiguous(shape, way.dtype or attribute.form.dtype, attribute.form.needs_grad)
-        return Value(form, Memory(form.size_bytes, True, node))
+        form = TensorSpec.contiguous(shape, way.dtype or attribute.form.dtype, attribute.form.needs_grad)
+        return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
-    def gathers_held(self, node: fx.Node) -> bool:
+    def gathers_unsharded(self, node: fx.Node) -> bool:
         """Return True if a node gathers a parameter that is already unsharded."""
         source = node.args[0] if node.args else None
         return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
@@ -189,11 +189,11 @@ class Walk:
         name = operator_name(node).removeprefix("autopart::")
         if name == "axis_index":
             return 0
-        if self.gathers_held(node):
+        if self.gathers_unsharded(node):
             return self.values[node.args[0]]
         if name in DIRECTIONS:
             result = self._convert(node, DIRECTIONS[name][0])
-            if name in ROUTING and result.form.needs_grad:
+            if name in DISPATCH_CONVERSIONS and result.form.needs_grad:
                 self.others[node] = self.values[node.args[2]].form.size_bytes  # the sort order of the tokens
             self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
             return result
@@ -204,16 +204,16 @@ class Walk:
             result.memory.again = True
         return result
 
-    def _rotate(self, node: fx.Node) -> Value:
+    def _rotate(self, node: fx.Node) -> LocalValue:
         """Return the output of ring attention.
 
         It saves its operands, its output and a log-sum-exp per query. Its workspace is two ranks' keys and values;
         in backward also their gradients.
         """
         traced = value(node)
-        sides: list[Value] = [self.values[used] for used in tensor_inputs(node)]
-        form = Form.contiguous(traced.shape, traced.dtype, any(side.form.needs_grad for side in sides))
-        output = Value(form, Memory(form.size_bytes, False, node))
+        sides: list[LocalValue] = [self.values[used] for used in tensor_inputs(node)]
+        form = TensorSpec.contiguous(traced.shape, traced.dtype, any(side.form.needs_grad for side in sides))
+        output = LocalValue(form, MemoryBuffer(form.size_bytes, False, node))
         totals = form.size_bytes // traced.shape[-1]
         if form.needs_grad:
             self.keeps[node] = [*(side.memory for side in sides), output.memory]
@@ -222,7 +222,7 @@ class Walk:
         self.takes[node] = (form.size_bytes + totals + moving, 4 * moving + 2 * sides[0].form.size_bytes)
         return output
 
-    def _conversion_bytes(self, node: fx.Node, result: Form, source: Form) -> tuple[int, int]:
+    def _conversion_bytes(self, node: fx.Node, result: TensorSpec, source: TensorSpec) -> tuple[int, int]:
         """Return the peak of new memory of a conversion and of its backward in bytes, casts included."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
@@ -238,7 +238,7 @@ class Walk:
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
         """Return the result of a collective, or of its local part, as `runtime.collectives` computes it."""
-        source: Value = self.values[node.args[0]]
+        source: LocalValue = self.values[node.args[0]]
         parts = self.program.mesh.size(node.args[1])
         form, owner = source.form, source.memory
         form = form._replace(dtype=node.kwargs.get("dtype") or form.dtype)
@@ -247,7 +247,7 @@ class Walk:
         shape, in_order = list(form.shape), False
         if primitive in ("slice", "reduce_scatter", "all_gather", "pad"):
             dim, size, *rest = node.args[2:]
-            cut = Cut(dim, size, tuple(rest[0]) if rest else (), parts)
+            cut = DimSharding(dim, size, tuple(rest[0]) if rest else (), parts)
             shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
             in_order = primitive == "slice" and len(cut.spans(0)) == 1
         elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
@@ -256,12 +256,16 @@ class Walk:
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
             shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
-        result_form = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
-        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first elements
-            return Value(result_form, owner)
+        result_form = TensorSpec.contiguous(
+            shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max"
+        )
+        if (
+            in_order and TensorSpec(result_form.shape, form.stride, form.dtype).is_contiguous
+        ):  # a view of the first elements
+            return LocalValue(result_form, owner)
         stores = self.program.mesh.stores(node.args[1])
         again = primitive == "all_gather" and stores and stored_source(node) is not None
-        return Value(result_form, Memory(result_form.size_bytes, False, node, again))
+        return LocalValue(result_form, MemoryBuffer(result_form.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
         """Return the nodes that a gradient of the outputs flows through."""
@@ -286,7 +290,7 @@ class Walk:
         """Return the inputs that get a gradient from this node's backward."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
-    def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
+    def read_by(self, nodes: Sequence[fx.Node]) -> list[MemoryBuffer]:
         """Return the buffers that these operators read and do not allocate."""
         inside = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
@@ -315,7 +319,7 @@ def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
 
 
 def call(
-    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int],
+    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[MemoryBuffer]], others: dict[fx.Node, int],
     takes: dict[fx.Node, tuple[int, int]],
 ) -> Any:  # fmt: skip
     """Return the outputs of a call with their buffers.
@@ -324,24 +328,24 @@ def call(
     """
     assert callable(node.target)
     inputs = [values[used] for used in tensor_inputs(node)]
-    read = [v for v in inputs if isinstance(v, Value)]
+    read = [v for v in inputs if isinstance(v, LocalValue)]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
     try:
-        effect = KNOWN.effect(node.target, args, kwargs)
+        effect = EFFECT_CACHE.effect(node.target, args, kwargs)
     except (
         RuntimeError,
         NotImplementedError,
         TypeError,
     ):  # it needs values: assume that it saves all inputs and outputs
         effect = _unknown(node, read)
-    pieces = [Memory(size, False, node) for size in effect.pieces]
+    pieces = [MemoryBuffer(size, False, node) for size in effect.pieces]
     owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
     keeps[node] = [read[i].memory for i in effect.kept.inputs] + [owners[i] for i in effect.kept.outputs]
     takes[node] = effect.forward_bytes, effect.backward_bytes
     if effect.kept.other_bytes:
         others[node] = effect.kept.other_bytes
-    tensors = [Value(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
-    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, MadeTensor) else leaf)
+    tensors = [LocalValue(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
+    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, TensorIndex) else leaf)
 
 
 def map_tuple(nested: Any, function: Any) -> Any:
@@ -351,52 +355,52 @@ def map_tuple(nested: Any, function: Any) -> Any:
 
 
 def _form(result: Any) -> Any:
-    return result.form if isinstance(result, Value) else result
+    return result.form if isinstance(result, LocalValue) else result
 
 
-def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
+def _unknown(node: fx.Node, read: Sequence[LocalValue]) -> Effect:
     traced = value(node)
     if traced is None:
-        return Effect(None, (), (), (), Kept((), (), 0))
+        return Effect(None, (), (), (), SavedTensors((), (), 0))
     tensors = [t for t in (traced if isinstance(traced, (tuple, list)) else [traced]) if isinstance(t, torch.Tensor)]
     grad = any(v.form.needs_grad for v in read)
-    forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
+    forms = tuple(TensorSpec.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
     memory = tuple(-1 - i for i in range(len(forms)))
-    shown = tuple(MadeTensor(i) for i in range(len(forms))) if isinstance(traced, (tuple, list)) else MadeTensor(0)
-    kept = Kept(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
+    shown = tuple(TensorIndex(i) for i in range(len(forms))) if isinstance(traced, (tuple, list)) else TensorIndex(0)
+    kept = SavedTensors(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
     return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
 
 
 def needs_grad(result: Any) -> bool:
     if isinstance(result, tuple):
         return any(map(needs_grad, result))
-    return isinstance(result, Value) and result.form.needs_grad
+    return isinstance(result, LocalValue) and result.form.needs_grad
 
 
-def _received(boundary: Boundary, node: fx.Node) -> Value:
-    form = Form.contiguous(boundary.shape, boundary.dtype, needs_grad=True)
-    return Value(form, Memory(form.size_bytes, True, node))
+def _received(boundary: Boundary, node: fx.Node) -> LocalValue:
+    form = TensorSpec.contiguous(boundary.shape, boundary.dtype, needs_grad=True)
+    return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
 
-def _attribute(trace: Trace, node: fx.Node) -> Value:
+def _attribute(trace: Trace, node: fx.Node) -> LocalValue:
     parameter = trace.parameters.get(str(node.target))
     traced = value(node)
-    form = Form.contiguous(tuple(traced.shape), traced.dtype, parameter is not None and parameter.requires_grad)
-    return Value(form, Memory(form.size_bytes, True, node))
+    form = TensorSpec.contiguous(tuple(traced.shape), traced.dtype, parameter is not None and parameter.requires_grad)
+    return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
 
 def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[str, Any], int]:
     """Return the prologue's outputs for one microbatch on one rank, and the bytes of all of them."""
     values: dict[fx.Node, Any] = {}
-    forms = [Form.of(t, t.requires_grad) for t in trace.call.tensors]
+    forms = [TensorSpec.of(t, t.requires_grad) for t in trace.call.tensors]
     if program.input_names[-1:] == (SEEDS,):
-        forms.append(Form.contiguous((program.row_ranks * program.microbatches,), torch.int64))
+        forms.append(TensorSpec.contiguous((program.data_parallel_size * program.microbatches,), torch.int64))
     call_forms = iter(forms)
     outputs: tuple[Any, ...] = ()
     for node in stage.prologue.graph.nodes:
         if node.op == "placeholder":
             form = next(call_forms)
-            values[node] = Value(form, Memory(form.size_bytes, True, node))
+            values[node] = LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
         elif node.op == "get_attr":
             values[node] = _attribute(trace, node)
         elif node.op == "output":
@@ -406,29 +410,29 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
         else:
             values[node] = call(node, values, {}, {}, {})
     inputs: dict[str, Any] = {}
-    sizes: dict[Memory, int] = {}
+    sizes: dict[MemoryBuffer, int] = {}
     read = {str(node.target): node for node in stage.graph.graph.find_nodes(op="placeholder")}
     for stage_input, whole in zip(stage.inputs, outputs, strict=False):
-        if not isinstance(whole, Value):
+        if not isinstance(whole, LocalValue):
             inputs[stage_input.name] = whole
             continue
         rows, memory = _rows(program, stage_input.batch_dim, whole)
         is_copied = memory is not whole.memory  # a copy per microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         sizes[memory] = memory.size_bytes * number
-        inputs[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
+        inputs[stage_input.name] = LocalValue(rows, MemoryBuffer(rows.size_bytes, True, memory.made_by))
     return inputs, sum(size for memory, size in sizes.items() if not memory.lives)
 
 
-def _rows(program: Program, dim: int | None, whole: Value) -> tuple[Form, Memory]:
+def _rows(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:
     """Return one microbatch's samples on one rank: a view if the batch is dim 0, else a copy."""
-    blocks = program.row_ranks * program.microbatches
+    blocks = program.data_parallel_size * program.microbatches
     form = whole.form
     if dim is None or blocks == 1:
         return form, whole.memory
     shape = [*form.shape]
-    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.row_ranks)[0], program.microbatches)[0]
+    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.data_parallel_size)[0], program.microbatches)[0]
     if dim == 0:
-        return Form(tuple(shape), form.stride, form.dtype, form.needs_grad), whole.memory
-    rows = Form.contiguous(shape, form.dtype, form.needs_grad)
-    return rows, Memory(rows.size_bytes, False, whole.memory.made_by)
+        return TensorSpec(tuple(shape), form.stride, form.dtype, form.needs_grad), whole.memory
+    rows = TensorSpec.contiguous(shape, form.dtype, form.needs_grad)
+    return rows, MemoryBuffer(rows.size_bytes, False, whole.memory.made_by)

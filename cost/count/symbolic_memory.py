@@ -13,23 +13,23 @@ from functools import cache, cached_property
 from torch import fx
 
 from autopart.cost.count.liveness import backward_steps, forward_steps
-from autopart.cost.count.operator_counts import Counted
-from autopart.cost.count.scaling_exponents import Growth
+from autopart.cost.count.operator_counts import OperatorWork
+from autopart.cost.count.scaling_exponents import ScalingExponents
 from autopart.cost.count.stage_footprint import (
-    Memory,
-    Value,
-    Walk,
+    Liveness,
+    LocalValue,
+    MemoryBuffer,
     memories,
     needs_grad,
-    rerun_memory,
-    saved_memory,
-    saved_others,
+    own_saved_bytes,
+    recomputed_buffers,
+    saved_buffers,
 )
-from autopart.cost.predict.operator_work import NOTHING, Powers, Size
-from autopart.cost.predict.table_rows import Row
+from autopart.cost.predict.operator_work import NOTHING, Exponents, Size
+from autopart.cost.predict.table_rows import OperatorRow
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs
-from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ir.run.scatter_gather_sends import scatter_layout
 from autopart.ir.run.unshard_policy import gathers_stored, source_name, storing_axes
 from autopart.ops.operators import is_cast, stored_source
 
@@ -40,7 +40,7 @@ class _SizeSum:
     """A running sum of `Size` polynomials that are added and removed."""
 
     def __init__(self) -> None:
-        self.total: dict[Powers, float] = {}
+        self.total: dict[Exponents, float] = {}
 
     def add(self, size: Size, times: int = 1) -> None:
         for powers, value in size.terms:
@@ -50,34 +50,36 @@ class _SizeSum:
         return Size(tuple(sorted((powers, value) for powers, value in self.total.items() if value)))
 
 
-class Held:
+class SymbolicMemory:
     """Symbolic memory of a stage's operators.
 
     Args:
         kept_before: indices of the received values that earlier stages save for backward.
     """
 
-    def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
+    def __init__(self, walk: Liveness, growth: ScalingExponents, kept_before: Set[int]):
         self.walk, self.growth, self.size = walk, growth, cache(growth.of_memory)
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self._in_parts = cache(self._can_be_scattered)
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         received = [walk.values[node].memory for node in self.received]
         before = {received[number] for number in kept_before}
-        self.saved = saved_memory(walk, self.alive, {*received} - before)
+        self.saved = saved_buffers(walk, self.alive, {*received} - before)
         index = {node: i for i, node in enumerate(walk.values)}
         keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
         self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
         sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
-        self.sends_kept = {number for number, memory in enumerate(sent) if memory in self.keeper}
-        self.others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
+        self.saved_sends = {number for number, memory in enumerate(sent) if memory in self.keeper}
+        self.others = {
+            node: self._other(node, own_saved_bytes(walk, node)) for node in walk.others if node in self.alive
+        }
         self.kept = {
             node: Size.sum([self.others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
             for node in walk.values
         }
         self.rerun = {
             node: Size.sum([*map(self.size, memory), self._other(node, other)])
-            for node, (memory, other) in rerun_memory(walk, self.alive).items()
+            for node, (memory, other) in recomputed_buffers(walk, self.alive).items()
         }
         axes = storing_axes(walk.program)
         self.gathers = {node for node in walk.values if gathers_stored(node, axes)}
@@ -87,7 +89,7 @@ class Held:
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(self, one: Counted, is_place: bool, load: Size) -> Row:
+    def row(self, one: OperatorWork, is_place: bool, load: Size) -> OperatorRow:
         """Return the table row of one operator.
 
         Args:
@@ -102,7 +104,7 @@ class Held:
                 if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
-        return Row(
+        return OperatorRow(
             works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
             crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
             *((NOTHING,) * 3 if crossing is None else self._cut_before(one.node, travelling)),
@@ -123,7 +125,7 @@ class Held:
     def _can_be_scattered(self, node: fx.Node) -> bool:
         """Return True if a value of the stage can be sent as shards (scatter-gather)."""
         origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
-        return origin is not None and in_parts(origin, layout, self.walk.program.mesh) is not None
+        return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
         """Return the bytes that exist while the forward of each node runs."""
@@ -158,15 +160,15 @@ class Held:
         """Return the workspace of a node, which scales like the largest of its inputs and outputs."""
         if node in self.gathers:
             return NOTHING
-        sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], Value)]
+        sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], LocalValue)]
         largest = max(sides or [node], key=lambda n: self.walk.values[n].form.size_bytes if sides else 0)
         return Size.of(self.walk.takes.get(node, (0, 0))[direction], self.growth.of(largest))
 
-    def _values(self, pieces: Iterable[Memory]) -> Size:
+    def _values(self, pieces: Iterable[MemoryBuffer]) -> Size:
         """Return the bytes of buffers, without weights and gathered weights."""
         return Size.sum(self.size(memory) for memory in pieces if not self._is_weight(memory))
 
-    def _is_weight(self, memory: Memory) -> bool:
+    def _is_weight(self, memory: MemoryBuffer) -> bool:
         return memory.made_by.op == "get_attr" or memory.made_by in self.gathers
 
     def _value(self, node: fx.Node) -> Size:
@@ -177,7 +179,7 @@ class Held:
 
         It is matched to copies of inputs by its bytes. Without a match it scales like the operator's output.
         """
-        read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], Value)]
+        read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], LocalValue)]
         options = [Size.sum(read), *read]
         return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
@@ -212,7 +214,7 @@ class Held:
             elif node.op == "get_attr" or weights.issuperset(reads):
                 weights.add(node)
             elif last.get(node, i) > i:
-                single = isinstance(value, Value) and needs_grad(value)
+                single = isinstance(value, LocalValue) and needs_grad(value)
                 travelling[node] = self._value(node) if single else None
         return crossings
 

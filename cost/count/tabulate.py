@@ -13,25 +13,25 @@ from torch import fx
 
 from autopart.compat.torch_internals import stored_bytes
 from autopart.cost.count.gradient_communication import local_bytes
-from autopart.cost.count.operator_counts import Counted, counted
-from autopart.cost.count.scaling_exponents import Growth, tokens
+from autopart.cost.count.operator_counts import OperatorWork, counted
+from autopart.cost.count.scaling_exponents import ScalingExponents, tokens
 from autopart.cost.count.shard_counts import divided
 from autopart.cost.count.stage_footprint import (
-    Walk,
+    Liveness,
 )
-from autopart.cost.count.symbolic_memory import Held
+from autopart.cost.count.symbolic_memory import SymbolicMemory
 from autopart.cost.flops import matrix_work, work
-from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, chosen_ranks
 from autopart.cost.predict.table import Table
 from autopart.cost.predict.table_rows import Parameter
 from autopart.ir.blocks.block_index import blocks as repeated_blocks
-from autopart.ir.blocks.deduplication import later, unrolled
+from autopart.ir.blocks.deduplication import expand_blocks, later
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, source_of
-from autopart.ir.layout import MIN_DIMS, P, parts_of
+from autopart.ir.layout import MIN_DIMS, P, mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.run.buckets import bucketed, in_order_of_use
+from autopart.ir.run.buckets import bucketed, by_first_use
 from autopart.ir.run.unshard_policy import storing_axes
 from autopart.ir.trace import Trace, batch_size
 
@@ -39,7 +39,7 @@ Blocks = Mapping[str, Sequence[int]]
 """{path of a container: for every block of the model, the index of the traced block that represents it}."""
 
 
-class BlocksApart(Exception):
+class BlocksNotContiguous(Exception):
     """Raised if the operators of a repeated block are not contiguous.
 
     One block then cannot represent others.
@@ -53,10 +53,10 @@ class _At(NamedTuple):
     number: int
 
 
-def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Blocks, fused: bool = False) -> Table:
+def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: Blocks, fused: bool = False) -> Table:
     """Build the table of a program in which one traced block represents all equivalent blocks.
 
-    For a deduplicated trace, the order has the traced blocks alone; `of_few_rows` adds the others.
+    For a deduplicated trace, the order has the traced blocks alone; `deduplicated_rows` adds the others.
 
     Args:
         walks: the liveness analysis of every stage.
@@ -65,11 +65,11 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
 
     Raises BlocksApart if the operators of such a block are not contiguous.
     """
-    growth, mesh = Growth(trace, program), program.mesh
+    growth, mesh = ScalingExponents(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
-    held = list[Held]()
+    held = list[SymbolicMemory]()
     for walk in walks:
-        held.append(Held(walk.in_memory, growth, held[-1].sends_kept if held else set()))
+        held.append(SymbolicMemory(walk.in_memory, growth, held[-1].saved_sends if held else set()))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
@@ -97,7 +97,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
     of_rank = max(
-        1, batch // (program.row_ranks * program.microbatches)
+        1, batch // (program.data_parallel_size * program.microbatches)
     )  # a call without a batch is identical on every rank
     return Table(
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace), flops / batch,
@@ -127,7 +127,7 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return places
 
 
-def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
+def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
     """Attribute each traced operator's FLOPs to the first lowered node of that operator.
 
     A traced operator without a node of its own is fused into another operator and counts on that operator's node.
@@ -138,7 +138,7 @@ def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.No
         total += work(traced)
         node = first.get(facts(traced)["key"])
         if node is not None:
-            loads[node], total = Size.of(total, Powers(s=growth.of_product(node).s)), 0.0
+            loads[node], total = Size.of(total, Exponents(s=growth.of_product(node).s)), 0.0
     return loads
 
 
@@ -149,8 +149,8 @@ def _hidden(trace: Trace, program: Program) -> float:
     """
     total = last = 0
     for stage in program.stages:
-        read = [n for n in in_order_of_use(stage.graph.graph, stage.parameters) if trace.parameters[n].requires_grad]
-        names = unrolled(trace.folds, read, str, partial(later, trace.folds))
+        read = [n for n in by_first_use(stage.graph.graph, stage.parameters) if trace.parameters[n].requires_grad]
+        names = expand_blocks(trace.folds, read, str, partial(later, trace.folds))
         sizes = {name: trace.parameters[trace.originals[name]].nbytes for name in names}
         buckets = bucketed(sizes)
         total += sum(sizes.values())
@@ -165,7 +165,7 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
     cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
     parts = mesh.size(mesh.stored_over(stored.layout) or "")
     whole = local_bytes(trace, program, stored) * parts
-    return Size.of(whole, Powers(**cut))
+    return Size.of(whole, Exponents(**cut))
 
 
 def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
 
 def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
     """Return the axes over which its gradient is reduced, or would be if ZeRO did not shard it."""
-    over = parts_of(mesh.stored_over(stored.layout) or mesh.data_axis)
+    over = mesh_axes_of(mesh.stored_over(stored.layout) or mesh.data_axis)
     return tuple(dict.fromkeys((mesh.data_axis, *over, *stored.grad_axes)))
 
 
@@ -192,7 +192,7 @@ def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, .
     if over is None and (is_stored or len(stored.shape) < MIN_DIMS):
         return ()
     cutting = {axis for axis, place in stored.layout.items() if place.is_shard}
-    left = set() if over is None else {axis for axis in mesh.sizes if mesh.size(axis) > 1} - set(parts_of(over))
+    left = set() if over is None else {axis for axis in mesh.sizes if mesh.size(axis) > 1} - set(mesh_axes_of(over))
     return tuple(axis.name for axis in mesh.axes if axis.stores and axis.name not in cutting | left)
 
 
@@ -231,14 +231,14 @@ def _copies(name: str, blocks: Blocks) -> int:
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
 
-def _blocks_of(operators: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
+def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_At | None]:
     """Return the block of every operator. An operator between two operators of a block is in that block."""
     at = [_block_of(_name(one.node), blocks) for one in operators]
     last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
     inside: _At | None = None
     for i, block in enumerate(at):
         if block is not None and inside is not None and block != inside and i < last[inside]:
-            raise BlocksApart(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
+            raise BlocksNotContiguous(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
         inside = block or inside
         if inside is not None:
             at[i] = inside if i <= last[inside] else None

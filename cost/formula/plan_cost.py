@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autopart.cost.formula.step_formula import Formula
     from autopart.cost.hardware.profile import Hardware
-    from autopart.cost.predict.run_setting import Setting
+    from autopart.cost.predict.run_setting import RunSetting
     from autopart.cost.predict.simulate import Simulation
     from autopart.cost.predict.table import Table
     from autopart.plans.plan import Plan
@@ -265,15 +265,15 @@ class Cost(dict[str, Any]):
 
     @property
     def has_quickest_stages(self) -> bool:
-        """True if stages begin where a step takes the least time (`cost.predict.table.quickest_cuts`)."""
+        """True if stages begin where a step takes the least time (`cost.predict.table.fastest_stage_boundaries`)."""
         from autopart.cost.hardware.profile import Hardware
-        from autopart.cost.predict.table import quickest_cuts, weighs_links
+        from autopart.cost.predict.table import fastest_stage_boundaries, trades_balance_for_sends
 
         hardware = Hardware.load(self._plan.hardware)
-        if not weighs_links(hardware):  # stages are only balanced
+        if not trades_balance_for_sends(hardware):  # stages are only balanced
             return True
         setting = self._setting({})
-        return quickest_cuts(self.table, replace(setting, cuts=None), hardware) == setting.cuts
+        return fastest_stage_boundaries(self.table, replace(setting, cuts=None), hardware) == setting.cuts
 
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from autopart.cost.hardware.profile import Hardware
@@ -281,20 +281,20 @@ class Cost(dict[str, Any]):
 
         return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
 
-    def _setting(self, sizes: Mapping[str, float]) -> Setting:
+    def _setting(self, sizes: Mapping[str, float]) -> RunSetting:
         """Return the plan's setting with other sizes.
 
         The plan's stages are kept if their number and the tokens per sample are unchanged, or if they are pinned.
         """
-        from autopart.cost.predict.table_data import own_setting
+        from autopart.cost.predict.table_data import plan_setting
 
         plan, mesh = self._plan, self._mesh(sizes)
         was = plan.schedule
         m, v = int(sizes.get("m", was.microbatches)), int(sizes.get("v", was.virtual_stages))
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
-        rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
-        counted = own_setting(
+        rows = sizes.get("b", table.b) * mesh.data_parallel_size * schedule.microbatches
+        counted = plan_setting(
             table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
         )
         stages = mesh.size("pp") * schedule.virtual_stages
@@ -312,7 +312,7 @@ class Cost(dict[str, Any]):
         """Return the values of the symbols."""
         mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
-        rows = sizes.get("b", at.b) * mesh.row_ranks * m
+        rows = sizes.get("b", at.b) * mesh.data_parallel_size * m
         return self.formula.values(mesh, Schedule(schedule.name, m, v), rows, sizes.get("s", at.s))
 
     def latex(self) -> str:

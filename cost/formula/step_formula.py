@@ -27,9 +27,9 @@ from sympy.utilities.lambdify import implemented_function
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import Carried, exchanges, passes, remembered_bytes
+from autopart.cost.predict.dp_sync_costs import MethodParameters, exchanges, passes, state_bytes_of_method
 from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.schedules import Schedule
@@ -37,12 +37,12 @@ from autopart.ir.run.schedules import Schedule
 
 def ranks_of(axis: str) -> sympy.Expr:
     """Return the symbol of an axis; for flattened axes, the product of their symbols."""
-    return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in parts_of(axis)))
+    return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in mesh_axes_of(axis)))
 
 
 def in_node_of(axis: str) -> sympy.Expr:
     """Return the symbol of the ranks of an axis that are in one node; for flattened axes, the product."""
-    return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in parts_of(axis)))
+    return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in mesh_axes_of(axis)))
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
@@ -55,7 +55,7 @@ BACKWARD_SHARE = sympy.Rational(2, 3)
 _LINKS = (collective_costs.B, collective_costs.alpha, collective_costs.B_node, collective_costs.alpha_node)
 
 
-class CutBytes(NamedTuple):
+class ShardedBytes(NamedTuple):
     """Parameters that ZeRO shards over the same axes.
 
     Args:
@@ -94,7 +94,7 @@ class Totals:
     works: Mapping[tuple[str, Work], int]
     stored: Size
     trained: Size
-    cut: Mapping[tuple[str, ...], CutBytes]
+    cut: Mapping[tuple[str, ...], ShardedBytes]
     gathers: bool
     cast: Size
     read: float
@@ -122,13 +122,13 @@ class Formula:
     state_bytes: float = 3.0
     receives_held: int | None = None
     scatter_sends: bool = False
-    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.Setting`. Bytes that do
+    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`. Bytes that do
     not shrink with `tp` are scattered."""
 
     axes: tuple[Axis, ...] = AXES
     """The axes that the mesh may have."""
 
-    methods: tuple[Carried, ...] = ()
+    methods: tuple[MethodParameters, ...] = ()
     """What data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
 
     versions: int = 1
@@ -315,7 +315,7 @@ class Formula:
         ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
         for one in self.methods:
             size, sent, factors = (_exact(float(share)) * trained for share in one[1:])
-            here = Carried(one.method, size, sent, factors)
+            here = MethodParameters(one.method, size, sent, factors)
             moved = [each.often * self._collective(each.kind, axis, each.size_bytes)
                      for each in exchanges(here, ranks, several)]  # fmt: skip
             terms += [*moved, _exact(passes(one.method, several)) * size / M]
@@ -385,7 +385,7 @@ class Formula:
     @property
     def _remembered(self) -> sympy.Expr:
         """Bytes of state of data-parallel methods per byte of trained parameters."""
-        return _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods))
+        return _exact(sum(float(state_bytes_of_method(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
         """Return the bytes of unsharded parameters that live for a step, beyond the shards.
@@ -424,7 +424,7 @@ class Formula:
         """
         per_node = self.hardware.devices_per_node
         inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}
-        sizes = (rows / (mesh.row_ranks * schedule.microbatches), tokens or self.totals.at.s,
+        sizes = (rows / (mesh.data_parallel_size * schedule.microbatches), tokens or self.totals.at.s,
                  *map(mesh.size, self._names), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
         return {**self.constants, **dict(zip(self.sizes, sizes, strict=True)), **inside}
 

@@ -1,6 +1,6 @@
 """Communication buffers that overlap with compute: gradient buckets, weight all-gathers, peaks.
 
-Two counters create the `Event`s: `cost.count` operator by operator for a plan's memory, and `table_memory` from
+Two counters create the `MemoryEvent`s: `cost.count` operator by operator for a plan's memory, and `table_memory` from
 a table's rows at other sizes. `backward_peaks` and `forward_peak` follow them.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from autopart.ir.run.buckets import ALONE_BYTES, SUMS_UNDER_WAY, UNDER_WAY, bucketed, kinds
+from autopart.ir.run.buckets import ALONE_BYTES, SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT, bucketed, kinds
 
 
-class Weight(NamedTuple):
+class CommParameter(NamedTuple):
     """A parameter as it is communicated. Sizes are in bytes.
 
     Args:
@@ -27,7 +27,7 @@ class Weight(NamedTuple):
         kind: grouping key; only parameters with equal keys share a bucket.
         in_order: True if the full parameter is its shards concatenated.
         is_summed: True if its gradient is reduced over further axes than those of its shards.
-        stays_whole: True if it is sharded and a data-parallel method receives its unsharded gradient.
+        keeps_full_gradient: True if it is sharded and a data-parallel method receives its unsharded gradient.
     """
 
     part_bytes: float
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     kind: tuple[Any, ...]
     in_order: bool
     is_summed: bool
-    stays_whole: bool = False
+    keeps_full_gradient: bool = False
 
     @property
     def sum_bytes(self) -> float:
@@ -45,7 +45,7 @@ class Weight(NamedTuple):
         return self.whole_bytes / self.read * self.summed
 
 
-class Sent(NamedTuple):
+class GradientBucket(NamedTuple):
     """A bucket of gradients. Sizes are in bytes.
 
     Args:
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
         scatters: True if the unsharded gradients are freed after the reduction.
         each: True if the bucket is reduced after every microbatch.
         kept_bytes: the accumulated gradients, if they are accumulated in a higher precision.
-        most_under_way: maximum number of buckets in flight, including this one.
+        max_in_flight: maximum number of buckets in flight, including this one.
     """
 
     names: tuple[str, ...]
@@ -65,10 +65,10 @@ class Sent(NamedTuple):
     scatters: bool = False
     each: bool = False
     kept_bytes: int = 0
-    most_under_way: int = UNDER_WAY
+    max_in_flight: int = SHARD_BUCKETS_IN_FLIGHT
 
 
-class Row(NamedTuple):
+class WeightGroup(NamedTuple):
     """Weights that are gathered together. Sizes are in bytes.
 
     Args:
@@ -86,55 +86,57 @@ class Row(NamedTuple):
     grad_bytes: int
 
     @staticmethod
-    def of(weights: Mapping[str, Weight], first: Any = None) -> Row:
+    def of(weights: Mapping[str, CommParameter], first: Any = None) -> WeightGroup:
         members = list(weights.values())
         in_order = len(members) == 1 and members[0].in_order
         whole, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         received = whole + _sent_copy(members)
         sizes = whole, received, received + (0 if in_order else whole), 0 if in_order and flat == whole else flat
-        return Row(tuple(weights), first, *map(round, sizes))
+        return WeightGroup(tuple(weights), first, *map(round, sizes))
 
 
-def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
+def reduce_buckets(weights: Mapping[str, CommParameter]) -> Iterator[GradientBucket]:
     """Yield buckets of gradients that are reduced once a step."""
     for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}, ALONE_BYTES):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
-        yield Sent(bucket, round(size * summed) if is_copied else 0, most_under_way=SUMS_UNDER_WAY)
+        yield GradientBucket(bucket, round(size * summed) if is_copied else 0, max_in_flight=SUM_BUCKETS_IN_FLIGHT)
 
 
 def _buckets(
-    weights: Mapping[str, Weight], sizes: Mapping[str, float], alone_bytes: float = math.inf
-) -> Iterator[tuple[tuple[str, ...], list[Weight]]]:
+    weights: Mapping[str, CommParameter], sizes: Mapping[str, float], alone_bytes: float = math.inf
+) -> Iterator[tuple[tuple[str, ...], list[CommParameter]]]:
     """Yield the buckets of weights of these sizes in bytes, with their members."""
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
         for bucket in bucketed({name: round(sizes[name]) for name in names}, alone_bytes=alone_bytes):
             yield bucket, [weights[name] for name in bucket]
 
 
-def scattered_buckets(weights: Mapping[str, Weight], zero: int, microbatches: int) -> Iterator[Sent]:
+def reduce_scatter_buckets(
+    weights: Mapping[str, CommParameter], zero: int, microbatches: int
+) -> Iterator[GradientBucket]:
     """Yield gradient buckets of weights that stay unsharded for a step, in the order of their use."""
     for bucket, members in _buckets(weights, {name: one.whole_bytes for name, one in weights.items()}):
         size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         alone = len(members) == 1 and members[0].in_order
         parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
-        if members[0].stays_whole:  # its gradients have the dtype of the shards
+        if members[0].keeps_full_gradient:  # its gradients have the dtype of the shards
             own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
             grads = 0 if own_dtype else size / members[0].read
-            yield Sent(bucket, round(copied), round(grads), round(received), not own_dtype)
+            yield GradientBucket(bucket, round(copied), round(grads), round(received), not own_dtype)
             continue
         copied, is_kept = 0 if alone and flat == size else flat, zero == 1 and microbatches > 1 and flat != size
-        yield Sent(bucket, round(copied), round(parts), round(received), True, zero == 2,
+        yield GradientBucket(bucket, round(copied), round(parts), round(received), True, zero == 2,
                    round(flat) if is_kept else 0)  # fmt: skip
 
 
-def _sent_copy(weights: Sequence[Weight]) -> float:
+def _sent_copy(weights: Sequence[CommParameter]) -> float:
     """Return the bytes of the all-gather's input buffer. A single shard that is not cast needs none."""
     is_copied = len(weights) > 1 or weights[0].read != 1
     return sum(one.part_bytes * one.read for one in weights) if is_copied else 0
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """A change of a rank's memory, in bytes.
 
     Kinds:
@@ -154,7 +156,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StageCommBuffers:
     """Overlapped communication of a stage.
 
     Args:
@@ -164,47 +166,51 @@ class Traffic:
         row_of: {node of a stage graph: the group that it gathers}.
     """
 
-    sent: tuple[Sent, ...] = ()
-    rows: tuple[Row, ...] = ()
+    sent: tuple[GradientBucket, ...] = ()
+    rows: tuple[WeightGroup, ...] = ()
     prefetch: int = 0
     row_of: Mapping[Any, int] = field(default_factory=dict)
 
-    def gathers(self, row: int) -> Iterator[Event]:
+    def gathers(self, row: int) -> Iterator[MemoryEvent]:
         """Yield the events of a forward all-gather of a group of weights and of the prefetch of later groups."""
-        yield Event("ahead", self._received_bytes(row + 1, row + self.prefetch))
-        yield Event("peak", self.rows[row].opening_bytes)
-        yield Event("ahead", self._received_bytes(row + 1, row + 1 + self.prefetch))
+        yield MemoryEvent("ahead", self._received_bytes(row + 1, row + self.prefetch))
+        yield MemoryEvent("peak", self.rows[row].opening_bytes)
+        yield MemoryEvent("ahead", self._received_bytes(row + 1, row + 1 + self.prefetch))
 
-    def opens(self, row: int) -> Iterator[Event]:
+    def opens(self, row: int) -> Iterator[MemoryEvent]:
         """Yield the events of a backward all-gather of a group of weights and of the next prefetch."""
         first = row - self.prefetch
-        yield Event("ahead", self._received_bytes(first + 1, row))
-        yield Event("peak", self.rows[row].opening_bytes)
-        yield Event("ahead", self._received_bytes(first, row))
-        yield Event("takes", self.rows[row].whole_bytes)
-        yield Event("peak", 0)
+        yield MemoryEvent("ahead", self._received_bytes(first + 1, row))
+        yield MemoryEvent("peak", self.rows[row].opening_bytes)
+        yield MemoryEvent("ahead", self._received_bytes(first, row))
+        yield MemoryEvent("takes", self.rows[row].whole_bytes)
+        yield MemoryEvent("peak", 0)
 
     def _received_bytes(self, start: int, stop: int) -> int:
         return sum(row.received_bytes for row in self.rows[max(0, start) : stop])
 
 
-def received_bytes(stages: Iterable[Traffic]) -> int:
+def received_bytes(stages: Iterable[StageCommBuffers]) -> int:
     """Return the peak bytes of the all-gather buffers on a rank of these stages.
 
     The buffers are those of parameters that stay unsharded for a step.
 
-    One bucket is gathered while the bucket before it arrives (`GATHERED_AHEAD` in the runtime).
+    One bucket is gathered while the bucket before it arrives (`NUM_PREFETCHED` in the runtime).
     """
     return max(map(sum, pairwise([0, *(sent.gather_bytes for stage in stages for sent in stage.sent)])), default=0)
 
 
-def forward_peak(steps: Sequence[Sequence[Event]]) -> float:
+def forward_peak(steps: Sequence[Sequence[MemoryEvent]]) -> float:
     """Return the peak bytes while the forward runs."""
-    return _MemoryTracker(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
+    return _MemoryTracker(0.0, StageCommBuffers(), {}, False, False, 1).run(steps)[0]
 
 
 def backward_peaks(
-    steps: Sequence[Sequence[Event]], kept: float, traffic: Traffic, whole: Mapping[str, float], microbatches: int
+    steps: Sequence[Sequence[MemoryEvent]],
+    kept: float,
+    traffic: StageCommBuffers,
+    whole: Mapping[str, float],
+    microbatches: int,
 ) -> tuple[float, float]:
     """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
 
@@ -234,7 +240,8 @@ class _MemoryTracker:
     """
 
     def __init__(
-        self, kept: float, traffic: Traffic, whole: Mapping[str, float], sends: bool, is_later: bool, microbatches: int
+        self, kept: float, traffic: StageCommBuffers, whole: Mapping[str, float], sends: bool, is_later: bool,
+        microbatches: int
     ):  # fmt: skip
         self.now = self.most = self.most_later = kept
         self.whole, self.sends = whole, sends
@@ -252,7 +259,7 @@ class _MemoryTracker:
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
                       for name in sent.names}  # fmt: skip
 
-    def run(self, steps: Sequence[Sequence[Event]]) -> tuple[float, float]:
+    def run(self, steps: Sequence[Sequence[MemoryEvent]]) -> tuple[float, float]:
         """Return the peak bytes: in total, and without weight gradients left by earlier microbatches."""
         needed = 0.0
         for events in steps:
@@ -269,7 +276,7 @@ class _MemoryTracker:
                 elif kind == "ahead":
                     self.ahead = size
                 else:
-                    self._send(size, part, True, UNDER_WAY)
+                    self._send(size, part, True, SHARD_BUCKETS_IN_FLIGHT)
         return self.most, self.most_later
 
     def _reach(self, peak: float) -> None:
@@ -285,21 +292,21 @@ class _MemoryTracker:
             if not missing and (sent.each or self.sends):
                 self._sum(sent)
 
-    def _sum(self, sent: Sent) -> None:
+    def _sum(self, sent: GradientBucket) -> None:
         grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
         before = grads if sent.kept_bytes else 0  # they are added to accumulated gradients
         self.now -= before
-        self._send(sent.flat_bytes, sent.part_bytes, sent.each, sent.most_under_way)
+        self._send(sent.flat_bytes, sent.part_bytes, sent.each, sent.max_in_flight)
         self.now -= grads - before + sent.kept_bytes
 
-    def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, most_under_way: int) -> None:
+    def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, max_in_flight: int) -> None:
         """Copy gradients together and send them, after enough buckets in flight have arrived.
 
         Args:
             is_added: True if later microbatches add the result to the accumulated gradients.
         """
         if flat_bytes or part_bytes:
-            while len(self.flats) >= most_under_way:
+            while len(self.flats) >= max_in_flight:
                 flat, part = self.flats.popleft()
                 self.now -= flat
                 self.added_bytes += part

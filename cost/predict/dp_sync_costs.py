@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
         return self.often * wire_bytes(self.kind, num_ranks, self.size_bytes)
 
 
-class Carried(NamedTuple):
+class MethodParameters(NamedTuple):
     """The parameters of a data-parallel method on a rank.
 
     Args:
@@ -68,19 +68,19 @@ class Carried(NamedTuple):
     factor_bytes: Any = 0.0
 
 
-def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> Carried:
+def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> MethodParameters:
     """Sum up the parameters of a method, from (elements of a rank's shard, bytes of an element, shape)."""
     total = sent = factors = 0.0
     for elements, itemsize, shape in sizes:
         total += elements * itemsize
         sent += sent_bytes(method, round(elements), itemsize)
         factors += _factor_bytes(method, elements, itemsize, shape)
-    return Carried(method, total, sent, factors)
+    return MethodParameters(method, total, sent, factors)
 
 
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: DpSync
-) -> list[Carried]:
+) -> list[MethodParameters]:
     """Group trained parameters that are not all-reduced by their method.
 
     Args:
@@ -96,12 +96,12 @@ def by_method(
     return [carried(method, each) for method, each in rows.items()]
 
 
-def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
+def shares(table: Table, dp_sync: DpSync) -> tuple[MethodParameters, ...]:
     """Return what data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
     sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
     total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
     of_methods = by_method(table.parameters, sizes, table.held.values(), dp_sync)
-    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in of_methods)
+    return tuple(MethodParameters(one.method, *(float(size) / total for size in one[1:])) for one in of_methods)
 
 
 def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
@@ -116,7 +116,7 @@ def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[i
     return itemsize * (edges if 2 * edges <= elements else elements)
 
 
-def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[Transfer]:
+def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) -> list[Transfer]:
     """Return the collectives of a step.
 
     All sizes may be expressions. `several` is the number of ranks for the neighbours on a graph, if `num_ranks` is
@@ -161,13 +161,13 @@ def passes(method: Method, num_ranks: int) -> float:
     return 2.0
 
 
-def sync_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware) -> float:
+def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware) -> float:
     """Return the seconds of a method per step."""
     moved = sum(one.seconds(num_ranks, hardware, stride) for one in exchanges(of, num_ranks))
     return moved + passes(of.method, num_ranks) * hardware.traffic_time_s(of.size_bytes)
 
 
-def remembered_bytes(of: Carried, num_ranks: int) -> float:
+def state_bytes_of_method(of: MethodParameters, num_ranks: int) -> float:
     """Return the bytes of state that a rank keeps from step to step."""
     method, size = of.method, of.size_bytes
     times = {"sign": 1.0, "ef21": 2.0, "ef21_sgdm": 3.0, "double_squeeze": 1 + 1 / num_ranks,
@@ -178,14 +178,14 @@ def remembered_bytes(of: Carried, num_ranks: int) -> float:
     return size + of.factor_bytes if method.name == "powersgd" else times.get(method.name, 0.0) * size
 
 
-def exact_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
+def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
     """Return the seconds per step if a collective of this kind reduces the gradients instead."""
     moved = Transfer(kind, of.size_bytes).seconds(num_ranks, hardware, stride)
     return moved + passes(EXACT, num_ranks) * hardware.traffic_time_s(of.size_bytes)
 
 
 def break_even_bytes_per_s(
-    of: Carried, mesh: Mesh, axis: str, hardware: Hardware, kind: str = "all_reduce"
+    of: MethodParameters, mesh: Mesh, axis: str, hardware: Hardware, kind: str = "all_reduce"
 ) -> float | None:
     """Return the link bandwidth below which the method is faster than the exact gradient reduction.
 

@@ -26,7 +26,7 @@ BUCKET_COPIES = 2
 """Copies into and out of the flat bucket of a reduce-scatter or all-gather. Each copy reads and writes it."""
 
 
-class Powers(NamedTuple):
+class Exponents(NamedTuple):
     """Exponents of `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep` in a product of dims."""
 
     b: int = 0
@@ -45,14 +45,14 @@ class Sizes(NamedTuple):
     cp: Any = 1
     ep: Any = 1
 
-    def scale(self, powers: Powers) -> Any:
+    def scale(self, powers: Exponents) -> Any:
         """Return the value of a product of dims with these exponents."""
         ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
         return self.b**powers.b * self.s**powers.s / ranks
 
 
 CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
-"""The kind of dims that the axis of a `Powers` field shards. The innermost such axis counts."""
+"""The kind of dims that the axis of a `Exponents` field shards. The innermost such axis counts."""
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
@@ -73,16 +73,16 @@ class Size:
     (16.0, 80.0)
     """
 
-    terms: tuple[tuple[Powers, float], ...] = ()
+    terms: tuple[tuple[Exponents, float], ...] = ()
 
     @staticmethod
-    def of(value: float, powers: Powers) -> Size:
+    def of(value: float, powers: Exponents) -> Size:
         """Return a polynomial of one term."""
         return Size(((powers, value),)) if value else NOTHING
 
     @staticmethod
     def sum(sizes: Iterable[Size]) -> Size:
-        total: dict[Powers, float] = {}
+        total: dict[Exponents, float] = {}
         for size in sizes:
             for powers, value in size.terms:
                 total[powers] = total.get(powers, 0) + value

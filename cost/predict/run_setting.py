@@ -11,7 +11,7 @@ from autopart.ir.run.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """The mesh, schedule and options under which a table's model runs.
 
     Args:
@@ -52,4 +52,4 @@ class Setting:
     @property
     def b(self) -> float:
         """Samples of a microbatch on a rank."""
-        return self.rows / (self.mesh.row_ranks * self.schedule.microbatches)
+        return self.rows / (self.mesh.data_parallel_size * self.schedule.microbatches)

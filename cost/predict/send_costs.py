@@ -11,7 +11,7 @@ from autopart.cost.predict.collective_costs import time_s, wire_bytes
 from autopart.ir.mesh import Mesh
 
 
-class StageCrossing(NamedTuple):
+class BoundaryBytes(NamedTuple):
     """Bytes that one rank sends to the next stage in a microbatch.
 
     Args:
@@ -25,11 +25,11 @@ class StageCrossing(NamedTuple):
 
     def sent_bytes(self, mesh: Mesh, scatters: bool) -> float:
         """Return the bytes on the link between stages."""
-        return self.whole - self.alike + self.alike / mesh.feature_ranks if scatters else self.whole
+        return self.whole - self.alike + self.alike / mesh.tensor_parallel_size if scatters else self.whole
 
     def gathered_bytes(self, mesh: Mesh, scatters: bool) -> float:
         """Return the bytes that the receivers all-gather."""
-        return self.alike if scatters and mesh.feature_ranks > 1 else 0.0
+        return self.alike if scatters and mesh.tensor_parallel_size > 1 else 0.0
 
     def time_s(self, mesh: Mesh, hardware: Hardware, scatters: bool) -> float:
         """Return the seconds in one direction.
@@ -45,11 +45,11 @@ class StageCrossing(NamedTuple):
 
 def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int, float, float]:
     """Return (count, bytes that a rank sends, seconds) of the all-gather of received shards."""
-    ranks = mesh.feature_ranks
+    ranks = mesh.tensor_parallel_size
     return 1, wire_bytes("all_gather", ranks, size_bytes), time_s("all_gather", ranks, size_bytes, hardware)
 
 
-def scattering_pays(crossings: Iterable[StageCrossing], mesh: Mesh, hardware: Hardware) -> bool:
+def scatter_is_cheaper(crossings: Iterable[BoundaryBytes], mesh: Mesh, hardware: Hardware) -> bool:
     """Return True if sending shards takes less time than sending full tensors, over all stage boundaries."""
     with_alike = [crossing for crossing in crossings if crossing.alike]
     whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))

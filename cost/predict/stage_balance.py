@@ -10,7 +10,7 @@ import numpy as np
 
 from autopart.cost.predict.table_rows import Parameter
 
-SLACK = 0.015
+IMBALANCE_TOLERANCE = 0.015
 """Default imbalance tolerance of the most loaded stage over the optimum, to send less."""
 
 BOUND = 1.018
@@ -38,7 +38,7 @@ def balance(
     crossing: Sequence[float] | np.ndarray,
     num_stages: int,
     begins: Set[int] = frozenset(),
-    slack: float = SLACK,
+    slack: float = IMBALANCE_TOLERANCE,
 ) -> Partition | None:
     """Return the exact min-max partition, refined to send less and to be more even.
 
@@ -51,8 +51,8 @@ def balance(
         crossing: bytes that a stage boundary before operator i sends (infinite if no stage may begin there).
         num_stages: number of non-empty stages.
         begins: indices at which a stage must begin.
-        slack: imbalance tolerance: relative excess of the most loaded stage over the optimum. Up to `SLACK`,
-            `BOUND` applies too.
+        slack: imbalance tolerance: relative excess of the most loaded stage over the optimum. Up to
+            `IMBALANCE_TOLERANCE`, `BOUND` applies too.
 
     Returns None if there are too few stage boundaries, or more required beginnings than stages.
 
@@ -74,7 +74,7 @@ def balance(
         return None
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
     limit = best * (1 + slack)
-    if slack <= SLACK and best <= bound * BOUND:
+    if slack <= IMBALANCE_TOLERANCE and best <= bound * BOUND:
         limit = min(limit, bound * BOUND)
     sent = np.array([0.0, *(crossing[i] for i in places), 0.0])
     often = float(np.median(sent[1:-1])) or 1.0 if places else 1.0

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from autopart.cost.formula.step_formula import CutBytes, Totals
+from autopart.cost.formula.step_formula import ShardedBytes, Totals
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import Carried, by_method, sync_s
+from autopart.cost.predict.dp_sync_costs import MethodParameters, by_method, sync_s
 from autopart.cost.predict.operator_work import (
     NOTHING,
     Size,
@@ -30,23 +30,23 @@ from autopart.cost.predict.operator_work import (
     gradient_sum_s,
     optimizer_s,
 )
-from autopart.cost.predict.run_setting import Setting
-from autopart.cost.predict.send_costs import StageCrossing, gather_cost, scattering_pays
+from autopart.cost.predict.run_setting import RunSetting
+from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation, simulated
-from autopart.cost.predict.stage_balance import SLACK, balance, shared_by
+from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, balance, shared_by
 from autopart.cost.predict.table_memory import rank_rows
-from autopart.cost.predict.table_rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
+from autopart.cost.predict.table_rows import OperatorRow, Parameter, cast_bytes, mean_share, named_in, summed_over
 from autopart.errors import StageError
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.run.dp_sync import EXACT
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
 
-LESS_EVEN = 0.1
+WIDE_IMBALANCE_TOLERANCE = 0.1
 """Imbalance tolerance of the most loaded stage if a step is shorter with less balanced stages."""
 
-GAIN = 0.98
+MAX_STEP_SHARE = 0.98
 """Less balanced stages are used if the step takes at most this share of the balanced step's time."""
 
 
@@ -68,7 +68,7 @@ class Table:
         divided: as returned by `cost.count.shard_counts.divided`.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[OperatorRow, ...]
     order: tuple[tuple[int, str, int], ...]
     parameters: Mapping[str, Parameter]
     b: int
@@ -89,7 +89,7 @@ class Table:
         """[operators] Index into `rows` of each operator."""
         return np.array([position for position, _, _ in self.order])
 
-    def times(self, setting: Setting) -> Sizes:
+    def times(self, setting: RunSetting) -> Sizes:
         """Return the sizes of a setting as multiples of the reference sizes."""
         tokens = self.s if setting.tokens is None else setting.tokens
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
@@ -141,11 +141,11 @@ class Table:
         )  # fmt: skip
 
 
-def _cut(parameters: Sequence[Parameter]) -> CutBytes:
-    return CutBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))
+def _cut(parameters: Sequence[Parameter]) -> ShardedBytes:
+    return ShardedBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))
 
 
-def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
+def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation:
     """Predict a step of the model under a setting.
 
     This is the one prediction that plans, `Plan.cost.at` and the search use.
@@ -153,17 +153,17 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     Raises StageError if the model has too few stage boundaries.
     """
     if setting.cuts is None:
-        setting = replace(setting, cuts=quickest_cuts(table, setting, hardware))
-    priced = Priced(table, setting, hardware)
+        setting = replace(setting, cuts=fastest_stage_boundaries(table, setting, hardware))
+    priced = TableCost(table, setting, hardware)
     return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
 
 
-def weighs_links(hardware: Hardware) -> bool:
+def trades_balance_for_sends(hardware: Hardware) -> bool:
     """Return True if stages may be less balanced to send less: if the hardware profile was named."""
     return hardware.name != DEFAULT
 
 
-def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[int, ...]:
+def fastest_stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
     """Return the stage boundaries of a plan on this hardware.
 
     Stages are balanced. With a named profile, less balanced stages are used if they send less and the step is
@@ -171,17 +171,17 @@ def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[i
 
     Raises StageError if the model has too few stage boundaries.
     """
-    even = stage_cuts(table, setting)
-    if not even or not weighs_links(hardware):
+    even = stage_boundaries(table, setting)
+    if not even or not trades_balance_for_sends(hardware):
         return even
-    less_even = stage_cuts(table, setting, LESS_EVEN)
+    less_even = stage_boundaries(table, setting, WIDE_IMBALANCE_TOLERANCE)
     if less_even == even:
         return even
     seconds = [predict(table, replace(setting, cuts=cuts), hardware).step_time_s for cuts in (even, less_even)]
-    return less_even if seconds[1] <= GAIN * seconds[0] else even
+    return less_even if seconds[1] <= MAX_STEP_SHARE * seconds[0] else even
 
 
-def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[int, ...]:
+def stage_boundaries(table: Table, setting: RunSetting, slack: float = IMBALANCE_TOLERANCE) -> tuple[int, ...]:
     """Return the stage boundaries, balanced like those of a plan.
 
     The batch scales all loads and all sent bytes equally, so it does not move boundaries. The sequence length may.
@@ -192,7 +192,7 @@ def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[in
     Raises StageError if the model has too few stage boundaries.
     """
     num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
-    if tokens != 1 or slack != SLACK:
+    if tokens != 1 or slack != IMBALANCE_TOLERANCE:
         cuts = _balanced(table, num_stages, tokens, slack)
     else:
         if num_stages not in table.cuts:
@@ -206,7 +206,7 @@ def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[in
 
 
 def _balanced(
-    table: Table, num_stages: int, tokens: float = 1.0, slack: float = SLACK
+    table: Table, num_stages: int, tokens: float = 1.0, slack: float = IMBALANCE_TOLERANCE
 ) -> tuple[int, ...] | None:  # fmt: skip
     """Return the stage boundaries, or None if there are too few positions.
 
@@ -222,10 +222,10 @@ def _balanced(
     return partition.cuts if partition is not None else None
 
 
-class Priced:
+class TableCost:
     """A table's rows at the sizes of a setting, with their seconds on a device."""
 
-    def __init__(self, table: Table, setting: Setting, hardware: Hardware):
+    def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
         self.times = table.times(setting)
         self.seconds: dict[Work, float] = {}
@@ -238,25 +238,25 @@ class Priced:
     @cached_property
     def stages(self) -> list[range]:
         """The operators of each stage. Raises StageError if the model has too few stage boundaries."""
-        cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
+        cuts = self.setting.cuts if self.setting.cuts is not None else stage_boundaries(self.table, self.setting)
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
-    def crossing(self, row: Row) -> StageCrossing:
+    def crossing(self, row: OperatorRow) -> BoundaryBytes:
         """Return the bytes that a stage boundary before an operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
-        return StageCrossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
+        return BoundaryBytes(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
-    def crossings(self) -> list[StageCrossing]:
+    def crossings(self) -> list[BoundaryBytes]:
         """[stages] Bytes that each stage receives."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
-        return [StageCrossing(0.0, 0.0), *map(self.crossing, starts)]
+        return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
 
     @cached_property
     def scatters(self) -> bool:
         """True if stages send shards that the receivers gather (scatter-gather)."""
         asked = self.setting.scatter_sends
-        return scattering_pays(self.crossings, self.mesh, self.hardware) if asked is None else asked
+        return scatter_is_cheaper(self.crossings, self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
@@ -305,7 +305,7 @@ class Priced:
 
     def is_sent_whole(self, name: str) -> bool:
         """Return True if a method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
-        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(parts_of(self._parts_over(name)))
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._parts_over(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
         """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
@@ -321,7 +321,7 @@ class Priced:
         over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
         return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
 
-    def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
+    def _row(self, row: OperatorRow, later: float) -> dict[str, dict[str, float]]:
         seconds_by_part: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         for part, works in self._works(row):
             share, target = (later, "weight_backward") if part == "accumulate" else (1.0, part)
@@ -333,7 +333,7 @@ class Priced:
                 )
         return seconds_by_part
 
-    def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
+    def _works(self, row: OperatorRow) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """Yield the work of an operator, with the all-gathers and reduce-scatters of ZeRO per microbatch."""
         yield from row.works.items()
         zero = self.setting.zero
@@ -476,7 +476,7 @@ class Priced:
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 
-    def carried(self, held: Mapping[str, str]) -> list[Carried]:
+    def carried(self, held: Mapping[str, str]) -> list[MethodParameters]:
         """Return what a rank exchanges with data-parallel ranks instead of an all-reduce, by method.
 
         It is empty if no axis shards the batch.
@@ -493,7 +493,7 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = () if self.is_sent_whole(known) else parts_of(self._parts_over(known))
+            cut = () if self.is_sent_whole(known) else mesh_axes_of(self._parts_over(known))
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
             owners = sum(name in names for names in everywhere)

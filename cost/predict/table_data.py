@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Powers, Size, Work
-from autopart.cost.predict.table import Setting, Table
-from autopart.cost.predict.table_rows import Parameter, Row
-from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable, unrolled
+from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, Work
+from autopart.cost.predict.table import RunSetting, Table
+from autopart.cost.predict.table_rows import OperatorRow, Parameter
+from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable, expand_blocks
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
@@ -23,18 +23,18 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 """The name of a parameter in a repeated block: container, block index, and the rest."""
 
 
-def own_setting(
+def plan_setting(
     table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
-) -> Setting:
+) -> RunSetting:
     """Return the setting for which the table of a plan was counted, from the plan's fields of these names."""
-    rows = table.b * mesh.row_ranks * schedule.microbatches
-    return Setting(
+    rows = table.b * mesh.data_parallel_size * schedule.microbatches
+    return RunSetting(
         mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
         dp_sync=dp_sync,
     )  # fmt: skip
 
 
-def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
+def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: DeduplicatedBlocks = ()) -> Table:
     """Return the table with one row for all identical operators, also across blocks.
 
     Args:
@@ -44,7 +44,7 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
     Raises NotFoldable if a deduplicated block does not match the blocks next to it.
     """
     known: dict[Any, int] = {}
-    rows, order, parameters = list[Row](), list[_OrderEntry](), dict[str, Parameter]()
+    rows, order, parameters = list[OperatorRow](), list[_OrderEntry](), dict[str, Parameter]()
     for position, *block in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
@@ -57,10 +57,10 @@ def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) ->
             parameters |= {name: table.parameters[name] for name in names}
         order.append(_OrderEntry(known[key], path, number, f"{block[0]}.{block[1]}"))
     if any(fold.holds(name) for fold in folds for name in parameters):
-        raise NotFoldable("a parameter of a deduplicated block differs from that of the first block")
+        raise NotDeduplicable("a parameter of a deduplicated block differs from that of the first block")
     if any(not _are_equivalent(order, fold) for fold in folds):
-        raise NotFoldable("a deduplicated block has other work or saved tensors than the blocks next to it")
-    every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
+        raise NotDeduplicable("a deduplicated block has other work or saved tensors than the blocks next to it")
+    every = [*expand_blocks(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
     place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
     cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
     return replace(
@@ -81,7 +81,7 @@ class _OrderEntry(NamedTuple):
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
-def _are_equivalent(order: Sequence[_OrderEntry], fold: Fold) -> bool:
+def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bool:
     """Return True if the block that represents others has the same rows as the blocks next to it."""
     numbers = fold.number - 1, fold.number, fold.number + fold.times
     before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
@@ -143,7 +143,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
-        Row({part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
+        OperatorRow({part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
             _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
             _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
             tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
@@ -238,4 +238,4 @@ def _listed(size: Size) -> list[list[float]]:
 
 
 def _read(terms: Sequence[Sequence[float]]) -> Size:
-    return Size(tuple((Powers(*map(int, powers)), value) for value, *powers in terms))
+    return Size(tuple((Exponents(*map(int, powers)), value) for value, *powers in terms))

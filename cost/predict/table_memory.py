@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from autopart.cost.predict.comm_buffers import (
-    Event,
-    Row,
-    Traffic,
-    Weight,
+    CommParameter,
+    MemoryEvent,
+    StageCommBuffers,
+    WeightGroup,
     backward_peaks,
     forward_peak,
     received_bytes,
-    scattered_buckets,
-    summed_buckets,
+    reduce_buckets,
+    reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import remembered_bytes
+from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.cost.predict.table_rows import named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
-from autopart.ir.run.schedule_actions import StageBytes, most_at_once, most_held
+from autopart.ir.run.schedule_actions import StageBytes, peak_activations, peak_stage_bytes
 
 if TYPE_CHECKING:
-    from autopart.cost.predict.table import Priced
+    from autopart.cost.predict.table import TableCost
 
 Order = Sequence[tuple[int, str, int]]
 """Operators as in `Table.order`."""
@@ -56,7 +56,7 @@ class ParameterUses(NamedTuple):
     trained: bool
 
 
-def rank_rows(priced: Priced) -> list[dict[str, Any]]:
+def rank_rows(priced: TableCost) -> list[dict[str, Any]]:
     """Return the memory of the rank at each `pp` coordinate in bytes, as rows of `Plan.memory`."""
     setting, table = priced.setting, priced.table
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
@@ -66,7 +66,7 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
     rows = []
     for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
         stages = {i: taken[i] for i in sorted({action.stage for action in order})}
-        most = most_held(order, {i: one.held for i, one in stages.items()}, {})
+        most = peak_activations(order, {i: one.held for i, one in stages.items()}, {})
         gradients = sum(map(priced.gradient_bytes, held.values()))
         bucket = _tied_bucket_bytes(priced, held)
         whole = sum(map(priced.whole_bytes, held.values()))
@@ -81,10 +81,10 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
             "communication": posted * sum(sent[i] * (i - 1 not in stages) + sent[i + 1] * (i + 1 not in stages)
                                           for i in stages),
         }  # fmt: skip
-        row["communication"] += sum(remembered_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
+        row["communication"] += sum(state_bytes_of_method(one, priced.data_ranks[0]) for one in priced.carried(held))
         lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
         received = received_bytes(traffic[i] for i in stages)
-        passing = max(most_at_once(order, stages, round(grown)), received, gradients + bucket)
+        passing = max(peak_stage_bytes(order, stages, round(grown)), received, gradients + bucket)
         row["total"] = round(lasting + whole + passing)
         row["gathered"] = whole + grown - gradients
         row["communication"] += bucket
@@ -92,7 +92,7 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
     return rows
 
 
-def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
+def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
     """Return the bytes of the flat copy of tied parameters' gradients, reduced at the end of a step.
 
     A single gradient is not copied, unless it is reduced in another dtype.
@@ -104,7 +104,7 @@ def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
     return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
 
 
-def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
+def _stages_bytes(priced: TableCost) -> tuple[list[StageBytes], list[StageCommBuffers]]:
     """Return the bytes of a microbatch of every stage, and its overlapped communication.
 
     A stage also holds the values that it sends, if none of its operators saves them. A received value stays in its
@@ -114,7 +114,7 @@ def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
     starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
-    stages, traffic = list[StageBytes](), list[Traffic]()
+    stages, traffic = list[StageBytes](), list[StageCommBuffers]()
     for i, stage in enumerate(priced.stages):
         beyond, sent = beyond_kept(priced, [priced.table.order[j] for j in stage])
         gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
@@ -124,7 +124,7 @@ def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
     return stages, traffic
 
 
-def reads_of(priced: Priced, order: Order) -> dict[str, ParameterUses]:
+def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
     """Return the uses of the parameters that operators read, in the order of their first use."""
     reads, gathers = dict[str, ParameterUses](), priced.table.gathers
     for i, (position, path, number) in enumerate(order):
@@ -139,7 +139,7 @@ def reads_of(priced: Priced, order: Order) -> dict[str, ParameterUses]:
     return reads
 
 
-def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tuple[StageBytes, Traffic]:
+def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
     """Return the peaks of consecutive operators beyond their saved tensors, and their communication.
 
     At each operator, those after it have freed their saved tensors in backward and have computed the gradients of
@@ -149,7 +149,7 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tu
         others_beside: True if similar operators come before and after, whose weights are prefetched.
     """
     if not order:
-        return StageBytes(0, 0, 0, 0, 0, 0), Traffic()
+        return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()
     positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
     weights = {name: _weight(priced, one.known) for name, one in reads.items()}
     traffic, kept = _traffic(priced, reads, weights), np.cumsum(priced.kept[positions])
@@ -169,20 +169,20 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tu
 
 
 def _forward(
-    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers
 ) -> tuple[Events, Events]:
     """Return the events of gathered weights before and after each operator's forward."""
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
         for name in row.names[:1]:  # the first name is read first
-            begins[reads[name].first] += (*traffic.gathers(i), Event("takes", row.whole_bytes))
+            begins[reads[name].first] += (*traffic.gathers(i), MemoryEvent("takes", row.whole_bytes))
         for name in row.names:
-            ends[reads[name].last].append(Event("takes", -weights[name].whole_bytes))
+            ends[reads[name].last].append(MemoryEvent("takes", -weights[name].whole_bytes))
     return begins, ends
 
 
 def _backward(
-    reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight], traffic: Traffic, last: int
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers, last: int
 ) -> tuple[Events, Events]:
     """Return the events of gathered weights and weight gradients around each operator's backward.
 
@@ -191,26 +191,26 @@ def _backward(
     begins, ends = _none(), _none()
     trained = {name: weight for name, weight in weights.items() if reads[name].trained}
     for name, weight in trained.items():
-        begins[last - reads[name].last].append(Event("takes", weight.whole_bytes))
+        begins[last - reads[name].last].append(MemoryEvent("takes", weight.whole_bytes))
     for i, row in enumerate(traffic.rows):
         row_reads, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
         end = last - min((one.first for one in row_reads), default=0)
         if any(one.kept for one in row_reads):
             begins[last - max(one.last for one in row_reads)] += traffic.opens(i)
-            ends[end].append(Event("takes", -row.whole_bytes))
+            ends[end].append(MemoryEvent("takes", -row.whole_bytes))
         if grads:
-            ends[end].append(Event("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
-            ends[end].append(Event("takes", -sum(weight.whole_bytes for weight in grads)))
+            ends[end].append(MemoryEvent("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
+            ends[end].append(MemoryEvent("takes", -sum(weight.whole_bytes for weight in grads)))
     for name, weight in trained.items():
-        ends[last - reads[name].first].append(Event("gives", weight.whole_bytes, name=name))
+        ends[last - reads[name].first].append(MemoryEvent("gives", weight.whole_bytes, name=name))
     return begins, ends
 
 
-Events = Mapping[int, Sequence[Event]]
-_none = partial(defaultdict[int, list[Event]], list)
+Events = Mapping[int, Sequence[MemoryEvent]]
+_none = partial(defaultdict[int, list[MemoryEvent]], list)
 
 
-def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[Event]:
+def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[MemoryEvent]:
     """Return all events, operator by operator.
 
     Args:
@@ -219,35 +219,40 @@ def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: E
         kept: the part of `runs` that exists before the operator. After an operator, the memory is at most that of
             the operator and of the next one.
     """
-    events, start = list[Event](), 0
+    events, start = list[MemoryEvent](), 0
     for i in sorted({*begins, *ends}):
         after = min(runs[i], runs[i + 1])
-        events.append(Event("peak", max(runs[start:i], default=0.0)))
-        events += (Event("takes", kept[i]), *begins.get(i, ()), Event("takes", -kept[i]))
-        events.append(Event("peak", runs[i]))
-        events += (Event("takes", after), *ends.get(i, ()), Event("takes", -after))
+        events.append(MemoryEvent("peak", max(runs[start:i], default=0.0)))
+        events += (MemoryEvent("takes", kept[i]), *begins.get(i, ()), MemoryEvent("takes", -kept[i]))
+        events.append(MemoryEvent("peak", runs[i]))
+        events += (MemoryEvent("takes", after), *ends.get(i, ()), MemoryEvent("takes", -after))
         start = i + 1
-    return [*events, Event("peak", max(runs[start:]))]
+    return [*events, MemoryEvent("peak", max(runs[start:]))]
 
 
-def _traffic(priced: Priced, reads: Mapping[str, ParameterUses], weights: Mapping[str, Weight]) -> Traffic:
+def _traffic(
+    priced: TableCost, reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter]
+) -> StageCommBuffers:
     """Return the communication that overlaps with operators."""
     zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
     gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}
     trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
     scattered = {name: one for name, one in trained.items() if name in cut}
     summed = {name: one for name, one in trained.items() if name not in cut and one.is_summed}
-    rows: dict[Any, dict[str, Weight]] = {}  # one group per block; recomputed reads separately
+    rows: dict[Any, dict[str, CommParameter]] = {}  # one group per block; recomputed reads separately
     for (name, one), run in zip(gathered.items(), block_runs(gathered), strict=True):
         rows.setdefault((run, reads[name].again, one.kind), {})[name] = one
-    sent = *summed_buckets(summed), *scattered_buckets(scattered, zero, priced.setting.schedule.microbatches)
-    return Traffic(sent, tuple(map(Row.of, rows.values())), priced.setting.prefetch)
+    sent = *reduce_buckets(summed), *reduce_scatter_buckets(scattered, zero, priced.setting.schedule.microbatches)
+    return StageCommBuffers(sent, tuple(map(WeightGroup.of, rows.values())), priced.setting.prefetch)
 
 
-def _weight(priced: Priced, known: str) -> Weight:
+def _weight(priced: TableCost, known: str) -> CommParameter:
     """Return a parameter as it is communicated, given by its name in the table."""
     parameter, is_cut, part = priced.table.parameters[known], priced.is_cut(known), priced.local_bytes(known)
     several = (axis for axis in parameter.axes if priced.mesh.size(axis) > 1 and axis not in priced.apart(known))
-    axes, stays_whole = tuple(several) if parameter.trained else (), priced.is_sent_whole(known)
-    whole, kind = priced.read_bytes(known) if is_cut else part, (axes, parameter.over if is_cut else (), stays_whole)
-    return Weight(part, whole, parameter.read, parameter.summed, kind, True, bool(axes), stays_whole)
+    axes, keeps_full_gradient = tuple(several) if parameter.trained else (), priced.is_sent_whole(known)
+    whole, kind = (
+        priced.read_bytes(known) if is_cut else part,
+        (axes, parameter.over if is_cut else (), keeps_full_gradient),
+    )
+    return CommParameter(part, whole, parameter.read, parameter.summed, kind, True, bool(axes), keeps_full_gradient)

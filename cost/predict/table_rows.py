@@ -51,11 +51,11 @@ class Parameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class OperatorRow:
     """One operator of a microbatch. Sizes are bytes unless noted.
 
     Args:
-        works: its work by part of a step, with the names of `count.operator_counts.Counted`.
+        works: its work by part of a step, with the names of `count.operator_counts.OperatorWork`.
         kept: tensors saved from its forward to its backward.
         in_forward, in_backward: memory while either runs, beyond the tensors that this operator and earlier ones
             save. In-flight weights and weight gradients are excluded. A term may be negative.
@@ -63,7 +63,7 @@ class Row:
         load: FLOPs by which stages are balanced.
         parameters: parameters that it reads.
         reads_also: parameters that it reads through a view, or that another row gathers.
-        alike: the part of `crossing` that may be sent as shards (`send_costs.StageCrossing`).
+        alike: the part of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
         unkept: the part of `crossing` that no earlier operator saves.
         kept_later: the part of `crossing` that a later operator saves first.
     """

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopart.errors import OptionError, StageError
-from autopart.ir.run.schedule_actions import Action, actions, most_held
+from autopart.ir.run.schedule_actions import Action, actions, peak_activations
 from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, check_schedule
 
 
@@ -122,7 +122,7 @@ class Timeline:
              *(Action(span.stage, span.kind, span.microbatch) for span in spans))
             for spans, begun in zip(self.spans, self.begun or [0] * len(self.spans), strict=True)
         ]  # fmt: skip
-        return tuple(most_held(order, {a.stage: 1 for a in order}, {}).in_flight for order in orders)
+        return tuple(peak_activations(order, {a.stage: 1 for a in order}, {}).in_flight for order in orders)
 
     def memory(
         self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()

@@ -10,25 +10,25 @@ from typing import NamedTuple
 from torch import fx
 
 from autopart.errors import LayoutError
-from autopart.ir.blocks.deduplication import later, unrolled
-from autopart.ir.decisions import Decisions, over_rows, with_places
+from autopart.ir.blocks.deduplication import expand_blocks, later
+from autopart.ir.decisions import Decisions, data_strategies, with_placements
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
 from autopart.ir.layout import Layout
 from autopart.ir.trace import Trace
-from autopart.passes.choose.explain.axis_refusals import check_divides
+from autopart.passes.choose.explain.axis_refusals import check_axes_divide
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.batch_axis import batch_strategies
-from autopart.passes.choose.solve.layout_pins import Pinned, solve_pinned
+from autopart.passes.choose.solve.layout_pins import AxisConstraints, solve_pinned
 from autopart.passes.choose.solve.shard_axis import Sharding, ShardingProblem, cheapest
-from autopart.passes.choose.solve.sharding_costs import Step, summed_share
-from autopart.passes.choose.stages.stage_partition import in_whole
+from autopart.passes.choose.solve.sharding_costs import CostedStep, reduce_bytes_ratio
+from autopart.passes.choose.stages.stage_partition import full_model_indices
 from autopart.passes.choose.stages.stage_pins import pinned_partition
 from autopart.passes.pass_pipeline import driven
 
 
-class Decided(NamedTuple):
+class SolvedDecisions(NamedTuple):
     """The decisions, and the solved problem and its solution by axis."""
 
     decisions: Decisions
@@ -36,7 +36,7 @@ class Decided(NamedTuple):
 
 
 @driven(notes=decision_notes)
-def decide(problem: Problem) -> Decided:
+def decide(problem: Problem) -> SolvedDecisions:
     """Choose layouts and stage boundaries, subject to the user's pins.
 
     Raises LayoutError if no operator of the model depends on a parameter.
@@ -53,11 +53,11 @@ def decide(problem: Problem) -> Decided:
     stored: Mapping[str, Layout] = {}
     for axis, pinned in problem.pinned.items():
         solved[axis] = solve_pinned(trace, mesh, pinned, problem.pins, partial(_solve, problem, solved, stored))
-        stored = with_places(stored, axis, solved[axis][1].parameters)
+        stored = with_placements(stored, axis, solved[axis][1].parameters)
     chosen = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
-    check_divides(trace, mesh, chosen, bool(problem.pins.layouts), problem.sequence_dims or {})
-    strategies = {**over_rows(mesh, microbatches, rows), **chosen}
-    return Decided(
+    check_axes_divide(trace, mesh, chosen, bool(problem.pins.layouts), problem.sequence_dims or {})
+    strategies = {**data_strategies(mesh, microbatches, rows), **chosen}
+    return SolvedDecisions(
         Decisions(
             mesh,
             microbatches,
@@ -79,13 +79,13 @@ def _solve(
     problem: Problem,
     solved: Mapping[str, tuple[ShardingProblem, Sharding]],
     stored: Mapping[str, Layout],
-    pinned: Pinned,
+    pinned: AxisConstraints,
 ) -> tuple[ShardingProblem, Sharding]:
     """Return the cheapest sharding over one axis, with the axes in `solved` fixed."""
-    mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
+    mesh, rows = problem.mesh, problem.mesh.data_parallel_size * problem.microbatches
     storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
-    summed = summed_share(problem.trace)
-    step = Step(problem.microbatches, rows, storage, stride, summed, pinned.axis, problem.balance)
+    summed = reduce_bytes_ratio(problem.trace)
+    step = CostedStep(problem.microbatches, rows, storage, stride, summed, pinned.axis, problem.balance)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)
@@ -94,7 +94,7 @@ def _solve(
 
 
 @driven(notes=decision_notes)
-def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
+def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
     """Keep the layouts of `decisions`, and choose stages and microbatches for another problem.
 
     Nothing is solved again.
@@ -103,12 +103,12 @@ def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
     return replace(
         decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
         num_stages=problem.num_stages, recompute=problem.recompute, dp_sync=problem.dp_sync,
-        strategies={**over_rows(problem.mesh, problem.microbatches, rows), **decisions.features},
+        strategies={**data_strategies(problem.mesh, problem.microbatches, rows), **decisions.features},
     )  # fmt: skip
 
 
 def _stages(problem: Problem) -> dict[fx.Node, int]:
-    return stages_from_cuts(problem.trace, _cuts(problem))
+    return stages_from_boundaries(problem.trace, _cuts(problem))
 
 
 def _cuts(problem: Problem) -> tuple[int, ...]:
@@ -116,21 +116,21 @@ def _cuts(problem: Problem) -> tuple[int, ...]:
     return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, slack).cuts
 
 
-def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
+def stages_from_boundaries(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
     """Map every active operator to its stage.
 
     Args:
         cuts: index of each stage's first operator, counted over the model with all its repeated blocks.
     """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
-    for at, index in enumerate(in_whole(nodes, trace.folds)):
+    for at, index in enumerate(full_model_indices(nodes, trace.folds)):
         stages.setdefault(nodes[index], sum(cut <= at for cut in cuts))
     return stages
 
 
-def around_cuts(problem: Problem) -> list[str]:
+def boundary_operators(problem: Problem) -> list[str]:
     """Return the keys of the operators on both sides of each stage boundary, in the model with all blocks."""
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))
-    names = [*unrolled(folds, [*keys], str, partial(later, folds))]
+    names = [*expand_blocks(folds, [*keys], str, partial(later, folds))]
     return [names[at] for cut in _cuts(problem) for at in (cut - 1, cut)]

@@ -15,8 +15,8 @@ from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.errors import PlanError, StageError
-from autopart.ir.blocks.deduplication import Folds, names_of
-from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
+from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
+from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     CAST,
@@ -28,21 +28,21 @@ from autopart.ir.graph import (
     pattern_of,
     tensor_inputs,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_sharded, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.trace import Trace
-from autopart.passes.choose.decide import stages_from_cuts
+from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
 from autopart.passes.choose.recompute_regions import check_recompute
-from autopart.passes.choose.solve.batch_axis import Rows, batch_strategies, fit_rows
-from autopart.passes.choose.solve.expert_axes import mixtures, stacks_on
-from autopart.passes.choose.solve.layout_pins import FREE, Pinned
+from autopart.passes.choose.solve.batch_axis import BatchSplit, batch_strategies, fit_batch
+from autopart.passes.choose.solve.expert_axes import mixtures, mixtures_on_axis
+from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
 from autopart.passes.choose.solve.shard_axis import fit_around
-from autopart.passes.choose.stages.stage_partition import crossing_bytes
-from autopart.passes.choose.storage.parameter_storage import fitting_parts
+from autopart.passes.choose.stages.stage_partition import boundary_bytes
+from autopart.passes.choose.storage.parameter_storage import storable_placements
 from autopart.passes.choose.storage.sync_methods import check_methods
-from autopart.passes.facts.mask_facts import cut_in_zigzag
+from autopart.passes.facts.mask_facts import set_zigzag
 from autopart.passes.facts.sequence_dims import follow_sequences
 from autopart.passes.facts.strategies import strategies
 from autopart.passes.pass_pipeline import driven
@@ -112,7 +112,7 @@ def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...
     return tuple((axis, place) for axis, place in places.items() if axis in features or place != str(R))
 
 
-def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: Folds) -> dict[str, T]:
+def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: DeduplicatedBlocks) -> dict[str, T]:
     """Compress `{name: (pattern, text)}` to `{pattern or name: text}`.
 
     A pattern gets the most frequent text of its names. Names with another text get their own entry.
@@ -148,7 +148,7 @@ def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
     """
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
-        cut_in_zigzag(trace, any("zigzag" in text for text in texts))
+        set_zigzag(trace, any("zigzag" in text for text in texts))
     follow_sequences(trace, plan.sequence_dims or {})
 
 
@@ -179,29 +179,29 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         beside = replace(FREE, axis=axis, cuts=kind).beside(chosen, stored, mesh)
         places = _read_stored(trace, plan, mesh, axis, stored)
         by_expert = {name for name, place in places.items() if place == shard(0)}
-        beside = replace(beside, stacks=stacks_on(of_experts, kind, by_expert))
+        beside = replace(beside, stacks=mixtures_on_axis(of_experts, kind, by_expert))
         _check_cut_again(plan, beside, places, stored)
-        stored = with_places(stored, axis, places)
+        stored = with_placements(stored, axis, places)
         read = _read_strategies if same_trace else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
     if same_trace:
         microbatches = plan.schedule.microbatches
-        rows = Rows(microbatches, batch_strategies(trace, mesh, microbatches), False)
+        rows = BatchSplit(microbatches, batch_strategies(trace, mesh, microbatches), False)
     else:
-        rows = fit_rows(trace, mesh, plan.schedule)
+        rows = fit_batch(trace, mesh, plan.schedule)
     cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}))
     for axis in dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)):
         if mesh.size(axis) > 1:
             parts = _read_stored(trace, plan, mesh, axis, stored)
-            stored = with_places(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
-    strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
+            stored = with_placements(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
+    strategies = {**data_strategies(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
     decisions = Decisions(
         mesh,
         rows.microbatches,
         strategies,
         stored,
-        stages_from_cuts(trace, cuts),
+        stages_from_boundaries(trace, cuts),
         num_stages,
         plan.recompute,
         plan.zero,
@@ -265,19 +265,21 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
             why = cannot_store(place, sizes, axis, mesh.size(axis))
         else:
             layout = others.get(name, {})
-            why = cannot_store_parts(place, sizes, axis, mesh.size(axis), layout)
-            hint = fitting_parts(sizes, axis, mesh.size(axis), layout)
+            why = cannot_store_sharded(place, sizes, axis, mesh.size(axis), layout)
+            hint = storable_placements(sizes, axis, mesh.size(axis), layout)
         if why:
             over = "" if len(mesh.chosen) == 1 and axis in mesh.chosen else f" on {axis}"
             raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
     return stored
 
 
-def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement], stored: Mapping[str, Layout]) -> None:
+def _check_cut_again(
+    plan: Plan, beside: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
+) -> None:
     """Raise PlanError if two axes shard one dim of a parameter that is not a divisible expert stack."""
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
-        if place.is_shard and others and not beside.cuts_again(name, place):
+        if place.is_shard and others and not beside.can_shard_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
@@ -289,7 +291,7 @@ def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement]
 
 def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: Pinned,
+    beside: AxisConstraints,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return strategies on an axis: those of the plan where they fit this trace, solved ones elsewhere.
 
@@ -300,7 +302,7 @@ def _fit_strategies(
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = on_parameters(trace.graph)
     for node in nodes:
-        allowed = beside.strategies(node, beside.ways(node, mesh.size(axis)))
+        allowed = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
         options = {str(option): option for option in allowed if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
@@ -317,14 +319,14 @@ def _fit_strategies(
 
 def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: Pinned,
+    beside: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
     """Return the strategies on an axis from a plan of this very trace. Raise PlanError for an illegal one."""
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     for node in on_parameters(trace.graph):
-        options = beside.strategies(node, beside.ways(node, mesh.size(axis)))
+        options = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
         named_entry = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if named_entry is not None:
@@ -454,7 +456,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
 
 
 def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
-    crossing = crossing_bytes(nodes)
+    crossing = boundary_bytes(nodes)
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):
             raise StageError(

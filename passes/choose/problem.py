@@ -10,14 +10,14 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.stage_balance import SLACK
+from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.expert_axes import check_expert_axes, mixtures
-from autopart.passes.choose.solve.layout_pins import Pinned, pinned_layouts, pinned_parts
+from autopart.passes.choose.solve.layout_pins import AxisConstraints, data_axis_pins, pinned_layouts
 from autopart.passes.choose.solve.shard_axis import SequenceParallel
 from autopart.passes.choose.storage.parameter_storage import Storage
 from autopart.plans.pins import Pins
@@ -40,7 +40,7 @@ class Problem:
     dp_sync: DpSync = ALL_REDUCE
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
-    stage_slack: float = SLACK
+    stage_slack: float = IMBALANCE_TOLERANCE
     """Imbalance tolerance: relative excess load of the largest stage that is accepted to send less."""
 
     @property
@@ -56,7 +56,7 @@ class Problem:
         return self.mesh.size("pp") * self.schedule.virtual_stages
 
     @cached_property
-    def pinned(self) -> Mapping[str, Pinned]:
+    def pinned(self) -> Mapping[str, AxisConstraints]:
         """Map each solved axis to its layout pins, in solving order.
 
         Without a solved axis the pins are still checked. Raises LayoutError or OptionError for a pin that no plan can
@@ -77,7 +77,7 @@ class Problem:
     @cached_property
     def storage(self) -> Storage:
         """The storage policy of parameters over the axes that may store them sharded (ZeRO)."""
-        return Storage(self.mesh, self.zero, pinned_parts(self.trace, self.mesh, self.pins))
+        return Storage(self.mesh, self.zero, data_axis_pins(self.trace, self.mesh, self.pins))
 
     def options(self) -> dict[str, Any]:
         """Return the options that the dump of a pass prints."""

@@ -33,7 +33,7 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import CONVERSIONS
-from autopart.ir.run.recompute_spec import Recompute, check_names, word_of, words_of
+from autopart.ir.run.recompute_spec import Recompute, check_names, recompute_mode_of, recompute_modes_of
 
 Groups = Mapping[str, str]
 """{key of an operator: the group of operators that is recomputed together}"""
@@ -62,11 +62,13 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
     """Return the recomputed block of each operator ("" if none), and the recomputed cores."""
-    words = words_of(recompute)
+    words = recompute_modes_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
-    full_blocks = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
+    full_blocks = {
+        key: block if recompute_mode_of(recompute, block) == "full" else "" for key, block in block_of.items()
+    }
     core_of = cores(traced) if "selective" in words else {}
-    chosen = {key: core for key, core in core_of.items() if word_of(recompute, block_of[core]) == "selective"}
+    chosen = {key: core for key, core in core_of.items() if recompute_mode_of(recompute, block_of[core]) == "selective"}
     return full_blocks if any(full_blocks.values()) else {}, chosen
 
 
@@ -78,7 +80,7 @@ def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     """Explain why a plan with a recompute option recomputes nothing; empty otherwise."""
-    words = words_of(recompute)
+    words = recompute_modes_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
     core_of = cores(traced) if "selective" in words else {}

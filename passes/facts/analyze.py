@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopart.errors import Refusal, TraceError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms, selected_atoms, selections_in
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import (
     assign_keys,
@@ -40,12 +40,12 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import Sections
 from autopart.ir.pattern import SELECTED, Pattern
-from autopart.ir.selection import is_counted, is_selection, positions_of
+from autopart.ir.selection import is_data_dependent, is_selection, positions_of
 from autopart.ir.trace import Trace, batch_size
 from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules import pattern_for, sends_rows
-from autopart.passes.rules.call_keys import Kinds
+from autopart.passes.rules import dispatches_rows, pattern_for
+from autopart.passes.rules.call_keys import CallCache
 from autopart.passes.rules.local_forms import takes_shape
 from autopart.passes.rules.operators.autograd_function_rules import backward_is_linear
 from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
@@ -71,7 +71,7 @@ def annotate(trace: Trace) -> None:
     _note_draws(trace.graph)
     _note_host(trace.graph)
     assign_keys(trace.graph)
-    kinds = Kinds()
+    kinds = CallCache()
     for node in trace.graph.nodes:
         if node.op == "output":
             continue
@@ -211,7 +211,7 @@ def _role(node: fx.Node, trace: Trace) -> str:
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
-        return ACTIVE if sends_rows(node) else DATA
+        return ACTIVE if dispatches_rows(node) else DATA
     of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
     return WEIGHT if of_weights and operator_name(node) in KEEPING_WEIGHTS else ACTIVE
 
@@ -272,7 +272,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                 for dim in dims
             ]
             if is_selection(node):
-                atoms = [counted_atoms(atoms, node.name)]
+                atoms = [selected_atoms(atoms, node.name)]
             if pattern.tied:
                 known = dict(zip(pattern.inputs[0], facts(tensor_inputs(node)[0])["atoms"], strict=True))
                 atoms = [
@@ -379,8 +379,8 @@ def _resized(atoms: Atoms, size: int) -> Atoms:
 
 
 def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...]:
-    if is_counted(node):
-        return tuple(counted_atoms([(Atom(size, DATA_DIM),)], node.name) for size in v.shape)
+    if is_data_dependent(node):
+        return tuple(selected_atoms([(Atom(size, DATA_DIM),)], node.name) for size in v.shape)
     kind = FEATURE if facts(node)["role"] == PARAMETER else DATA_DIM
     made_here = node.op == "placeholder" or (node.op == "call_function" and draws_random_numbers(node))
     inputs_batched = made_here or any(

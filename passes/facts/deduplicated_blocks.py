@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from autopart.ir.blocks.deduplication import Fold, Folds, NotFoldable
+from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, value
 from autopart.ir.trace import Trace
@@ -43,7 +43,7 @@ def _signature(node: fx.Node) -> Any:
     return node.target, facts(node)["role"], facts(node).get("other_positions", frozenset())
 
 
-def check_written(graph: fx.Graph, folds: Folds) -> None:
+def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
     """Raise NotFoldable if a deduplicated block of a stage graph differs from its neighbours."""
     held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
@@ -59,7 +59,7 @@ def check_written(graph: fx.Graph, folds: Folds) -> None:
             _fail(fold)
 
 
-def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
+def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
     """Return the calls of the block before the deduplicated one, of that block, and of the block after it.
 
     Raises NotFoldable if the blocks differ in size or are not contiguous.
@@ -88,5 +88,5 @@ def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
     return in_order and places[1].end(_CHOOSE_ALONE) is None
 
 
-def _fail(fold: Fold) -> NoReturn:
-    raise NotFoldable(f"the block {fold.path}.{fold.number} cannot represent other blocks")
+def _fail(fold: DeduplicatedBlock) -> NoReturn:
+    raise NotDeduplicable(f"the block {fold.path}.{fold.number} cannot represent other blocks")

@@ -15,11 +15,11 @@ from autopart.compat.torch_internals import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
-from autopart.ir.mask_structure import Band
-from autopart.ir.subgraphs import made_for
+from autopart.ir.mask_structure import MaskWindow
+from autopart.ir.subgraphs import ancestors_of
 from autopart.ir.trace import Trace, batch_size
-from autopart.ops.mask_key_ranges import Seen
-from autopart.ops.masked_attention import band_of
+from autopart.ops.mask_key_ranges import KeyRangeEvaluator
+from autopart.ops.masked_attention import mask_window_of
 from autopart.ops.stage_masks import is_attention, mask_of, scores_of
 from autopart.passes.pass_pipeline import driven
 
@@ -45,24 +45,30 @@ def find_bands(trace: Trace) -> None:
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
-    seen = Seen(_available_values(trace))
+    seen = KeyRangeEvaluator(_available_values(trace))
     for mask, call in calls.items():
         values = values_in_call(trace, mask)
         spans = seen.of(mask) if values is None else None
-        band = band_of(values, *scores_of(call)) if values is not None else spans.band() if spans is not None else None
+        band = (
+            mask_window_of(values, *scores_of(call))
+            if values is not None
+            else spans.band()
+            if spans is not None
+            else None
+        )
         if band is not None:
             facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
     causal = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
-    cut_in_zigzag(trace, any(causal))
+    set_zigzag(trace, any(causal))
 
 
-def cut_in_zigzag(trace: Trace, zigzag: bool) -> None:
+def set_zigzag(trace: Trace, zigzag: bool) -> None:
     """Set whether sequences are sharded in zigzag order on all nodes."""
     for node in trace.graph.nodes:
         facts(node)["zigzag"] = zigzag
 
 
-def _is_causal(band: Band | None, queries: int, keys: int) -> bool:
+def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
     return band == (queries - 1, 0) and queries == keys > 1
 
 
@@ -71,7 +77,7 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
     Returns None if it depends on a tensor without values, is random, or is too large.
     """
-    known, nodes = _available_values(trace), made_for([node])
+    known, nodes = _available_values(trace), ancestors_of([node])
     if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
         return _CallValues(trace, nodes, known, all_rows).of(node)
     return None
@@ -88,7 +94,7 @@ def mask_notes(trace: Trace) -> list[str]:
     return [f"attention by the masks of this call: {text}"] if text else []
 
 
-def _kind(band: Band | None, queries: int, keys: int) -> str:
+def _kind(band: MaskWindow | None, queries: int, keys: int) -> str:
     if band is None:
         return "with its mask as it is"
     if band.before < queries - 1 or 0 < band.after < keys - 1:

@@ -16,12 +16,12 @@ from typing import Any
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, cut_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, split_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, on_parameters, shape, source_of, tensor_inputs, tuple_values
 from autopart.ir.pattern import Pattern
 from autopart.ir.trace import Trace
-from autopart.passes.facts.strategies import all_factor_atoms, ways
+from autopart.passes.facts.strategies import all_factor_atoms, strategies_on_axis
 
 SEQUENCE = "sequence"
 """The kind of an atom that counts tokens of a named sequence. All other atoms are `DATA_DIM`."""
@@ -66,7 +66,7 @@ def check_named(trace: Trace, named: Named) -> None:
                               f"leave {name} out")  # fmt: skip
 
 
-def check_can_be_cut(trace: Trace, named: Named) -> None:
+def check_can_be_sharded(trace: Trace, named: Named) -> None:
     """Raise LayoutError if nothing can be sharded along a named dim."""
     lengths = lengths_of(trace, named)
     for node, dims in _dims_of(trace, named).items():
@@ -165,7 +165,7 @@ class _Along:
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
-                yield any(way.factor in factors for way in ways(node, num_shards, "positions"))
+                yield any(way.factor in factors for way in strategies_on_axis(node, num_shards, "positions"))
 
     def _of(self, used: fx.Node) -> Dims:
         source, index = source_of(used)
@@ -191,7 +191,7 @@ class _Along:
         by_factor: dict[str, Atoms] = {}
         for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
             for dim, atoms in zip(dims, self._of(source), strict=True):
-                for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
+                for factor, part in zip(dim, split_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
                     if factor not in by_factor or _is_along(part):
                         by_factor[factor] = part
         return by_factor

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, factor_atoms, selections_in
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, factor_atoms, selected_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
@@ -30,12 +30,23 @@ from autopart.ir.graph import (
     tuple_values,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, ROUTED, ROUTES, SENT, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.layout import (
+    DISPATCHED,
+    EXPERT_PLACEMENTS,
+    ON_EXPERT_RANK,
+    R_GRAD_P,
+    P,
+    Placement,
+    R,
+    Sections,
+    section_sizes,
+    shard,
+)
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
 from autopart.ops.stage_masks import is_attention
-from autopart.passes.rules.operators.selection_rules import moves_rows
+from autopart.passes.rules.operators.selection_rules import shifts_indices
 
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
@@ -63,7 +74,7 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
     return known[key]
 
 
-def ways(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False) -> tuple[Strategy, ...]:
+def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False) -> tuple[Strategy, ...]:
     """Return all strategies of an operator on a chosen axis of `num_shards` ranks.
 
     Args:
@@ -86,10 +97,10 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False)
     return known[key]
 
 
-def ways_without_cuts_of_values(
+def strategies_on_weight_dims(
     node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
-    """Return those of `ways` that shard only weights, values that depend on them, and dims of experts."""
+    """Return those of `strategies_on_axis` that shard only weights, values that depend on them, and dims of experts."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
         return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
@@ -108,15 +119,17 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return ()
     whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
     if not pattern.routes:
-        return tuple([way for place in ROUTES for way in _at_experts(node, pattern, whole, place, num_shards)])
-    if not divides_positions(argument(node, "num_experts"), num_shards):
+        return tuple(
+            [way for place in EXPERT_PLACEMENTS for way in _at_experts(node, pattern, whole, place, num_shards)]
+        )
+    if not can_shard_sequence(argument(node, "num_experts"), num_shards):
         return ()
     own_tokens = _local_tokens(plain)
     if pattern.routes == "out":
-        sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own_tokens]
-        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
-    sent = [Strategy((SENT, place), (place,), factor) for factor, place in own_tokens]
-    return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
+        sent = [Strategy((place,) * 2, (DISPATCHED,), factor) for factor, place in own_tokens]
+        return (Strategy(whole, (ON_EXPERT_RANK,), pattern.inputs[0][0][0]), *sent)
+    sent = [Strategy((DISPATCHED, place), (place,), factor) for factor, place in own_tokens]
+    return (Strategy((ON_EXPERT_RANK, R), (P,), pattern.outputs[0][0][0]), *sent)
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
@@ -146,21 +159,21 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return the strategy on tokens that all have one of the placements in `ROUTES`.
+    """Return the strategy on tokens that all have one of the placements in `EXPERT_PLACEMENTS`.
 
     Other operands are `whole`, or sharded if they are per expert.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
-    rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}
+    rows = {dims[0] for dims, is_dispatched in zip(pattern.inputs, routed, strict=True) if is_dispatched and dims}
     if len(rows) != 1 or len(*rows) != 1:
         return ()
     (row,) = rows.pop()
     inputs = list(whole)
-    for i, (dims, is_routed) in enumerate(zip(pattern.inputs, routed, strict=True)):
-        if is_routed:
+    for i, (dims, is_dispatched) in enumerate(zip(pattern.inputs, routed, strict=True)):
+        if is_dispatched:
             inputs[i] = place
-        elif dims and dims[0] == (pattern.lookup,) and divides_positions(pattern.sizes[pattern.lookup], num_shards):
+        elif dims and dims[0] == (pattern.lookup,) and can_shard_sequence(pattern.sizes[pattern.lookup], num_shards):
             inputs[i] = shard(0)
     alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (source_place == place)
                 for dims, source_place in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
@@ -200,7 +213,7 @@ def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     return [o for o in options if not any(d and place == P for d, place in zip(data, o.inputs, strict=True))]
 
 
-def selections_cut(node: fx.Node, place: Placement) -> set[str]:
+def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
     return selections_in(facts(node)["atoms"][place.dim]) if place.is_shard else set()
 
 
@@ -216,7 +229,7 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
     return next((option for option in options if option.outputs[index] == place), None)
 
 
-def own_rows_of(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
+def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
     """Return the placement of an output of which every rank gets its local samples, or None.
 
     Args:
@@ -231,17 +244,17 @@ def own_rows_of(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | 
     return None
 
 
-def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:
+def can_compute_sharded(node: fx.Node, place: Placement, num_shards: int) -> bool:
     """Return True if an input-only value can be computed with this placement.
 
     Full values are sliced; selections cannot be.
     """
-    if not selections_cut(node, place):
+    if not sharded_selections(node, place):
         return True
     strategy = rows_of(node, place, num_shards)
     inputs = tensor_inputs(source_of(node)[0])
     return strategy is not None and all(
-        can_make_rows(used, at, num_shards) for used, at in zip(inputs, strategy.inputs, strict=True)
+        can_compute_sharded(used, at, num_shards) for used, at in zip(inputs, strategy.inputs, strict=True)
     )
 
 
@@ -267,7 +280,7 @@ def _sharded(
 ) -> Iterator[Strategy]:  # fmt: skip
     atoms = all_factor_atoms(node, pattern)
     if is_selection(node):
-        atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
+        atoms = {factor: selected_atoms([part], node.name) for factor, part in atoms.items()}
     sources = tensor_inputs(node)
     input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
     apart = _split_selections(sources, pattern)
@@ -282,7 +295,7 @@ def _sharded(
             outputs = _places(pattern.outputs, output_shapes, factor, sections, pattern)
             if inputs is None or outputs is None or factor in apart:
                 continue
-            if any(p.is_shard and moves_rows(node, i, sources[i], pattern) for i, p in enumerate(inputs)):
+            if any(p.is_shard and shifts_indices(node, i, sources[i], pattern) for i, p in enumerate(inputs)):
                 continue
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
@@ -351,7 +364,7 @@ def _shard_sections(
                 yield sections
 
 
-def divides_positions(size: int, num_shards: int) -> bool:
+def can_shard_sequence(size: int, num_shards: int) -> bool:
     """Return True if a sequence of this size can be sharded, possibly unevenly.
 
     No shard may be empty, and the shards must be equal or mostly larger than one.
@@ -373,7 +386,7 @@ def _can_be_uneven(
     empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
-    few = not divides_positions(size, num_shards)
+    few = not can_shard_sequence(size, num_shards)
     if positions and atoms[i].kind == DATA_DIM:
         return in_inputs and not few and i == len(atoms) - 1 and is_innermost(pattern, factor)
     alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)

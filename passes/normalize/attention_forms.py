@@ -45,7 +45,7 @@ def _mark(before: fx.Node, node: fx.Node) -> None:
         facts(before)["attention"] = node.name
 
 
-class _Formula(NamedTuple):
+class _AttentionFormula(NamedTuple):
     """The operands of a decomposed attention (keys transposed), and its last call."""
 
     query: fx.Node
@@ -75,7 +75,7 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     replace(result, fused)
 
 
-def _formula_of(dropped: fx.Node) -> _Formula | None:
+def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
     """Return the formula whose weights a call drops; None if there is none, or its parts are not consecutive or used
     elsewhere.
     """
@@ -97,7 +97,7 @@ def _formula_of(dropped: fx.Node) -> _Formula | None:
         return None
     masked, scale = calls.get(aten.add.Tensor), calls[aten.mul.Tensor].args[1]
     mask = None if masked is None else masked.args[0 if masked.target is aten.where.ScalarOther else 1]
-    return _Formula(query, turned, val, mask, scale, result)
+    return _AttentionFormula(query, turned, val, mask, scale, result)
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:

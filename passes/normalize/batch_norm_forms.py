@@ -10,7 +10,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import changes_precision, operator_name, shape, value
-from autopart.ir.selection import is_counted
+from autopart.ir.selection import is_data_dependent
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, replace, replace_parts
 
@@ -35,13 +35,13 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same values.
     """
     name = operator_name(node)
-    if is_counted(node):  # a data-dependent number of rows: torch's own operator, on all of them
+    if is_data_dependent(node):  # a data-dependent number of rows: torch's own operator, on all of them
         return
     with graph.inserting_before(node):
         source, weight, bias, *statistics = node.args
         if name == "aten::batch_norm":
             if node.args[5]:
-                replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
+                replace(node, _BatchNormFormula(graph, node, source, node.args[7]).normalised(weight, bias))
             return
         momentum, eps = node.args[-2:]
         in_training = name == FUNCTIONAL or (name != _EVAL and node.args[-3])
@@ -50,10 +50,10 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
             replace_parts(node, {0: whole})
         elif in_training and (name not in _OF_LIBRARIES or statistics[:2] == [None, None]):
             updated = (*statistics[:2], momentum) if name == FUNCTIONAL else ()
-            replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, *updated))
+            replace_parts(node, _BatchNormFormula(graph, node, source, eps).parts(weight, bias, *updated))
 
 
-class _Formula:
+class _BatchNormFormula:
     """Statistics of one batch norm over all dims but the channels, and the outputs computed from them.
 
     Statistics are at least float32. They keep dims of size 1, so that they broadcast against the input.

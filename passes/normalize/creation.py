@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, value
-from autopart.ir.selection import is_counted
+from autopart.ir.selection import is_data_dependent
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, replace
 
@@ -52,7 +52,7 @@ def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
     """
     fill = _FILLED[operator_name(node)]
     fill = argument(node, "fill_value") if fill is None else fill
-    if isinstance(fill, fx.Node) or is_counted(node):
+    if isinstance(fill, fx.Node) or is_data_dependent(node):
         return
     result = value(node)
     with graph.inserting_before(node):

@@ -13,7 +13,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, value
 from autopart.passes.rewriting import emit, fake_mode, replace, replace_parts, told
 from autopart.passes.rules import pattern_for
-from autopart.passes.rules.call_keys import Kinds
+from autopart.passes.rules.call_keys import CallCache
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
@@ -25,7 +25,7 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
         active = _depends_on_parameters(graph)
-        kinds = Kinds()
+        kinds = CallCache()
         calls = [n for n in graph.nodes if n in active and n.op == "call_function"]
         without_rule = [n for n in calls if n.target is not operator.getitem and kinds.once(n, pattern_for) is None]
         taken = [node for node in without_rule if _replace_by_parts(graph, node, known)]

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, describe, draws_random_numbers, operator_name, reads, short_name, value
-from autopart.ir.selection import is_counted
+from autopart.ir.selection import is_data_dependent
 from autopart.ops.operators import autopart_ops
 from autopart.passes.rewriting import emit, getitem, replace, replace_parts
 
@@ -42,7 +42,7 @@ def draws_as_data(graph: fx.Graph) -> None:
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
             continue
         name = operator_name(node)
-        if is_counted(node) and "dropout" not in name:
+        if is_data_dependent(node) and "dropout" not in name:
             raise TraceError(
                 f"{short_name(node)} draws as many random numbers as there are selected elements",
                 refusal=Refusal.RANDOM,
@@ -84,7 +84,7 @@ def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
     """Return the noise (0 or 1 / (1 - p)) of a dropout of a value like `of`: the dropout of ones."""
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
-    if is_counted(like):
+    if is_data_dependent(like):
         facts(noise)["inexact"] = "how many numbers it draws depends on how many elements are selected"
     return noise
 

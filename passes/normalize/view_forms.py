@@ -9,7 +9,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, is_floating, is_tensor, operator_name, shape, value
-from autopart.ir.selection import is_counted
+from autopart.ir.selection import is_data_dependent
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, getitem, replace
 
@@ -123,13 +123,13 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite every view that merges or splits dims as `reshape` with its full shape (a shard may not be viewable)."""
     if node.target is aten.view.dtype:  # the bits of each number, read as another one
         return
-    is_open = is_counted(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
+    is_open = is_data_dependent(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
     sizes = list(node.args[1] if is_open else shape(node))  # open: how many selected elements there are
     if node.target is not aten.reshape.default or list(node.args[1]) != sizes:
         with graph.inserting_before(node):
             reshaped = emit(graph, node, aten.reshape.default, node.args[0], sizes)
             if "counted" in facts(node):
-                facts(reshaped)["counted"] = is_counted(node)
+                facts(reshaped)["counted"] = is_data_dependent(node)
             replace(node, reshaped)
 
 

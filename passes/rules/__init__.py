@@ -16,7 +16,7 @@ from autopart.passes.rules.operators.pointwise_rules import POINTWISE, is_tagged
 from autopart.passes.rules.registered_rules import REGISTERED, has_rule
 from autopart.passes.rules.tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
 
-__all__ = ["Rule", "has_rule", "local_form", "pattern_for", "sends_rows"]
+__all__ = ["Rule", "dispatches_rows", "has_rule", "local_form", "pattern_for"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
@@ -41,7 +41,7 @@ def pattern_for(node: fx.Node) -> Pattern | None:
     return pointwise(node) if name in POINTWISE or is_tagged_pointwise(node) else None
 
 
-def sends_rows(node: fx.Node) -> bool:
+def dispatches_rows(node: fx.Node) -> bool:
     """Return True if a call dispatches rows to their experts.
 
     Such a call belongs to a stage, even if it only reads values of the inputs (experts chosen by token id).

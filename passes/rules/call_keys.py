@@ -1,6 +1,6 @@
 """Keys of calls: everything that a rule can read. Equal calls of repeated blocks share results.
 
-`Kinds` serves one pass over a graph that does not change: values of equal nodes are mostly the same object.
+`CallCache` serves one pass over a graph that does not change: values of equal nodes are mostly the same object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopart.ir.selection import positions_of
 T = TypeVar("T")
 
 
-class Kinds:
+class CallCache:
     """Cache of results by the key of a call."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ def names(count: int, prefix: str = "d") -> list[Dim]:
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
-def names_and_place(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
+def names_and_dim(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
     """Return one factor per dim of a call's first operand, and the dim in an argument.
 
     The operand must have at least one dim.

@@ -18,9 +18,9 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.layout import Placement, cut_together, local_shape, parts_of, section_sizes
+from autopart.ir.layout import Placement, flattened_shards, local_shape, mesh_axes_of, section_sizes
 from autopart.ir.pattern import Pattern
-from autopart.ir.selection import most_positions
+from autopart.ir.selection import positions_upper_bound
 from autopart.ops.operators import autopart_ops
 
 aten = torch.ops.aten
@@ -59,11 +59,11 @@ class LocalCall:
 
     def num_ranks(self, axes: str) -> int:
         """Return the number of ranks of an axis, or of several axes flattened into one."""
-        return math.prod(self.sizes[axis] for axis in parts_of(axes))
+        return math.prod(self.sizes[axis] for axis in mesh_axes_of(axes))
 
     def index(self, axes: str) -> fx.Node:
         """Emit this rank's index on an axis, or on several axes flattened into one."""
-        outermost, *inside = parts_of(axes)
+        outermost, *inside = mesh_axes_of(axes)
         index = self.emit(autopart_ops.axis_index.default, outermost)
         for axis in inside:
             outer_index = self.emit(operator.mul, index, self.sizes[axis])
@@ -88,7 +88,7 @@ def local_value(node: fx.Node) -> Any:
     if not isinstance(first, torch.Tensor):
         return None
     if node.target is aten.where.default:
-        return most_positions(first)
+        return positions_upper_bound(first)
     if getattr(node.target, "namespace", "") == "aten":
         are_known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
         return node.target(*fx.map_arg(node.args, value)) if are_known else None
@@ -114,9 +114,9 @@ def shape_argument(call: LocalCall) -> fx.Node:
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(sizes, atoms_by_dim, strict=True)]
     local = [-1 if open_ else size for open_, size in zip(is_open, local, strict=True)]
     for placement in layout.values():
-        if placement.is_routed:
+        if placement.is_dispatched:
             local[placement.dim] = -1  # data-dependent: the rows of the local experts
-    for axes, placement in cut_together(layout).items():
+    for axes, placement in flattened_shards(layout).items():
         if any(size % call.num_ranks(axes) for size in section_sizes(full[placement.dim], placement.sections)):
             local[placement.dim] = -1  # uneven shards
     return call.as_traced({1: local})

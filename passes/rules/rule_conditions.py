@@ -17,7 +17,7 @@ def of_class_probabilities(node: fx.Node) -> bool:
     return argument(node, "reduction") == 0 and is_floating(node.args[1])
 
 
-def gradients_as_they_are(node: fx.Node) -> bool:
+def has_unscaled_gradients(node: fx.Node) -> bool:
     """Return True for an embedding that does not scale gradients by the frequency of a row in the batch."""
     return not argument(node, "scale_grad_by_freq")
 

@@ -29,7 +29,7 @@ from autopart.passes.rules.operators import (
 )
 from autopart.passes.rules.rule_conditions import (
     adds_to_itself,
-    gradients_as_they_are,
+    has_unscaled_gradients,
     of_class_indices,
     of_class_probabilities,
     writes_zeros_or_tensors,
@@ -64,7 +64,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # the sparse matrix is replicated
     "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
     # tables and classes; embeddings are sharded by rows, like the head that may be tied to them
-    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,
+    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=has_unscaled_gradients,
         local=embedding_rules.embedding),
     "aten::cross_entropy_loss": (
         Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=embedding_rules.cross_entropy),
@@ -139,7 +139,7 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     **MOVES,
     "aten::mean": reduction_rules.mean,
     **{f"aten::{name}": rule for rule, names in (
-        (reduction_rules.whole_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
+        (reduction_rules.unsharded_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
             linalg_vector_norm prod norm median nanmedian mode kthvalue"""),
         (reduction_rules.reduction, "sum nansum count_nonzero"),
         (reduction_rules.extreme, "max min"),

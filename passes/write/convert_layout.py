@@ -22,12 +22,12 @@ from autopart.ir.layout import (
     Placement,
     R,
     conversion,
-    inside,
     is_direct,
-    parts_of,
+    mesh_axes_of,
+    relative_placement,
 )
 from autopart.ir.program import MICROBATCH_AXIS
-from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ir.run.scatter_gather_sends import scatter_layout
 from autopart.ir.trace import Trace
 from autopart.ops.operators import autopart_ops
 from autopart.passes.write.stage_draft import Key, StageDraft
@@ -96,7 +96,7 @@ class Converter:
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
         step = conversion(source, target)
         others = [(cut, self.sizes[other]) for other, cut in current.items() if other != axis]
-        source, place = inside(source, others), inside(target, others)
+        source, place = relative_placement(source, others), relative_placement(target, others)
         if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
             between = R_GRAD_P if facts(node)["needs_grad"] else R
             whole = self._convert_axis(written, node, current, axis, between, stage, options)
@@ -124,7 +124,7 @@ class Converter:
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """Return the layout in which a value is sent between stages."""
-        parts = in_parts(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
+        parts = scatter_layout(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
 
     def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
@@ -189,7 +189,7 @@ def _gradient_first(
 
     On axes over which a parameter is gathered as one, it has no gradient before.
     """
-    all_steps, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
+    all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
                    if axis not in joined and source[axis].is_replicated and place.is_replicated]  # fmt: skip
     return [*of_gradient, *(step for step in all_steps if step not in of_gradient)]

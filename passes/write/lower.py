@@ -35,7 +35,7 @@ from autopart.ir.graph import (
     tuple_values,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape, parts_of
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape, mesh_axes_of
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -49,7 +49,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.recompute_regions import region_marker
 from autopart.passes.choose.storage.parameter_storage import stored_tensors
 from autopart.passes.dump import program_files
-from autopart.passes.facts.strategies import own_rows_of, rows_of
+from autopart.passes.facts.strategies import local_batch_placement, rows_of
 from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import local_form
 from autopart.passes.rules.local_forms import LocalCall, local_value
@@ -156,7 +156,7 @@ class _Writer:
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
             stored = self.decisions.stored.get(source.target, {})
             joined = {axis: place for axis, place in stored.items() if axis not in self.sizes}
-            gathered = {part: R_GRAD_P for axis in joined for part in parts_of(axis)}
+            gathered = {part: R_GRAD_P for axis in joined for part in mesh_axes_of(axis)}
             return (*joined.items(), *self.key(source, {**rows, **stored, **gathered}))
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
@@ -442,7 +442,12 @@ class _Writer:
         return max((min(readers.get(name, {0})) for name in names), default=0)
 
     def _output_layout(self, node: fx.Node, whole: bool, local_rows: bool = False) -> Key:
-        if whole and local_rows and self.row_axes and (rows := own_rows_of(node, self.decisions.rows)) is not None:
+        if (
+            whole
+            and local_rows
+            and self.row_axes
+            and (rows := local_batch_placement(node, self.decisions.rows)) is not None
+        ):
             return self.key(node, dict.fromkeys(self.row_axes, rows))
         if facts(source_of(node)[0])["role"] in (INPUT, DATA):
             return self.key(node, {})

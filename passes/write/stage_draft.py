@@ -12,7 +12,7 @@ from torch import fx
 from autopart.ir.graph import parameters_of, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace
 from autopart.passes.normalize.attention_forms import fuse_attention_dropout
 from autopart.passes.normalize.common_subexpressions import alike_once
@@ -101,7 +101,7 @@ def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
 
 def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
     full, places = shape(node), dict(layout)
-    cuts = ((axis, Cut(place.dim, full[place.dim], place.sections, sizes[axis]))
+    cuts = ((axis, DimSharding(place.dim, full[place.dim], place.sections, sizes[axis]))
             for axis, place in places.items() if place.is_shard)  # fmt: skip
     uneven = tuple((axis, cut) for axis, cut in cuts if len({*map(cut.length, range(cut.num_shards))}) > 1)
     return Boundary(node.name, tuple(local_shape(full, places, sizes)), value(node).dtype, places, uneven)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from autopart.ir.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
 from autopart.ir.program import MICROBATCH_AXIS, Program, StageInput
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 
 Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class LocalSamples:
     """A rank's local samples in place of a global value. A prologue may only pass them on."""
 
     rows: Tensor
@@ -34,12 +34,12 @@ def stage_arguments(
     per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
     for stage_input, value in zip(inputs, values, strict=True):
         dim = stage_input.batch_dim
-        if dim is None or not isinstance(value, (Tensor, OwnRows)):
+        if dim is None or not isinstance(value, (Tensor, LocalSamples)):
             rows = [value] * program.microbatches
         else:
-            sections, num_blocks = stage_input.sections, program.row_ranks
+            sections, num_blocks = stage_input.sections, program.data_parallel_size
             index = program.mesh.row_index(coordinates) % num_blocks
-            local = value.rows if isinstance(value, OwnRows) else _block(value, dim, sections, num_blocks, index)
+            local = value.rows if isinstance(value, LocalSamples) else _block(value, dim, sections, num_blocks, index)
             if len(sections) > 1:
                 sections = tuple(size // num_blocks for size in sections)
             rows = [_block(local, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
@@ -50,7 +50,7 @@ def stage_arguments(
 
 def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: int) -> Tensor:
     if sections:
-        return Cut(dim, value.size(dim), sections, num_blocks).take(value, index)
+        return DimSharding(dim, value.size(dim), sections, num_blocks).take(value, index)
     sizes = shard_sizes(value.size(dim), num_blocks)
     block = value.narrow(dim, sum(sizes[:index]), sizes[index])
     return block if dim == 0 else block.contiguous()
@@ -64,14 +64,14 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
     (`local_batch=True`), outputs are local too.
     """
     placements = _placements(program)
-    num_blocks = program.row_ranks if program.row_inputs is None else 1
+    num_blocks = program.data_parallel_size if program.row_inputs is None else 1
     columns = zip(placements, zip(*outputs, strict=True), strict=True)
     return [_merge(values, placement, num_blocks) for placement, values in columns]
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
     """Merge the tensors of all microbatches as their placement in `layout` requires."""
-    return _merge(values, layout.get(MICROBATCH_AXIS, R), program.row_ranks)
+    return _merge(values, layout.get(MICROBATCH_AXIS, R), program.data_parallel_size)
 
 
 def merged_shapes(program: Program) -> list[tuple[int, ...]]:

@@ -18,11 +18,13 @@ from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate
 from autopart.runtime.gradients.step_reduction import flatten, unflatten
 
-Made = Mapping[str, Tensor]
+NewBuffers = Mapping[str, Tensor]
 """{buffer: its new value}."""
 
 
-def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: Sequence[Sequence[Tensor]]) -> Made:
+def buffer_updates_of(
+    stage: Stage, program: Program, prologue: Sequence[Tensor], graph: Sequence[Sequence[Tensor]]
+) -> NewBuffers:
     """Return the new values that a stage computes.
 
     Args:
@@ -37,7 +39,11 @@ def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: S
 
 
 def write_buffers(
-    buffers: Mapping[str, Tensor], by_stage: Mapping[int, Made], program: Program, process: Process, stage_style: str
+    buffers: Mapping[str, Tensor],
+    by_stage: Mapping[int, NewBuffers],
+    program: Program,
+    process: Process,
+    stage_style: str,
 ) -> None:
     """Write new values into this rank's `buffers`. `by_stage`: values of the stages that run on this rank."""
     for stage in program.stages:
@@ -53,8 +59,8 @@ def write_buffers(
 
 
 def _from_owner(
-    buffers: Mapping[str, Tensor], values: Made, updates: Sequence[BufferUpdate], owner: int, process: Process
-) -> Made:
+    buffers: Mapping[str, Tensor], values: NewBuffers, updates: Sequence[BufferUpdate], owner: int, process: Process
+) -> NewBuffers:
     """Broadcast the values of the stage at `pp` coordinate `owner` along `pp`."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for update in updates:

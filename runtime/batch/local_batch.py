@@ -16,14 +16,14 @@ from torch.autograd import Function
 
 from autopart.ir.program import Program
 from autopart.ir.run.weight_updates import RowNorms
-from autopart.ir.sharding import Cut
-from autopart.runtime.batch.batch_split import OwnRows
-from autopart.runtime.batch.local_outputs import as_terms, kind_of
+from autopart.ir.sharding import DimSharding
+from autopart.runtime.batch.batch_split import LocalSamples
+from autopart.runtime.batch.local_outputs import as_loss_terms, kind_of
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process
 
 
-def read_whole(program: Program) -> frozenset[str]:
+def globally_used_inputs(program: Program) -> frozenset[str]:
     """Return the inputs whose global value a prologue or a weight update uses.
 
     Prologues pass the local samples of all other inputs on unchanged.
@@ -49,29 +49,29 @@ class LocalBatch:
         self.program, self.process = program, process
         rows = program.row_inputs or frozenset()
         self.axes = program.mesh.along("rows")
-        self.whole = rows & read_whole(program) if self.axes else frozenset()
+        self.whole = rows & globally_used_inputs(program) if self.axes else frozenset()
         self.own = rows - self.whole if self.axes else frozenset()
 
     @property
-    def travels(self) -> bool:
+    def is_communicated(self) -> bool:
         """True if a call gathers any input."""
         return bool(self.whole)
 
-    def brought_together(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the global batch from this rank's samples. Inputs that stay local are returned as `OwnRows`."""
+    def gather_batch(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the global batch from this rank's samples. Inputs that stay local are returned as `LocalSamples`."""
         named = dict(zip(self.program.input_names, inputs, strict=True))
         names = [name for name in named if name in self.whole]
         gathered = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
-        own_rows = {name: OwnRows(named[name]) for name in self.own}
+        own_rows = {name: LocalSamples(named[name]) for name in self.own}
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
-    def as_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs of a differentiable call, such that their gradients cover all ranks."""
         if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
         groups = [self.process.groups[axis] for axis in self.axes]
-        return as_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
+        return as_loss_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
 
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:
@@ -94,7 +94,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
     rows, gathered = 1, packed
     for axis in reversed(axes):  # innermost first: its ranks are adjacent
         size = process.mesh.size(axis)
-        cut = Cut(0, gathered.numel() * size, (), size)
+        cut = DimSharding(0, gathered.numel() * size, (), size)
         gathered = PRIMITIVES["all_gather"](gathered, process.groups[axis].group_name, cut)
         rows *= size
     columns = gathered.view(rows, -1).split([part.nbytes for part in parts], dim=1)

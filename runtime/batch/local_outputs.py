@@ -24,20 +24,22 @@ from torch import Tensor
 from autopart.ir.program import Output, Program
 from autopart.runtime.comm.collectives import all_reduce_once_more
 
-Kind = Enum("Kind", ["ROWS", "VALUE", "SUM"])
+OutputKind = Enum("OutputKind", ["ROWS", "VALUE", "SUM"])
 
 
-def kind_of(output: Output, program: Program, axes: Sequence[str]) -> Kind:
+def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind:
     """Return the kind of an output if samples are split over these axes."""
     if any(axis in output.layout and output.layout[axis].is_shard for axis in axes):
-        return Kind.ROWS
-    return Kind.SUM if output.made_of & (program.row_inputs or frozenset()) else Kind.VALUE
+        return OutputKind.ROWS
+    return OutputKind.SUM if output.made_of & (program.row_inputs or frozenset()) else OutputKind.VALUE
 
 
-def as_terms(outputs: Sequence[Tensor], kinds: Sequence[Kind], groups: Sequence[dist.ProcessGroup]) -> list[Tensor]:
+def as_loss_terms(
+    outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
+) -> list[Tensor]:
     """Return the outputs such that their gradients include the terms of all ranks in these groups."""
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
-    if all(kinds[i] is Kind.ROWS for i in differentiable):
+    if all(kinds[i] is OutputKind.ROWS for i in differentiable):
         return list(outputs)
     terms = _Terms.apply([kinds[i] for i in differentiable], groups, *(outputs[i] for i in differentiable))
     by_index = dict(zip(differentiable, terms, strict=True))
@@ -46,7 +48,7 @@ def as_terms(outputs: Sequence[Tensor], kinds: Sequence[Kind], groups: Sequence[
 
 class _Terms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kinds: Sequence[Kind], groups: Sequence[dist.ProcessGroup], *outputs: Tensor) -> Any:
+    def forward(ctx: Any, kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup], *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.kinds, ctx.groups = kinds, groups
         return tuple(output.view_as(output) for output in outputs)
@@ -54,8 +56,8 @@ class _Terms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = list(zip(ctx.kinds, grads, strict=True))
-        is_term = any(kind is not Kind.SUM and grad is not None for kind, grad in pairs)
-        return None, None, *(_all_reduce(grad, ctx.groups) if kind is not Kind.ROWS and is_term else grad
+        is_term = any(kind is not OutputKind.SUM and grad is not None for kind, grad in pairs)
+        return None, None, *(_all_reduce(grad, ctx.groups) if kind is not OutputKind.ROWS and is_term else grad
                              for kind, grad in pairs)  # fmt: skip
 
 

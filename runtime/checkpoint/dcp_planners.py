@@ -70,7 +70,7 @@ class _PartOfSaved:
 
 
 @functools.cache
-def refuse_pieces_in_safetensors() -> None:
+def reject_chunks_in_safetensors() -> None:
     """Make the safetensors writer raise CheckpointError if a rank has several chunks of one tensor.
 
     A safetensors file has one tensor per name, and torch's writer keeps only the last chunk.

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
-from autopart.runtime.checkpoint.optimizer_groups import GIVEN_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
+from autopart.runtime.checkpoint.optimizer_groups import PARAM_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
 from autopart.runtime.checkpoint.optimizer_state import local_state
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.replicas import Replicas
-from autopart.runtime.shards.shard_owners import home_of, parameters_of
+from autopart.runtime.shards.shard_owners import parameters_of, shard_info_of
 from autopart.runtime.shards.shard_state import gather
 from autopart.tracing.meta_copy import Source
 
@@ -29,11 +29,11 @@ FullState = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class InParts:
+class ShardedMarker:
     """Marks a sharded tensor in the metadata that stages exchange."""
 
 
-def first_names(program: Program, model: nn.Module) -> dict[str, str]:
+def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
     """Return {any name of a parameter: its name in the model's `named_parameters()`}, in model order."""
     first: dict[str, str] = {}
     stored_names = program.stored_names
@@ -47,25 +47,29 @@ def full_state(
     optimizer: Optimizer, program: Program, model: nn.Module, process: Process, stage_style: str
 ) -> FullState:
     """Implement `ParallelModule.full_optimizer_state_dict`. A collective call."""
-    first = first_names(program, model)
+    first = canonical_names(program, model)
     order = {name: index for index, name in enumerate(dict.fromkeys(first.values()))}
     local_groups = [group_of(group, first.__getitem__) for group in optimizer.param_groups]
     groups = merge_by_options(of_all_stages(local_groups, process))
     local: dict[str, Mapping[str, Any]] = {}
     for parameter in parameters_of(optimizer):
-        home = home_of(parameter)
-        if home is not None and parameter in optimizer.state:
-            local[home.name] = optimizer.state[parameter]
+        shard_info = shard_info_of(parameter)
+        if shard_info is not None and parameter in optimizer.state:
+            local[shard_info.name] = optimizer.state[parameter]
     entries = _exchange_state(optimizer, process)
     full_tensors: dict[str, dict[str, Tensor]] = {}
-    for key in sorted({key for values in entries.values() for key, value in values.items() if value == InParts()}):
-        names = {name for name, values in entries.items() if values.get(key) == InParts()}
+    for key in sorted(
+        {key for values in entries.values() for key, value in values.items() if value == ShardedMarker()}
+    ):
+        names = {name for name, values in entries.items() if values.get(key) == ShardedMarker()}
         shards = {name: values[key] for name, values in local.items() if name in names}
         full_tensors[key] = gather(shards, program, process, stage_style, names)
     state = {}
     for name in sorted(entries, key=lambda name: order[first[name]]):
         values = entries[name].items()
-        state[first[name]] = {key: full_tensors[key][name] if value == InParts() else value for key, value in values}
+        state[first[name]] = {
+            key: full_tensors[key][name] if value == ShardedMarker() else value for key, value in values
+        }
     return {
         "state": state,
         "param_groups": [_group_dict(group, order if "pp" in process.groups else None) for group in groups],
@@ -76,39 +80,39 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
     """Return {stored name: {key: value, or InParts}} of every parameter with state, of all stages."""
     local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
-        home = home_of(parameter)
-        if home is None or parameter not in optimizer.state:
+        shard_info = shard_info_of(parameter)
+        if shard_info is None or parameter not in optimizer.state:
             continue
         values: dict[str, Any] = {}
         for key, value in optimizer.state[parameter].items():
             values[key] = value
             if isinstance(value, Tensor):
                 values[key] = (
-                    InParts() if value.dim() and value.shape == parameter.shape else value.detach().cpu().clone()
+                    ShardedMarker() if value.dim() and value.shape == parameter.shape else value.detach().cpu().clone()
                 )
-                if value.numel() > 1 and home.cuts and values[key] != InParts():
+                if value.numel() > 1 and shard_info.cuts and values[key] != ShardedMarker():
                     raise CheckpointError(
-                        f"'{key}' of '{home.name}' cannot be gathered",
+                        f"'{key}' of '{shard_info.name}' cannot be gathered",
                         why=f"it has shape {tuple(value.shape)}, this rank's shard of the parameter "
                         f"{tuple(parameter.shape)}: how it is sharded is unknown",
                         hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
                     )
-        local[home.name] = values
+        local[shard_info.name] = values
     return {name: values for remote in reversed(of_all_stages(local, process)) for name, values in remote.items()}
 
 
 def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
     """Return a group in state-dict form. `order`: sort its parameters in model order, for merged stages."""
-    rows = list(zip(group.names, group.given_names or group.names, strict=True))
+    rows = list(zip(group.names, group.user_names or group.names, strict=True))
     if order is not None:
         rows.sort(key=lambda row: order[row[0]])
-    labels = {} if group.given_names is None else {GIVEN_NAMES: [label for _, label in rows]}
+    labels = {} if group.user_names is None else {PARAM_NAMES: [label for _, label in rows]}
     return {**group.options, **labels, PARAMS: [name for name, _ in rows]}
 
 
 def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Program, model: nn.Module) -> None:
     """Implement `ParallelModule.load_full_optimizer_state_dict`."""
-    first = first_names(program, model)
+    first = canonical_names(program, model)
     _check_format(full, first)
     group_by_name = {first[name]: index for index, group in enumerate(full["param_groups"]) for name in group[PARAMS]}
     state_by_name = {first[name]: values for name, values in full["state"].items()}
@@ -120,11 +124,11 @@ def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Prog
         options = _options(index, group, names, group_by_name, full["param_groups"])
         groups.append({**options, PARAMS: list(range(count, count + len(group[PARAMS])))})
         for position, parameter in enumerate(group[PARAMS], start=count):
-            home = home_of(parameter)
-            if home is not None and first[home.name] in state_by_name:
-                values = state_by_name[first[home.name]]
+            shard_info = shard_info_of(parameter)
+            if shard_info is not None and first[shard_info.name] in state_by_name:
+                values = state_by_name[first[shard_info.name]]
                 state[position] = {
-                    key: _copied(local_state(key, value, parameter, home)) for key, value in values.items()
+                    key: _copied(local_state(key, value, parameter, shard_info)) for key, value in values.items()
                 }
         count += len(group[PARAMS])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -178,11 +182,11 @@ def _options(
         )
     number = numbers[0] if numbers else index if index < len(saved) else None
     source = group if number is None else saved[number]
-    labels = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
-    return {**{key: _copied(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **labels}
+    labels = {PARAM_NAMES: group[PARAM_NAMES]} if PARAM_NAMES in group else {}
+    return {**{key: _copied(value) for key, value in source.items() if key not in (PARAMS, PARAM_NAMES)}, **labels}
 
 
-class SavesOptimizers:
+class OptimizerStateMethods:
     """Methods of a module that save and load full optimizer state."""
 
     _process: Process

@@ -25,7 +25,7 @@ def belongs_to(value: Tensor, name: str) -> None:
     _OWNERS[value] = name
 
 
-def never_saved(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[str]:
+def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[str]:
     """Return the optimizer state keys of parameters without state in a checkpoint; mark their tensors.
 
     Args:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopart.errors import CheckpointError
-from autopart.runtime.shards.shard_owners import home_of
+from autopart.runtime.shards.shard_owners import shard_info_of
 
-PARAMS, GIVEN_NAMES = "params", "param_names"
+PARAMS, PARAM_NAMES = "params", "param_names"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ParameterGroup:
     """
 
     names: list[str]
-    given_names: list[str] | None
+    user_names: list[str] | None
     options: dict[str, Any]
 
 
@@ -34,17 +34,17 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
     """Return a group of an optimizer on this rank. Raises CheckpointError for another module's parameter."""
     names, labels = [], []
     for index, parameter in enumerate(group[PARAMS]):
-        home = home_of(parameter)
-        if home is None and parameter.numel():
+        shard_info = shard_info_of(parameter)
+        if shard_info is None and parameter.numel():
             raise CheckpointError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not of this module",
                 hint="one optimizer for the partitioned module, torch.optim.AdamW(pm.parameters())",
             )
-        if home is not None:
-            names.append(first_name(home.name))
-            labels.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
-    options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
-    return ParameterGroup(names, labels if GIVEN_NAMES in group else None, options)
+        if shard_info is not None:
+            names.append(first_name(shard_info.name))
+            labels.append(group[PARAM_NAMES][index] if PARAM_NAMES in group else "")
+    options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
+    return ParameterGroup(names, labels if PARAM_NAMES in group else None, options)
 
 
 def _on_host(value: Any) -> Any:
@@ -94,10 +94,10 @@ def _merged(groups: Sequence[ParameterGroup]) -> ParameterGroup:
     """Merge a group of several stages. Tied parameters count once."""
     labels: dict[str, str] = {}
     for group in groups:
-        for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
+        for name, label in zip(group.names, group.user_names or [""] * len(group.names), strict=True):
             labels.setdefault(name, label)
     return ParameterGroup(
-        list(labels), None if groups[0].given_names is None else list(labels.values()), groups[0].options
+        list(labels), None if groups[0].user_names is None else list(labels.values()), groups[0].options
     )
 
 

@@ -23,17 +23,17 @@ from autopart.runtime.checkpoint.dcp_planners import call_with_optimizers
 from autopart.runtime.checkpoint.missing_state import belongs_to, without_absent
 from autopart.runtime.checkpoint.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
 from autopart.runtime.checkpoint.saved_shard import (
-    ShardPlace,
+    ShardOffsets,
     ShardTensor,
     connect_checkpoints,
-    local_of,
-    place_in_file,
-    place_of,
-    refuse_what_was_not_loaded,
+    offsets_in_file,
+    reject_unloaded_shards,
+    shard_offsets_of,
+    to_plain,
 )
-from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, at_home, part_here, put_together
+from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS, as_shard, checked_shard_of, gather_state_dict
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
-from autopart.runtime.shards.shard_owners import Home, home_of, parameters_of, process_among
+from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 
 _HOOKED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state dicts have shard offsets."""
@@ -45,7 +45,7 @@ def connect_state_dicts() -> None:
     This concerns the state of partitioned models' parameters, in optimizers created after this call.
     """
     connect_checkpoints()
-    full_state_dicts_through(put_together, refuse_what_was_not_loaded)
+    full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
     call_with_optimizers(_add_hooks)
 
 
@@ -72,7 +72,9 @@ def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _converted(
-    state: Mapping[Any, Any], parameters: Mapping[Any, nn.Parameter], convert: Callable[[str, Any, Tensor, Home], Any]
+    state: Mapping[Any, Any],
+    parameters: Mapping[Any, nn.Parameter],
+    convert: Callable[[str, Any, Tensor, ShardInfo], Any],
 ) -> dict[Any, Any]:
     """Convert the state of partitioned models' parameters, entry by entry.
 
@@ -81,30 +83,30 @@ def _converted(
     converted = {}
     for index, values in state.items():
         parameter = parameters.get(index)
-        home = None if parameter is None else home_of(parameter)
-        if parameter is not None and home is not None and isinstance(values, Mapping):
-            values = {key: convert(key, value, parameter, home) for key, value in values.items()}
+        shard_info = None if parameter is None else shard_info_of(parameter)
+        if parameter is not None and shard_info is not None and isinstance(values, Mapping):
+            values = {key: convert(key, value, parameter, shard_info) for key, value in values.items()}
         converted[index] = values
     return converted
 
 
-def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
+def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
     """Add offsets to a value of a parameter's state if other ranks have other shards or parameters."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
-    if value.dim() == 0 or place_of(home).is_whole:
-        belongs_to(value, home.name)
+    if value.dim() == 0 or shard_offsets_of(shard_info).is_whole:
+        belongs_to(value, shard_info.name)
     if value.dim() == 0:
         return value
-    is_pipeline = home.process.mesh.size("pp") > 1
-    place = place_of(home, only_by_name=is_pipeline)
+    is_pipeline = shard_info.process.mesh.size("pp") > 1
+    place = shard_offsets_of(shard_info, only_by_name=is_pipeline)
     if value.shape == parameter.shape:
-        return value if place.is_whole and not is_pipeline else at_home(value, place, home)
+        return value if place.is_whole and not is_pipeline else as_shard(value, place, shard_info)
     if not place.is_whole and value.numel() > 1:
-        return ShardTensor(value, ShardPlace(place.name, place.shape, None, place.keys))
+        return ShardTensor(value, ShardOffsets(place.name, place.shape, None, place.keys))
     shape = tuple(value.shape)
     spans = tuple(((0, size),) for size in shape)
-    return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if is_pipeline else value
+    return ShardTensor(value, ShardOffsets(place.name, shape, spans, place.keys)) if is_pipeline else value
 
 
 @on_local_values
@@ -143,22 +145,22 @@ def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str
 
 
 def _names(parameter: Tensor) -> list[str]:
-    home = home_of(parameter)
-    return [NO_PARAMETERS] if home is None else [home.name, *home.stored.aliases]
+    shard_info = shard_info_of(parameter)
+    return [NO_PARAMETERS] if shard_info is None else [shard_info.name, *shard_info.stored.aliases]
 
 
-def local_state(key: str, value: Any, parameter: Tensor, home: Home) -> Any:
+def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
     """Return this rank's shard of one value of a parameter's state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    place = place_in_file(value)
+    place = offsets_in_file(value)
     if place is not None and value.shape != parameter.shape:
-        return local_of(value)  # with unknown offsets, or replicated
-    if value.numel() == 1 and math.prod(home.stored.shape) != 1:
+        return to_plain(value)  # with unknown offsets, or replicated
+    if value.numel() == 1 and math.prod(shard_info.stored.shape) != 1:
         return value
-    if place_of(home).is_whole and value.shape != parameter.shape:
+    if shard_offsets_of(shard_info).is_whole and value.shape != parameter.shape:
         return value  # a state shape of the optimizer, replicated
-    shard = part_here(f"{home.name} ({key})", value, parameter, home)
+    shard = checked_shard_of(f"{shard_info.name} ({key})", value, parameter, shard_info)
     return shard if shard is value or isinstance(value, ShardTensor) else shard.clone()
 
 

@@ -24,10 +24,10 @@ from autopart.compat.torch_internals import (
 )
 from autopart.errors import CheckpointError
 from autopart.ir.sharding import Box, Span, boxes, spans_of
-from autopart.runtime.checkpoint.dcp_planners import plan_checkpoints_with, refuse_pieces_in_safetensors
-from autopart.runtime.checkpoint.missing_state import never_saved
+from autopart.runtime.checkpoint.dcp_planners import plan_checkpoints_with, reject_chunks_in_safetensors
+from autopart.runtime.checkpoint.missing_state import keys_without_state
 from autopart.runtime.consistency.replicas import check_before_saving
-from autopart.runtime.shards.shard_owners import Home, home_of
+from autopart.runtime.shards.shard_owners import ShardInfo, shard_info_of
 
 KEEPING_PLACE = frozenset(
     ["detach", "alias", "clone", "_to_copy", "_pin_memory", "copy", "lift_fresh", "lift_fresh_copy",
@@ -38,7 +38,7 @@ KEEPING_PLACE = frozenset(
 
 
 @dataclass(frozen=True)
-class ShardPlace:
+class ShardOffsets:
     """Offsets of a shard in its full tensor.
 
     Attributes:
@@ -68,14 +68,14 @@ PLACE = "autopart_place"
 """Attribute of a saved tensor that holds its shard offsets."""
 
 
-def place_of(home: Home, *, only_by_name: bool = False) -> ShardPlace:
+def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> ShardOffsets:
     """Return the shard offsets of a local parameter. `only_by_name`: set `keys` to the parameter's names."""
-    spans = spans_of(home.stored.shape, home.cuts_here)
-    keys = (home.name, *home.stored.aliases) if only_by_name else ()
-    return ShardPlace(home.name, tuple(home.stored.shape), spans, keys)
+    spans = spans_of(shard_info.stored.shape, shard_info.local_splits)
+    keys = (shard_info.name, *shard_info.stored.aliases) if only_by_name else ()
+    return ShardOffsets(shard_info.name, tuple(shard_info.stored.shape), spans, keys)
 
 
-def chunks_of(place: ShardPlace) -> list[Box]:
+def chunks_of(place: ShardOffsets) -> list[Box]:
     """Return the boxes of a shard. An empty shard of a non-empty tensor has none."""
     assert place.spans is not None
     if math.prod(place.shape) == 0:
@@ -97,12 +97,12 @@ class ShardTensor(Tensor):
         [(0,), (2,)]
     """
 
-    place: ShardPlace
+    place: ShardOffsets
     _local: Tensor
     __torch_function__ = WITHOUT_TORCH_FUNCTION  # type: ignore[assignment]  # as torch's own classes have it
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: ShardPlace) -> ShardTensor:
+    def __new__(cls, local: Tensor, place: ShardOffsets) -> ShardTensor:
         shard = empty_wrapper(cls, local)
         shard._local = local.detach()
         shard.place = place
@@ -213,24 +213,24 @@ def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
 
 def connect_checkpoints() -> None:
     """Register `ShardTensor` with `torch.distributed.checkpoint`, once per process."""
-    plan_checkpoints_with(ShardTensor, check_saved_size, refuse_parts_without_place, never_saved, check_before_saving)
-    refuse_pieces_in_safetensors()
+    plan_checkpoints_with(ShardTensor, check_saved_size, reject_plain_shards, keys_without_state, check_before_saving)
+    reject_chunks_in_safetensors()
 
 
-def place_in_file(tensor: Tensor) -> ShardPlace | None:
+def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
     """Return the shard offsets of a `ShardTensor`, or of a plain tensor that was saved as one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
-    return None if values is None else ShardPlace(*values)
+    return None if values is None else ShardOffsets(*values)
 
 
-def refuse_parts_without_place(key: str, value: Any) -> None:
+def reject_plain_shards(key: str, value: Any) -> None:
     """Raise CheckpointError for a shard that a checkpoint would save as if it were the full tensor."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return
-    home = home_of(value)
-    place = place_in_file(value) if home is None else place_of(home)
+    shard_info = shard_info_of(value)
+    place = offsets_in_file(value) if shard_info is None else shard_offsets_of(shard_info)
     if place is not None and not place.is_whole:
         raise CheckpointError(
             f"'{key}' is one rank's shard of '{place.name}', and would be saved as if it were the full tensor",
@@ -239,7 +239,7 @@ def refuse_parts_without_place(key: str, value: Any) -> None:
         )
 
 
-def refuse_what_was_not_loaded(state_dict: Mapping[str, Any]) -> None:
+def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a shard remains in a state dict after the first rank's tensors were loaded."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
@@ -250,7 +250,7 @@ def refuse_what_was_not_loaded(state_dict: Mapping[str, Any]) -> None:
             )
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def to_plain(tensor: Tensor) -> Tensor:
     """Return the plain tensor of this rank's values."""
     return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 

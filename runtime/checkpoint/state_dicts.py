@@ -11,10 +11,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
-from autopart.ir.sharding import part_of
-from autopart.runtime.checkpoint.saved_shard import ShardPlace, ShardTensor, local_of, place_in_file, place_of
+from autopart.ir.sharding import local_shard_of
+from autopart.runtime.checkpoint.saved_shard import (
+    ShardOffsets,
+    ShardTensor,
+    offsets_in_file,
+    shard_offsets_of,
+    to_plain,
+)
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.shards.shard_owners import Home, home_of
+from autopart.runtime.shards.shard_owners import ShardInfo, shard_info_of
 
 NO_PARAMETERS = "no_parameters_here"
 """Name of the empty parameter on ranks whose stages use none, so that optimizers work. No state dict has it."""
@@ -25,38 +31,40 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
-def with_places(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, extra: Mapping[str, Any]) -> None:
+def with_shard_offsets(
+    module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, extra: Mapping[str, Any]
+) -> None:
     """Prepare a module's state dict for distributed checkpoints, under the model's names.
 
     Every sharded tensor becomes a `ShardTensor`; replicated tensors stay plain. `extra` is added.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        home = home_of(parameter)
+        shard_info = shard_info_of(parameter)
         value = state_dict.get(prefix + name)
-        if home is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state_dict[prefix + name] = placed(value, home)
+        if shard_info is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state_dict[prefix + name] = with_offsets(value, shard_info)
     state_dict.update({prefix + name: value for name, value in extra.items()})
 
 
-def placed(value: Tensor, home: Home) -> Tensor:
+def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
     """Return a tensor in a parameter's layout with its offsets, or plain if the parameter is replicated."""
-    place = place_of(home)
-    return value if place.is_whole and home.process.mesh.size("pp") == 1 else at_home(value, place, home)
+    place = shard_offsets_of(shard_info)
+    return value if place.is_whole and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
 
 
 _HOMES: Any = WeakIdKeyDictionary()
 """{shard of a state dict: its shard info}. Copies have none."""
 
 
-def at_home(value: Tensor, place: ShardPlace, home: Home) -> ShardTensor:
+def as_shard(value: Tensor, place: ShardOffsets, shard_info: ShardInfo) -> ShardTensor:
     """Return a shard that can be gathered with those of other ranks."""
     shard = ShardTensor(value, place)
-    _HOMES[shard] = home
+    _HOMES[shard] = shard_info
     return shard
 
 
-def put_together(state_dict: Any) -> Any:
+def gather_state_dict(state_dict: Any) -> Any:
     """Gather every shard of a state dict into the full tensor, on every rank. A collective call.
 
     Raises CheckpointError for a pipeline, because a rank's state dict has only the names of its stages.
@@ -65,16 +73,16 @@ def put_together(state_dict: Any) -> Any:
     def full(value: Any) -> Any:
         if not isinstance(value, ShardTensor):
             return value
-        home = _HOMES.get(value)
-        if home is None or "pp" in home.process.groups:
+        shard_info = _HOMES.get(value)
+        if shard_info is None or "pp" in shard_info.process.groups:
             raise CheckpointError(
                 "StateDictOptions(full_state_dict=True) does not gather pipeline stages",
                 why=f"this rank's state dict has '{value.place.name}', but not the names of other stages",
                 hint="use pm.full_state_dict() and pm.full_optimizer_state_dict(optimizer)",
             )
         gathered = value.to_local()
-        for axis, cut in reversed(home.cuts):
-            gathered = PRIMITIVES["all_gather"](gathered, home.process.along(axis).group_name, cut)
+        for axis, cut in reversed(shard_info.cuts):
+            gathered = PRIMITIVES["all_gather"](gathered, shard_info.process.along(axis).group_name, cut)
         return gathered
 
     return tree_map(full, state_dict)
@@ -136,29 +144,29 @@ class Loading:
     def _local(self, name: str, value: Any) -> Any:
         """Return this rank's shard of a value, or the parameter itself if the value does not fit."""
         parameter = self.parameters[name]
-        home = home_of(parameter)
-        if home is None or not isinstance(value, Tensor):
+        shard_info = shard_info_of(parameter)
+        if shard_info is None or not isinstance(value, Tensor):
             return value
         try:
-            return part_here(name, value, parameter, home)
+            return checked_shard_of(name, value, parameter, shard_info)
         except CheckpointError as error:
             self.errors.append(str(error))
             return parameter
 
 
-def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor:
+def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: ShardInfo) -> Tensor:
     """Return this rank's shard for a parameter, from a full tensor or a saved shard.
 
     Raises CheckpointError if the value is neither, or is another rank's shard.
     """
-    place = place_of(home)
-    saved_place = place_in_file(value)
+    place = shard_offsets_of(shard_info)
+    saved_place = offsets_in_file(value)
     if saved_place is not None:
-        check_same_part(name, saved_place, place)
+        check_same_shard(name, saved_place, place)
     if value.shape == parameter.shape:
-        return local_of(value)
+        return to_plain(value)
     if tuple(value.shape) == place.shape:
-        return part_of(value, home.cuts_here)
+        return local_shard_of(value, shard_info.local_splits)
     what = f"'{name}' has shape {tuple(value.shape)} in the state dict"
     if place.is_whole:
         raise CheckpointError(what, why=f"the model's is {place.shape}", hint="load it into the model that was saved")
@@ -168,7 +176,7 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     )  # fmt: skip
 
 
-def check_same_part(name: str, saved: ShardPlace, local: ShardPlace) -> None:
+def check_same_shard(name: str, saved: ShardOffsets, local: ShardOffsets) -> None:
     """Raise CheckpointError if a saved shard has other offsets than this rank's shard."""
     if saved.spans is None or (saved.shape, saved.spans) == (local.shape, local.spans):
         return
@@ -180,7 +188,7 @@ def check_same_part(name: str, saved: ShardPlace, local: ShardPlace) -> None:
     )
 
 
-def _ranges_text(place: ShardPlace) -> str:
+def _ranges_text(place: ShardOffsets) -> str:
     """Format the ranges of a shard: `[0:4, 8:12]` for one dim, `[0:4] x [0:16]` for two."""
     assert place.spans is not None
     dims = [", ".join(f"{start}:{start + length}" for start, length in spans) for spans in place.spans]

@@ -20,9 +20,9 @@ from torch.fx.node import map_aggregate
 from autopart.compat.torch_internals import is_gloo, resolve_group
 from autopart.ir.collective_nodes import MOVES, autopart_operator, axis_of
 from autopart.ir.facts import facts
-from autopart.ir.layout import CONVERSIONS, ROUTING, Conversion
-from autopart.ir.sharding import Cut
-from autopart.ops.expert_dispatch import Route, count_rows
+from autopart.ir.layout import CONVERSIONS, DISPATCH_CONVERSIONS, Conversion
+from autopart.ir.sharding import DimSharding
+from autopart.ops.expert_dispatch import DispatchPlan, count_rows
 from autopart.ops.operators import CUTTING, LIBRARY, autopart_ops
 from autopart.runtime.comm.ring_attention import ring_attention
 from autopart.runtime.comm.stack_traces import line_of_graph
@@ -31,7 +31,7 @@ from autopart.runtime.comm.watchdog import watching
 Primitive = Callable[..., Any]
 
 
-def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[Cut, ...]:
+def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
     """Return the shardings that the primitives of `operator` need.
 
     The backward of an all-to-all reads them reversed.
@@ -41,12 +41,12 @@ def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[A
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
-        return (Cut(dim % x.ndim, size, tuple(sections[0]) if sections else (), num_ranks),)
+        return (DimSharding(dim % x.ndim, size, tuple(sections[0]) if sections else (), num_ranks),)
     if operator == "all_to_all":
         source, target = (dim % x.ndim for dim in arguments[:2])
         before, after = [tuple(sections) for sections in (*arguments[2:], (), ())[:2]]
         size = x.size(source) * num_ranks
-        return Cut(source, size, before, num_ranks), Cut(target, x.size(target), after, num_ranks)
+        return DimSharding(source, size, before, num_ranks), DimSharding(target, x.size(target), after, num_ranks)
     return ()
 
 
@@ -95,7 +95,7 @@ def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) 
     return result.to(x.device) if on_host else result
 
 
-def _identity(x: Tensor, group_name: str, *cuts: Cut) -> Tensor:
+def _identity(x: Tensor, group_name: str, *cuts: DimSharding) -> Tensor:
     return x.view_as(x)
 
 
@@ -107,33 +107,33 @@ def _own(x: Tensor, group_name: str) -> Tensor:
     return x.clone() if resolve_group(group_name).rank() == 0 else torch.zeros_like(x)
 
 
-def _slice(x: Tensor, group_name: str, cut: Cut) -> Tensor:
+def _slice(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     return cut.take(x, resolve_group(group_name).rank())
 
 
-def _pad(x: Tensor, group_name: str, cut: Cut) -> Tensor:
+def _pad(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     return cut.place(x, resolve_group(group_name).rank())
 
 
-def _all_gather(x: Tensor, group_name: str, cut: Cut) -> Tensor:
+def _all_gather(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     num_ranks = cut.num_shards
     collective = torch.ops._c10d_functional.all_gather_into_tensor
     gathered = _communicate(collective, cut.padded(x), num_ranks, group_name)
-    if cut.is_in_order:
+    if cut.is_contiguous:
         return gathered
     shards = gathered.chunk(num_ranks)
     return cut.join([cut.trimmed(shard, index) for index, shard in enumerate(shards)])
 
 
-def _reduce_scatter(x: Tensor, group_name: str, cut: Cut) -> Tensor:
+def _reduce_scatter(x: Tensor, group_name: str, cut: DimSharding) -> Tensor:
     num_ranks = cut.num_shards
     shards = (cut.padded(cut.take(x, index)) for index in range(num_ranks))
-    wire = x.contiguous() if cut.is_in_order else torch.cat(list(shards))
+    wire = x.contiguous() if cut.is_contiguous else torch.cat(list(shards))
     shard = _communicate(torch.ops._c10d_functional.reduce_scatter_tensor, wire, "sum", num_ranks, group_name)
     return cut.trimmed(shard, resolve_group(group_name).rank()).contiguous()
 
 
-def _all_to_all(x: Tensor, group_name: str, source: Cut, target: Cut) -> Tensor:
+def _all_to_all(x: Tensor, group_name: str, source: DimSharding, target: DimSharding) -> Tensor:
     num_ranks = source.num_shards
     rank = resolve_group(group_name).rank()
     x = source.padded(x)
@@ -144,12 +144,12 @@ def _all_to_all(x: Tensor, group_name: str, source: Cut, target: Cut) -> Tensor:
     return source.join([target.trimmed(block, rank) for block in blocks])
 
 
-def _dispatch(x: Tensor, group_name: str, route: Route) -> Tensor:
+def _dispatch(x: Tensor, group_name: str, route: DispatchPlan) -> Tensor:
     collective = torch.ops._c10d_functional.all_to_all_single
     return _communicate(collective, route.rows_of(x).contiguous(), route.receives, route.sends, group_name)
 
 
-def _combine(x: Tensor, group_name: str, route: Route) -> Tensor:
+def _combine(x: Tensor, group_name: str, route: DispatchPlan) -> Tensor:
     collective = torch.ops._c10d_functional.all_to_all_single
     return route.tokens_of(_communicate(collective, x.contiguous(), route.sends, route.receives, group_name))
 
@@ -179,8 +179,8 @@ def _implement_operators() -> None:
             x: Tensor, axis: str, *arguments: Any,
             dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None,
         ) -> Tensor:  # fmt: skip
-            if conversion.operator in ROUTING:
-                args: tuple[Any, ...] = (Route.of(*arguments),)
+            if conversion.operator in DISPATCH_CONVERSIONS:
+                args: tuple[Any, ...] = (DispatchPlan.of(*arguments),)
             else:
                 args = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
             return _Convert.apply(x, conversion, axis, args, (dtype, grad_dtype))

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopart.ir.sharding import Cut
-from autopart.ops.expert_dispatch import Route, count_rows
+from autopart.ir.sharding import DimSharding
+from autopart.ops.expert_dispatch import DispatchPlan, count_rows
 from autopart.runtime.comm.ring_attention import ring_attention_of_lists
 
 Primitives = Mapping[str, Callable[..., list[Tensor]]]
 """The primitive collectives, {name: function of the list of local tensors of one group}."""
 
 
-def _identity(values: list[Tensor], *cuts: Cut) -> list[Tensor]:
+def _identity(values: list[Tensor], *cuts: DimSharding) -> list[Tensor]:
     return [value.view_as(value) for value in values]
 
 
@@ -31,33 +31,33 @@ def _own(values: list[Tensor]) -> list[Tensor]:
     return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]
 
 
-def _slice(values: list[Tensor], cut: Cut) -> list[Tensor]:
+def _slice(values: list[Tensor], cut: DimSharding) -> list[Tensor]:
     return [cut.take(value, index) for index, value in enumerate(values)]
 
 
-def _pad(values: list[Tensor], cut: Cut) -> list[Tensor]:
+def _pad(values: list[Tensor], cut: DimSharding) -> list[Tensor]:
     return [cut.place(value, index) for index, value in enumerate(values)]
 
 
-def _all_gather(values: list[Tensor], cut: Cut) -> list[Tensor]:
+def _all_gather(values: list[Tensor], cut: DimSharding) -> list[Tensor]:
     full = cut.join(values)
     return [full.clone() for _ in values]
 
 
-def _reduce_scatter(values: list[Tensor], cut: Cut) -> list[Tensor]:
+def _reduce_scatter(values: list[Tensor], cut: DimSharding) -> list[Tensor]:
     return _slice(_all_reduce(values), cut)
 
 
-def _all_to_all(values: list[Tensor], source: Cut, target: Cut) -> list[Tensor]:
+def _all_to_all(values: list[Tensor], source: DimSharding, target: DimSharding) -> list[Tensor]:
     return _slice(_all_gather(values, source), target)
 
 
-def _dispatch(values: list[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+def _dispatch(values: list[Tensor], routes: Sequence[DispatchPlan]) -> list[Tensor]:
     sent = [route.rows_of(value).split(route.sends) for value, route in zip(values, routes, strict=True)]
     return [torch.cat(parts) for parts in zip(*sent, strict=True)]
 
 
-def _combine(values: list[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+def _combine(values: list[Tensor], routes: Sequence[DispatchPlan]) -> list[Tensor]:
     sent = [value.split(route.receives) for value, route in zip(values, routes, strict=True)]
     return [route.tokens_of(torch.cat(parts)) for route, parts in zip(routes, zip(*sent, strict=True), strict=True)]
 

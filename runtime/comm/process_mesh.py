@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopart.compat.torch_internals import is_gloo, runs_on_host, set_group_timeout
 from autopart.errors import HangError, RuntimeSetupError
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.plans.rank_digest import TIMEOUT_S
 from autopart.runtime.comm.one_caller import Caller
@@ -50,7 +50,7 @@ class Process:
     step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
     apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
     caller: Caller | None = None  # who is inside of a call; copies of a module share it
-    unsummed: set[object] = field(
+    unreduced: set[object] = field(
         default_factory=set
     )  # holds gradients that are not reduced yet (`gradients/no_sync.py`)
 
@@ -91,7 +91,7 @@ class Process:
 
     def _new_group(self, axis: str) -> dist.ProcessGroup:
         assert self.device_mesh is not None
-        parts = [part for part in parts_of(axis) if part in self.groups]
+        parts = [part for part in mesh_axes_of(axis) if part in self.groups]
         backend = dist.get_backend(self.groups[parts[0]])
         group = _own_group(_ranks_along(self.mesh, self.device_mesh, parts), GROUP_TIMEOUT, backend)
         if self.watch is not None:

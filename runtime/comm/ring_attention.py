@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat.torch_internals import is_gloo, resolve_group
-from autopart.ir.mask_structure import Run
-from autopart.ir.sharding import Cut
-from autopart.ops.blockwise_attention import Visit, visit_backward, visited
+from autopart.ir.mask_structure import QueryRun
+from autopart.ir.sharding import DimSharding
+from autopart.ops.blockwise_attention import KeyBlockVisit, attend_visits, visit_backward
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.ops.masked_attention import runs_of
 from autopart.runtime.comm.watchdog import watching
@@ -47,7 +47,7 @@ class _Rotation:
         return [x.to(self.device) for x in self.received]
 
 
-def _around(group: dist.ProcessGroup, cut: Cut, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield (owner, lengths of the previous rank's, keys and values) of every step, from this rank's own on.
 
     The tensors are in flight to the next rank while they are used here.
@@ -66,13 +66,14 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group_name: str, cut: Cut,
-        scale: float | None, runs: Sequence[Run],
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group_name: str, cut: DimSharding,
+        scale: float | None, runs: Sequence[QueryRun],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
         around = _around(group, cut, [key, value])
-        output, total = visited(query, (
-            (keys, values, Visit(cut, group.rank(), rank, mask, scale, runs)) for rank, _, (keys, values) in around
+        output, total = attend_visits(query, (
+            (keys, values, KeyBlockVisit(cut, group.rank(), rank, mask, scale, runs))
+            for rank, _, (keys, values) in around
         ))  # fmt: skip
         ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
@@ -89,7 +90,7 @@ class Ring(torch.autograd.Function):
         of_query = torch.zeros_like(query)
         grads = [torch.zeros_like(key), torch.zeros_like(value)]
         for rank, length, (keys, values) in _around(group, cut, [key, value]):
-            of = Visit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
+            of = KeyBlockVisit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
             visit_backward([of_query, *grads], grad, output, total, query, keys, values, of)
             grads = _Rotation(group, grads, length).arrive()
         return of_query, grads[0], grads[1], None, None, None, None, None
@@ -100,15 +101,15 @@ class RingOfLists(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, masks: Sequence[Tensor | None], cut: Cut, scale: float | None, *sides: Tensor
+        ctx: Any, masks: Sequence[Tensor | None], cut: DimSharding, scale: float | None, *sides: Tensor
     ) -> tuple[Tensor, ...]:
         ranks = len(masks)
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
         ctx.masks, ctx.cut, ctx.scale, ctx.kept = masks, cut, scale, []
         for here in range(ranks):
             order = [(here - step) % ranks for step in range(ranks)]
-            ctx.kept.append(visited(queries[here], (
-                (keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale)) for rank in order
+            ctx.kept.append(attend_visits(queries[here], (
+                (keys[rank], values[rank], KeyBlockVisit(cut, here, rank, masks[here], scale)) for rank in order
             )))  # fmt: skip
         ctx.save_for_backward(*sides)
         return tuple(result for result, _ in ctx.kept)
@@ -123,7 +124,7 @@ class RingOfLists(torch.autograd.Function):
             output, total = ctx.kept[here]
             for step in range(ranks):
                 rank = (here - step) % ranks
-                of = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
+                of = KeyBlockVisit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
                 added = [side_grads[i] for i in (here, ranks + rank, 2 * ranks + rank)]
                 visit_backward(added, grads[here], output, total, queries[here], keys[rank], values[rank], of)
         return None, None, None, *side_grads
@@ -134,7 +135,7 @@ def ring_attention(
     scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """Implement `torch.ops.autopart.ring_attention` on a process."""
-    cut = Cut(2, size, tuple(sections), resolve_group(axis).size())
+    cut = DimSharding(2, size, tuple(sections), resolve_group(axis).size())
     return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 
 
@@ -143,5 +144,5 @@ def ring_attention_of_lists(
     size: int, sections: Sequence[int], scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute ring attention for all ranks of an axis at once."""
-    cut = Cut(2, size, tuple(sections), len(queries))
+    cut = DimSharding(2, size, tuple(sections), len(queries))
     return RingOfLists.apply(masks or [None] * len(queries), cut, scale, *queries, *keys, *values)

@@ -18,7 +18,14 @@ PLACES = {
     "begin_alike": "at the comparison of models and plans",
     "check_same_state": "at the comparison of random states",
     **dict.fromkeys(
-        ("sync_gradients", "_begin_next", "_finish_first", "Reducer.finish", "_Leave.backward", "_Arrive.backward"),
+        (
+            "sync_gradients",
+            "_begin_next",
+            "_finish_first",
+            "Reducer.finish",
+            "_StartReduce.backward",
+            "_WaitReduce.backward",
+        ),
         "at the sum of gradients",
     ),
     "write_buffers": "at the new values of buffers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.schedules import V_SHAPED
@@ -58,7 +58,7 @@ def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
     [[0, 2], [1, 3]]
     """
 
-    parts = parts_of(axis)
+    parts = mesh_axes_of(axis)
 
     def others(rank: int) -> tuple[tuple[str, int], ...]:
         return tuple((name, index) for name, index in mesh.coordinates(rank).items() if name not in parts)

@@ -27,7 +27,7 @@ from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.consistency.checksums import checksums
 from autopart.runtime.consistency.rank_checks import first_ranks_values, gather_objects, ranks_text
-from autopart.runtime.shards.shard_state import stored_cuts
+from autopart.runtime.shards.shard_state import splits_of
 
 EARLY = (1, 2, 4, 8)
 EVERY = 100
@@ -161,7 +161,7 @@ class Replicas:
             return
         self._program, self._names = program, {}
         for name, stored in program.parameters.items():
-            cut_axes = tuple(axis for axis, _ in stored_cuts(stored, program.mesh))
+            cut_axes = tuple(axis for axis, _ in splits_of(stored, program.mesh))
             cut_axes += stored.differs_over(program.mesh)
             self._names.setdefault((tuple(owners(program, stored, self.stage_style)), cut_axes), []).append(name)
         self._groups = {part: copies(part, self.process) for part in self._names}

@@ -39,7 +39,7 @@ class Compressor(ABC):
         return sent_bytes(self.method, like.numel(), like.dtype.itemsize)
 
 
-class Whole(Compressor):
+class Uncompressed(Compressor):
     """Identity: sends every element."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
@@ -110,7 +110,7 @@ class Qsgd(Compressor):
 
 
 @dataclass(frozen=True)
-class Repeated(Compressor):
+class RepeatedCompressor(Compressor):
     """Repeated compression of the residual (Huang et al. 2022, arXiv:2206.03665, section 4).
 
     The method has `rounds` compressions in all.
@@ -135,10 +135,10 @@ def compressor_of(method: Method) -> Compressor:
     if method.name == "double_squeeze":
         return compressor_of(method.compressor)
     if method.name == "neolithic":
-        return Repeated(method, TopK(Method.parse({"strategy": "top_k", "ratio": method.ratio})))
+        return RepeatedCompressor(method, TopK(Method.parse({"strategy": "top_k", "ratio": method.ratio})))
     if method.name in ("top_k", "ef21", "ef21_sgdm"):
         return TopK(method)
-    return {"sign": Sign, "qsgd": Qsgd}.get(method.name, Whole)(method)
+    return {"sign": Sign, "qsgd": Qsgd}.get(method.name, Uncompressed)(method)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -20,22 +20,22 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import alike
 from autopart.ir.run.dp_sync import ALL_REDUCE, HOOK, Method
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.dp_sync.ddp_hooks import Hook, in_group, run_hook
-from autopart.runtime.dp_sync.gradient_methods import Draws, State, servers, summed, synchronised
+from autopart.runtime.dp_sync.gradient_methods import MethodSeeds, State, servers, summed, synchronised
 from autopart.runtime.dp_sync.model_averaging import after_step, before_step, means
-from autopart.runtime.dp_sync.transports import Group
-from autopart.runtime.gradients.step_reduction import add_earlier, gradient_of
-from autopart.runtime.shards.shard_state import stored_cuts
+from autopart.runtime.dp_sync.transports import GroupTransport
+from autopart.runtime.gradients.step_reduction import accumulate_earlier, gradient_of
+from autopart.runtime.shards.shard_state import splits_of
 
 
 class DataSync:
     """Data-parallel synchronisation of one module on this rank.
 
     `steps`: number of gradient synchronisations. `updates`: number of steps of the attached optimizer. `state`: state
-    of the methods. `stored`: {name: this rank's parameter}. `wholes`: {name: unsharded stand-in of a sharded
+    of the methods. `stored`: {name: this rank's parameter}. `unsharded`: {name: unsharded stand-in of a sharded
     parameter}. A stand-in has no storage; its `.grad` has the full gradient from a step's backward to its end.
     `parameters`: stored parameters, or their stand-ins.
     """
@@ -44,11 +44,11 @@ class DataSync:
         self.process, self.sync = process, ALL_REDUCE
         self.parameters: Mapping[str, Tensor] = {}
         self.stored: Mapping[str, Tensor] = {}
-        self.wholes: dict[str, Tensor] = {}
-        self.cuts: dict[str, tuple[Cut, int]] = {}
+        self.unsharded: dict[str, Tensor] = {}
+        self.cuts: dict[str, tuple[DimSharding, int]] = {}
         """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
-        """Storage of parameters, of those in `wholes` as if they were unsharded."""
+        """Storage of parameters, of those in `unsharded` as if they were unsharded."""
         self.methods: dict[str, Method] = {}
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
@@ -57,7 +57,7 @@ class DataSync:
         self.state: State = {}
         self.steps = self.updates = 0
         self.is_attached = self.is_in_backward = False
-        self.wire: Group | None = None
+        self.wire: GroupTransport | None = None
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
         """Use the module's newest program. It contains the parameters of all earlier programs.
@@ -72,40 +72,40 @@ class DataSync:
             name: stored_tensor.method for name, stored_tensor in layouts.items() if stored_tensor.method is not None
         }
         for name in self.methods:
-            unsharded = layouts[name].whole_to_send(program.mesh)
+            unsharded = layouts[name].unsharded_to_sync(program.mesh)
             if unsharded is not None:
                 self._create_unsharded(name, layouts[name], program.mesh)
                 layouts[name] = unsharded
-        self.layouts, self.parameters = layouts, self.with_wholes(parameters)
+        self.layouts, self.parameters = layouts, self.with_unsharded(parameters)
         coordinates = self.process.coordinates
         self.parts = {name: " ".join(f"{axis}{coordinates[axis]}"
-                                     for axis, _ in stored_cuts(layouts[name], program.mesh))
+                                     for axis, _ in splits_of(layouts[name], program.mesh))
                       for name in self.methods}  # fmt: skip
         if self.methods and self.wire is None:
-            self.wire = Group(self.process.groups[program.mesh.along("rows")[0]])
+            self.wire = GroupTransport(self.process.groups[program.mesh.along("rows")[0]])
         self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
 
     def _create_unsharded(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
         """Create the unsharded stand-in of a sharded parameter."""
         zero_axis = mesh.stored_over(stored.layout)
-        cut, shard = dict(stored_cuts(stored, mesh))[str(zero_axis)], self.stored[name]
+        cut, shard = dict(splits_of(stored, mesh))[str(zero_axis)], self.stored[name]
         self.cuts[name] = cut, mesh.index(self.process.coordinates, str(zero_axis))
-        if name not in self.wholes:
+        if name not in self.unsharded:
             shape = (*shard.shape[: cut.dim], cut.size, *shard.shape[cut.dim + 1 :])
-            self.wholes[name] = nn.Parameter(shard.new_empty(shape), requires_grad=shard.requires_grad)
-            self.wholes[name].untyped_storage().resize_(0)
+            self.unsharded[name] = nn.Parameter(shard.new_empty(shape), requires_grad=shard.requires_grad)
+            self.unsharded[name].untyped_storage().resize_(0)
 
-    def with_wholes(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return {name: parameter}, with the stand-in that has the full gradient for each sharded parameter."""
-        if not self.wholes:
+        if not self.unsharded:
             return parameters
-        for name, unsharded in self.wholes.items():
+        for name, unsharded in self.unsharded.items():
             unsharded.requires_grad_(self.stored[name].requires_grad)
-        return {name: self.wholes.get(name, parameter) for name, parameter in parameters.items()}
+        return {name: self.unsharded.get(name, parameter) for name, parameter in parameters.items()}
 
     def let_go(self) -> None:
         """Free the full gradients after a step."""
-        for unsharded in self.wholes.values():
+        for unsharded in self.unsharded.values():
             unsharded.grad = None
 
     @property
@@ -113,7 +113,7 @@ class DataSync:
         """True if every data rank has its own model."""
         return self.sync.changes_models and bool(self.methods)
 
-    def check_attached(self) -> None:
+    def check_optimizer_attached(self) -> None:
         """Raise UsageError before a second step if no attached optimizer averages the replicas."""
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
@@ -148,7 +148,7 @@ class DataSync:
         return None
 
     @torch.no_grad()
-    def bring_together(self, loss_scale: float = 1.0) -> None:
+    def reduce_by_method(self, loss_scale: float = 1.0) -> None:
         """Synchronise every `.grad`, which has this rank's partial gradient times `loss_scale`.
 
         A collective call.
@@ -168,12 +168,12 @@ class DataSync:
         """Store the synchronised gradient."""
         gradient = self.parameters[name].grad
         assert gradient is not None
-        if name not in self.wholes:
+        if name not in self.unsharded:
             gradient.copy_(value)
             return
         cut, index = self.cuts[name]
         self.stored[name].grad = cut.take(value, index).clone()
-        self.wholes[name].grad = None
+        self.unsharded[name].grad = None
 
     def watched(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
         """Hook the outputs of a differentiable call, so that its backward synchronises gradients once.
@@ -203,8 +203,8 @@ class DataSync:
         @torch.no_grad()
         def ends() -> None:
             self.is_in_backward = False
-            self.bring_together()
-            add_earlier(before)
+            self.reduce_by_method()
+            accumulate_earlier(before)
 
         at_end_of_backward(ends)
 
@@ -220,7 +220,7 @@ class DataSync:
         if self.steps < self.sync.from_step:
             flat = [{name: part.reshape(-1) for name, part in parts.items()}]
             return {name: value.view(parts[name].shape) for name, value in summed(flat, self.wire)[0].items()}
-        draws = Draws(self.sync.seed, self.steps, self.parts)
+        draws = MethodSeeds(self.sync.seed, self.steps, self.parts)
         return synchronised(method, [parts], [self.state], self.wire, draws)[0]
 
     def _powersgd(self, method: Method) -> tuple[Any, Hook]:
@@ -298,7 +298,7 @@ class DataSync:
         return [{name: parameters[name] for name in row} for row in alike(parameters)]
 
     @torch.no_grad()
-    def mean_of_replicas(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return {name: mean over the data ranks} if every data rank has its own model, else the values."""
         if not self.changes_models or self.wire is None:
             return dict(values)

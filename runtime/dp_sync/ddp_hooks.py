@@ -22,7 +22,7 @@ NEEDS_DDP = ("optimizer_overlap_hooks", "ddp_zero_hook", "mixed_precision_hooks"
 """Modules of torch's hooks that access internals of DistributedDataParallel."""
 
 
-class Bucket:
+class HookBucket:
     """Gradients that are sent together, with the interface of `torch.distributed.GradBucket`."""
 
     def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], gradients: Sequence[Tensor]):
@@ -104,7 +104,7 @@ def run_hook(
     buckets = [bucket for bucket in filled if bucket]
     for index, bucket in enumerate(buckets):
         owners = [parameters[name] for name in bucket]
-        hook_bucket = Bucket(
+        hook_bucket = HookBucket(
             index, index == len(buckets) - 1, owners, [gradient * num_ranks for gradient in bucket.values()]
         )
         future = hook(state, hook_bucket)

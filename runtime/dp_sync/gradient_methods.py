@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopart.ir.run.dp_sync import Method
 from autopart.runtime.dp_sync.compressors import Compressor, Draw, compressor_of
-from autopart.runtime.dp_sync.transports import Wire
+from autopart.runtime.dp_sync.transports import SyncTransport
 
 State = dict[str, dict[str, Tensor]]
 """{parameter: {kind of state: vector of its local elements}}."""
@@ -27,7 +27,7 @@ Gradients = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Draws:
+class MethodSeeds:
     """Seeds of a method's random numbers.
 
     Each rank draws its own numbers. For one shard of a parameter they are equal on all ranks that replicate it.
@@ -50,7 +50,7 @@ class Draws:
 
 
 def synchronised(
-    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: Wire, draws: Draws
+    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
     """Return the gradient that each local rank passes to its optimizer. Updates `states`."""
     flat = [{name: gradient.reshape(-1) for name, gradient in of.items()} for of in gradients]
@@ -66,7 +66,7 @@ def synchronised(
             for rank, of in zip(sums, gradients, strict=True)]  # fmt: skip
 
 
-def summed(vectors: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str, Tensor]]:
+def summed(vectors: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[dict[str, Tensor]]:
     """Return the exact sums of vectors of one dtype."""
     sizes = [vector.numel() for vector in vectors[0].values()]
     totals = wire.sum([torch.cat(list(of.values())) for of in vectors])
@@ -74,7 +74,7 @@ def summed(vectors: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str
 
 
 def _compress_and_sum(
-    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: Wire, draws: Draws
+    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
     """Sum compressed gradients with error feedback: send C(p) for p = e + g, and save e = p - C(p)."""
     compressor = compressor_of(method)
@@ -102,10 +102,10 @@ def _encode_with_feedback(
 
 
 def _sum_decoded(
-    sent: Sequence[Sequence[Tensor]], like: Sequence[Gradients], compressor: Compressor, wire: Wire
+    sent: Sequence[Sequence[Tensor]], like: Sequence[Gradients], compressor: Compressor, wire: SyncTransport
 ) -> list[dict[str, Tensor]]:
     """Return the sum over ranks, in rank order, of what they sent of every parameter."""
-    received = wire.to_all([torch.cat(list(parts)) for parts in sent])
+    received = wire.all_gather_equal([torch.cat(list(parts)) for parts in sent])
     sums_of_rows: dict[int, dict[str, Tensor]] = {}
     sums = []
     for rows, of in zip(received, like, strict=True):
@@ -121,7 +121,7 @@ def _sum_decoded(
 
 
 def _ef21(
-    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: Wire, draws: Draws
+    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
     """Run EF21: h = h + C(g - h) tracks the gradient of each rank, and the sum of all h is returned.
 
@@ -170,7 +170,7 @@ def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[st
 
 
 def _double_squeeze(
-    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: Wire, draws: Draws
+    method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
     """Run DoubleSqueeze: the server of a parameter gets q = C(g + e) and sends u = C(sum of all q + E).
 
@@ -188,7 +188,7 @@ def _double_squeeze(
                 _encode_with_feedback(gradient, memory, "error", compressor, draws.of(name, rank))
             )
         sent.append(parts)
-    arrived = wire.to_each(
+    arrived = wire.all_to_all_vectors(
         [[_concatenated(part, of) for part in parts] for parts, of in zip(sent, gradients, strict=True)]
     )
     answers = []
@@ -210,7 +210,7 @@ def _double_squeeze(
 
 def _gather_answers(
     method: Method, answers: Sequence[Tensor], gradients: Sequence[Gradients], server_of: Mapping[str, int],
-    compressor: Compressor, wire: Wire,
+    compressor: Compressor, wire: SyncTransport,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Return the answers of all servers on every rank, padded to the longest. Their lengths are similar."""
     names = [[name for name in gradients[0] if server_of[name] == server] for server in range(wire.num_ranks)]
@@ -218,9 +218,9 @@ def _gather_answers(
     lengths = [sum(compressor.size_bytes(like[name]) for name in of_server) for of_server in names]
     padded = [torch.nn.functional.pad(answer, (0, max(lengths) - answer.numel())) for answer in answers]
     if method.name == "parameter_server":
-        received = [[row, *[row[:0]] * (wire.num_ranks - 1)] for row in wire.from_first(padded)]
+        received = [[row, *[row[:0]] * (wire.num_ranks - 1)] for row in wire.broadcast_first(padded)]
     else:
-        received = wire.to_all(padded)
+        received = wire.all_gather_equal(padded)
     sums = []
     for rows, of in zip(received, gradients, strict=True):
         decoded: dict[str, Tensor] = {}

@@ -12,7 +12,7 @@ import math
 from autopart.runtime.dp_sync.transports import Weights
 
 
-def mixing(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
+def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
     """Return the rows of a graph's matrix at a step (from 0). Only `one_peer` depends on the step."""
     if num_ranks == 1:
         return [((0, 1.0),)]

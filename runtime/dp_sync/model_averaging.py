@@ -13,15 +13,15 @@ from torch import Tensor
 
 from autopart.ir.run.dp_sync import Method
 from autopart.runtime.dp_sync.gradient_methods import State
-from autopart.runtime.dp_sync.mixing_matrices import mixing, receivers
-from autopart.runtime.dp_sync.transports import Wire
+from autopart.runtime.dp_sync.mixing_matrices import mixing_rows, receivers
+from autopart.runtime.dp_sync.transports import SyncTransport
 
 Parameters = Mapping[str, Tensor]
 """{name: this rank's parameter}, of one dtype, in equal order on every rank."""
 
 
 def before_step(
-    method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire, step: int
+    method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
     """Run the method before optimizer step number `step` (from 0), when `.grad` is complete."""
     if method.name == "gradient_tracking":
@@ -39,7 +39,7 @@ def before_step(
 
 
 def after_step(
-    method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire, step: int
+    method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
     """Run the method after optimizer step number `step` (from 0)."""
     if method.name == "gossip":
@@ -62,31 +62,35 @@ def after_step(
             _mix(method.graph, parameters, wire, step, halfway=True)
 
 
-def means(values: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str, Tensor]]:
+def means(values: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[dict[str, Tensor]]:
     """Return the means over all replicas, on every rank."""
     flat = wire.sum([_flat(list(replica.values())) for replica in values])
     return [_by_name(total / wire.num_ranks, replica) for total, replica in zip(flat, values, strict=True)]
 
 
-def _mix(graph: str, parameters: Sequence[Parameters], wire: Wire, step: int, halfway: bool = False) -> None:
+def _mix(graph: str, parameters: Sequence[Parameters], wire: SyncTransport, step: int, halfway: bool = False) -> None:
     """Set x_i = sum_j w_ij x_j; with `halfway`, use (I + W) / 2 instead of W."""
     for replica, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
         for name, parameter in replica.items():
             parameter.copy_((parameter + mixed[name]) / 2 if halfway else mixed[name])
 
 
-def _mixed(graph: str, values: Sequence[Mapping[str, Tensor]], wire: Wire, step: int) -> list[dict[str, Tensor]]:
+def _mixed(
+    graph: str, values: Sequence[Mapping[str, Tensor]], wire: SyncTransport, step: int
+) -> list[dict[str, Tensor]]:
     """Return sum_j w_ij v_j on every rank i. The complete graph uses an all-reduce, which is cheaper."""
     if graph == "complete":
         return means(values, wire)
-    rows = mixing(graph, wire.num_ranks, step)
+    rows = mixing_rows(graph, wire.num_ranks, step)
     receivers_of = receivers(rows)
     flat = [_flat(list(replica.values())) for replica in values]
     mixed = wire.exchange(flat, [rows[rank] for rank in wire.here], [receivers_of[rank] for rank in wire.here])
     return [_by_name(one, replica) for one, replica in zip(mixed, values, strict=True)]
 
 
-def _gradient_tracking(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
+def _gradient_tracking(
+    method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport
+) -> None:
     """Run gradient tracking: x = W x - step(q), q = W q + g - (g of the step before), and q = g at first.
 
     The optimizer gets q in place of g, and W x - x is added after its step. Parameters and q are sent in one message.
@@ -109,7 +113,7 @@ def _gradient_tracking(method: Method, parameters: Sequence[Parameters], states:
             parameter.grad.copy_(target.view(parameter.shape))
 
 
-def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
+def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport) -> None:
     """Run the outer optimizer of DiLoCo, SGD with Nesterov momentum.
 
     Its gradient is the mean distance that replicas have moved from the anchor. All replicas restart at the new anchor.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from autopart.errors import CheckpointError
 from autopart.ir.run.dp_sync import Method
-from autopart.runtime.checkpoint.saved_shard import ShardPlace, ShardTensor, local_of, place_of
+from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, shard_offsets_of, to_plain
 from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.shards.shard_owners import home_of
+from autopart.runtime.shards.shard_owners import shard_info_of
 
 OWN = {
     "top_k": ("error",), "sign": ("error",), "double_squeeze": ("error",), "neolithic": ("error",),
@@ -82,7 +82,7 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
                 sync.state.setdefault(name, {})[kind] = (value / _units(method, ranks)).reshape(-1).clone()
         for kind in (*ALIKE.get(method.name, ()), *SERVED.get(method.name, ())):
             if saved["begun"] and f"{name}.{kind}" in expected:
-                value = local_of(saved[f"{name}.{kind}"])
+                value = to_plain(saved[f"{name}.{kind}"])
                 sync.state.setdefault(name, {})[kind] = value.to(parameter.device).reshape(-1).clone()
     _load_powersgd(sync, saved, int(saved["data_ranks"]))
 
@@ -115,11 +115,11 @@ def _as_shard(sync: DataSync, name: str, value: Tensor) -> Tensor:
     return ShardTensor(value.clone(), _shard_place(sync, name))
 
 
-def _shard_place(sync: DataSync, name: str) -> ShardPlace:
+def _shard_place(sync: DataSync, name: str) -> ShardOffsets:
     """Return the shard of the model's parameter for which a method has state on this rank."""
-    owner = home_of(sync.stored[name])
+    owner = shard_info_of(sync.stored[name])
     assert owner is not None
-    return place_of(replace(owner, stored=sync.layouts[name]))
+    return shard_offsets_of(replace(owner, stored=sync.layouts[name]))
 
 
 def _as_rank_shard(sync: DataSync, name: str, value: Tensor, data_ranks: int | None) -> Tensor:
@@ -133,14 +133,14 @@ def _as_rank_shard(sync: DataSync, name: str, value: Tensor, data_ranks: int | N
     assert place.spans is not None
     if data_ranks is not None and data_ranks != ranks:
         buffer = value.new_zeros(data_ranks, *value.shape)
-        return ShardTensor(buffer, ShardPlace(name, (data_ranks, *place.shape), (((0, data_ranks),), *place.spans)))
+        return ShardTensor(buffer, ShardOffsets(name, (data_ranks, *place.shape), (((0, data_ranks),), *place.spans)))
     spans = (((sync.wire.here[0], 1),), *place.spans)
-    return ShardTensor(value.clone().unsqueeze(0), ShardPlace(name, (ranks, *place.shape), spans))
+    return ShardTensor(value.clone().unsqueeze(0), ShardOffsets(name, (ranks, *place.shape), spans))
 
 
 def _local_value(saved: Any, key: str, parameter: Tensor) -> Tensor:
     """Return this data rank's value from a checkpoint; from another number of data ranks, their mean."""
-    value = local_of(saved)
+    value = to_plain(saved)
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[1:] != parameter.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(f"'{key}' of dp_sync's state is {shape}", why="this rank's is [data ranks, "

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.errors import OptionError, UsageError
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.program import Program
 from autopart.ir.run.dp_sync import HOOK
 from autopart.runtime.comm.process_mesh import Process
@@ -31,7 +31,7 @@ class SyncsData:
     _traced: Callable[[str], Any]
     _data_sync: DataSync
     _program: Program | None
-    _begin_anew: Callable[[], None]
+    _reset_executables: Callable[[], None]
 
     @on_local_values
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +79,7 @@ class SyncsData:
             raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
                              hint="a mesh with dp: 'dp2'")  # fmt: skip
         zero_axis_of = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
-        sharded = [name for name, axes in zero_axis_of.items() if axes is not None and axis in parts_of(axes)]
+        sharded = [name for name, axes in zero_axis_of.items() if axes is not None and axis in mesh_axes_of(axes)]
         if sharded:
             raise OptionError(f"a communication hook with parameters stored sharded over {axis}",
                               why=f"the gradient of '{sharded[0]}' is reduce-scattered",
@@ -87,7 +87,7 @@ class SyncsData:
         hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)
                   for name, stored in program.parameters.items()}  # fmt: skip
         self._program = replace(program, parameters=hooked)
-        self._begin_anew()
+        self._reset_executables()
         self._data_sync.adopt(self._program, self._local_parameters)
         self._data_sync.register_hook(state, hook)
 

@@ -19,7 +19,7 @@ Weights = Sequence[tuple[int, float]]
 """What a rank averages: (rank, weight), including itself."""
 
 
-class Wire(Protocol):
+class SyncTransport(Protocol):
     """Transport between the `num_ranks` ranks of a method, of which this process runs `here`.
 
     All calls are collective. They take and return lists with one entry per local rank.
@@ -28,13 +28,13 @@ class Wire(Protocol):
     num_ranks: int
     here: Sequence[int]
 
-    def to_all(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
+    def all_gather_equal(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
         """All-gather equal-shaped tensors: return those of all ranks, in rank order."""
 
-    def to_each(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def all_to_all_vectors(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """All-to-all: `sent[i][r]` goes to rank r and has the same length on every rank i."""
 
-    def from_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
+    def broadcast_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
         """Broadcast from the first rank. Other ranks pass a tensor of equal shape and dtype."""
 
     def exchange(
@@ -52,20 +52,20 @@ class Wire(Protocol):
         """All-reduce the values to their sum."""
 
 
-class Lists:
+class ListTransport:
     """All ranks, in one process."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
         self.here: Sequence[int] = range(num_ranks)
 
-    def to_all(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
+    def all_gather_equal(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
         return [list(sent)] * self.num_ranks
 
-    def to_each(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def all_to_all_vectors(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         return [list(received) for received in zip(*sent, strict=True)]
 
-    def from_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
+    def broadcast_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
         return [sent[0]] * self.num_ranks
 
     def exchange(
@@ -78,14 +78,14 @@ class Lists:
         return [total] * self.num_ranks
 
 
-class Group:
+class GroupTransport:
     """The ranks of a process group, one of which is local."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.num_ranks = group, group.size()
         self.here: Sequence[int] = [group.rank()]
 
-    def to_all(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
+    def all_gather_equal(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
         (local,), device = sent, sent[0].device
         local = self._to_transport(local)
         rows = [torch.empty_like(local) for _ in range(self.num_ranks)]
@@ -93,7 +93,7 @@ class Group:
             dist.all_gather(rows, local, group=self.group)
         return [[row.to(device) for row in rows]]
 
-    def to_each(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def all_to_all_vectors(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         (local,) = sent
         device, elements = local[0].device, local[self.here[0]].numel()
         flat = self._to_transport(torch.cat(list(local)))
@@ -104,7 +104,7 @@ class Group:
             )
         return [list(received.to(device).split(elements)) if elements else [received.to(device)] * self.num_ranks]
 
-    def from_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
+    def broadcast_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
         (local,) = sent
         received = self._to_transport(local)
         with watching(self.group.group_name):

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.runtime.gradients.shard_buckets import PartBucket
+from autopart.runtime.gradients.shard_buckets import ShardBucket
 
 
-class Scattered(torch.autograd.Function):
+class DifferentiableReduceScatter(torch.autograd.Function):
     """Differentiable reduce-scatter of the gradients of the bucket's parameters at positions `present`."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: PartBucket, present: Sequence[int], *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: ShardBucket, present: Sequence[int], *grads: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.present = bucket, present
         result: Any = bucket.scatter(grads, [bucket.stored[i] for i in present], [None for _ in present])
         while callable(result):
@@ -35,7 +35,7 @@ class _DifferentiableAllGather(torch.autograd.Function):
     """Differentiable all-gather of the bucket's parameters at positions `present`."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: PartBucket, present: Sequence[int], *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: ShardBucket, present: Sequence[int], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.present = bucket, present
         local, rank = dict(zip(present, parts, strict=True)), bucket.group.rank()
         sent = [local.get(i, one.zeros(rank, parts[0].device)) for i, one in enumerate(bucket.stored)]
@@ -44,4 +44,4 @@ class _DifferentiableAllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *Scattered.apply(ctx.bucket, ctx.present, *grads)
+        return None, None, *DifferentiableReduceScatter.apply(ctx.bucket, ctx.present, *grads)

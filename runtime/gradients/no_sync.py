@@ -17,10 +17,10 @@ from autopart.errors import UsageError
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import owners
-from autopart.runtime.gradients.step_reduction import summed_names, sync_gradients
+from autopart.runtime.gradients.step_reduction import all_reduced_names, sync_gradients
 
 
-class Unsummed:
+class NoSync:
     """State of `no_sync()` for one module.
 
     All flags are equal on every rank.
@@ -32,9 +32,9 @@ class Unsummed:
         bring_together: called after the reduction, for gradients that a `dp_sync` method reduces.
     """
 
-    def __init__(self, process: Process, stage_style: str, bring_together: Callable[[], None]):
+    def __init__(self, process: Process, stage_style: str, reduce_by_method: Callable[[], None]):
         self.process, self.stage_style = process, stage_style
-        self.bring_together = bring_together
+        self.reduce_by_method = reduce_by_method
         self.is_open = self.are_some = self.are_expected = False
         self.program: Program | None = None
         self.parameters: Mapping[str, Tensor] = {}
@@ -69,7 +69,7 @@ class Unsummed:
 
     def problem(self, program: Program) -> UsageError | None:
         """Return the error if the next call does not support unreduced gradients; equal on every rank."""
-        if self.is_open and (problem := in_parts(program)) is not None:
+        if self.is_open and (problem := sharded_error(program)) is not None:
             return problem
         for name, parameter in self.parameters.items() if self.matters else ():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -86,12 +86,12 @@ class Unsummed:
             return
         assert self.program is not None
         by_method = {name for name in self.parameters if self.program.parameters[name].method is not None}
-        for name in summed_names(self.parameters, self.program, self.stage_style) | by_method:
+        for name in all_reduced_names(self.parameters, self.program, self.stage_style) | by_method:
             gradient = self.parameters[name].grad
             if gradient is not None and not self._is_first_owner(name):
                 gradient.zero_()
         self.are_some = True
-        self.process.unsummed.add(self)
+        self.process.unreduced.add(self)
 
     def leave(self, was_open: bool) -> bool:
         """Return True if the current backward leaves its gradients unreduced.
@@ -112,9 +112,9 @@ class Unsummed:
             return
         assert self.program is not None
         sync_gradients(self.parameters, self.program, self.process, self.stage_style)
-        self.bring_together()
+        self.reduce_by_method()
         self.are_some = self.are_expected = False
-        self.process.unsummed.discard(self)
+        self.process.unreduced.discard(self)
 
     def _is_first_owner(self, name: str) -> bool:
         assert self.program is not None
@@ -123,7 +123,7 @@ class Unsummed:
         return self.process.pp == first_owner and all(coordinates.get(axis, 0) == 0 for axis in stored.grad_axes)
 
 
-def in_parts(program: Program) -> UsageError | None:
+def sharded_error(program: Program) -> UsageError | None:
     """Return the error if a program stores parameters sharded, which `no_sync()` does not support."""
     for name, stored in program.parameters.items():
         axis = program.mesh.stored_over(stored.layout)
@@ -136,9 +136,9 @@ def in_parts(program: Program) -> UsageError | None:
     return None
 
 
-def check_summed(process: Process, asked: str) -> None:
+def check_reduced(process: Process, asked: str) -> None:
     """Raise UsageError, on every rank, if `asked` needs reduced gradients and some are unreduced."""
-    if process.unsummed:
+    if process.unreduced:
         raise UsageError(
             f"{asked} needs gradients that are reduced over the ranks",
             why="the current gradients were computed inside no_sync(), and each rank has a partial gradient",

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat.torch_function_internals import on_local_values
-from autopart.ir.run.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
+from autopart.ir.run.buckets import BUCKET_BYTES, SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.async_collectives import begin_sum
 from autopart.runtime.comm.collectives import all_reduce_once_more
 
 if TYPE_CHECKING:
-    from autopart.runtime.gradients.no_sync import Unsummed
+    from autopart.runtime.gradients.no_sync import NoSync
 
 Finish = Callable[[], "Finish | None"]
 """Waits for a reduction and stores its result; or starts a reduction over the next group, and returns its `Finish`."""
@@ -36,7 +36,7 @@ Waits = Callable[[], "list[Tensor] | Waits | None"]
 and returns its `Waits`."""
 
 
-class Crossing:
+class ReduceBoundary:
     """Autograd boundary of a parameter bucket: identity in forward, gradient reduction in backward.
 
     Two autograd nodes overlap the reduction with the backward of a differentiable call. `_StartReduce` is inserted
@@ -46,15 +46,15 @@ class Crossing:
     """
 
     names: tuple[str, ...]
-    under_way: deque[Pending]
-    most_under_way: int = UNDER_WAY
+    in_flight: deque[Pending]
+    max_in_flight: int = SHARD_BUCKETS_IN_FLIGHT
     """Maximum number of buckets in flight, including this one."""
 
     small_bytes: int = 0
     """Total bytes up to which a differentiable call may have more buckets in flight. Such a call copies all
     gradients."""
 
-    unsummed: Unsummed | None = None
+    unreduced: NoSync | None = None
     """State of `no_sync()`; None if this bucket does not support it."""
 
     pending: Pending | None = None
@@ -75,13 +75,13 @@ class Crossing:
         Outside a differentiable call that is `tensors`, after waiting for the unshard.
         """
         if self.pending is None:
-            self.be_there()
+            self.wait_for_unshard()
             return tuple(tensors)
         if self.crossed is None:  # once for all microbatches
             self.crossed = dict(zip(self.names, self.cross(self.pending, self.arrived), strict=True))
         return tuple(self.crossed[name] for name in names)
 
-    def be_there(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait until the parameters of the bucket are unsharded."""
 
     def values(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -92,16 +92,16 @@ class Crossing:
         """Start to reduce the gradients of the tensors at positions `present`. Return a function that waits."""
         raise NotImplementedError
 
-    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         """Return the gradients that `send` computes, in differentiable form (`create_graph=True`)."""
         raise NotImplementedError
 
     def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors that graphs use in place of the outputs of `arrive`."""
-        return _Leave.apply(self, pending, *arrived)
+        return _StartReduce.apply(self, pending, *arrived)
 
 
-class Bucket(Crossing):
+class ReduceBucket(ReduceBoundary):
     """Gradients that are reduced in one collective.
 
     Attributes:
@@ -110,7 +110,7 @@ class Bucket(Crossing):
     """
 
     each: bool = False
-    takes_memory: bool = True
+    needs_buffer: bool = True
 
     def begin(self, is_last: bool = True) -> Finish | None:
         """Start to reduce the gradients that exist; None if there are none.
@@ -126,10 +126,10 @@ class Bucket(Crossing):
 def arrive(tensors: Sequence[Tensor]) -> tuple[Pending, tuple[Tensor, ...]]:
     """Return identities of tensors whose backward waits for the reduction after all else has run.
 
-    The reduction is started by the backward of `Crossing.cross`.
+    The reduction is started by the backward of `ReduceBoundary.cross`.
     """
     pending = Pending()
-    return pending, _Arrive.apply(pending, *tensors)
+    return pending, _WaitReduce.apply(pending, *tensors)
 
 
 @dataclass(eq=False)
@@ -157,17 +157,17 @@ class Pending:
         return sums
 
 
-class _Leave(torch.autograd.Function):
+class _StartReduce(torch.autograd.Function):
     """Start of a reduction. Forward returns the tensors that graphs use.
 
     Backward starts to reduce their gradients and returns stride-0 placeholders of their shapes.
     """
 
     @staticmethod
-    def forward(ctx: Any, crossing: Crossing, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, crossing: ReduceBoundary, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.pending = crossing, pending
-        ctx.was_open = crossing.unsummed is not None and crossing.unsummed.is_open
+        ctx.was_open = crossing.unreduced is not None and crossing.unreduced.is_open
         ctx.placeholders = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
         values = tuple(crossing.values(tensors))
         return _as_trained(ctx, values, 2)
@@ -177,7 +177,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
-        if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+        if present and ctx.crossing.unreduced is not None and ctx.crossing.unreduced.leave(ctx.was_open):
             check_differentiated_once(
                 "gradients of parameters inside no_sync()",
                 "each rank has a partial gradient until the last call reduces them",
@@ -185,20 +185,20 @@ class _Leave(torch.autograd.Function):
             )
             ctx.pending.sums = present_grads
         elif present and torch.is_grad_enabled():
-            ctx.pending.sums = list(ctx.crossing.differentiable_sums(present_grads, present))
+            ctx.pending.sums = list(ctx.crossing.differentiable_reduce(present_grads, present))
         elif present:
-            under_way, crossing = ctx.crossing.under_way, ctx.crossing
+            in_flight, crossing = ctx.crossing.in_flight, ctx.crossing
             ctx.pending.size_bytes = sum(grad.nbytes for grad in present_grads)
-            while len(under_way) >= crossing.most_under_way and (
-                ctx.pending.size_bytes + sum(one.size_bytes for one in under_way) > crossing.small_bytes
+            while len(in_flight) >= crossing.max_in_flight and (
+                ctx.pending.size_bytes + sum(one.size_bytes for one in in_flight) > crossing.small_bytes
             ):
-                under_way.popleft().advance()
+                in_flight.popleft().advance()
             ctx.pending.wait = crossing.send(present_grads, present)
-            under_way.append(ctx.pending)
+            in_flight.append(ctx.pending)
         return None, None, *(ctx.placeholders[i] if i in present else None for i in range(len(grads)))
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitReduce(torch.autograd.Function):
     """End of a reduction. Forward is the identity; backward waits for the gradients in flight."""
 
     @staticmethod
@@ -244,20 +244,20 @@ def added(wait: Waits, shards: Sequence[Tensor]) -> Finish:
     return finish
 
 
-class SumBucket(Bucket):
+class AllReduceBucket(ReduceBucket):
     """Gradients of unsharded parameters, all-reduced over one group after the other."""
 
-    most_under_way = SUMS_UNDER_WAY
-    small_bytes = SUMS_UNDER_WAY * BUCKET_BYTES
+    max_in_flight = SUM_BUCKETS_IN_FLIGHT
+    small_bytes = SUM_BUCKETS_IN_FLIGHT * BUCKET_BYTES
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
-        reduce_dtype: torch.dtype | None = None, unsummed: Unsummed | None = None,
+        self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], in_flight: deque[Pending],
+        reduce_dtype: torch.dtype | None = None, unreduced: NoSync | None = None,
     ):  # fmt: skip
-        self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
-        self.reduce_dtype, self.unsummed = reduce_dtype, unsummed
+        self.names, self.parameters, self.groups, self.in_flight = tuple(parameters), parameters, groups, in_flight
+        self.reduce_dtype, self.unreduced = reduce_dtype, unreduced
         first = next(iter(parameters.values()))
-        self.takes_memory = len(parameters) > 1 or sent_dtype(reduce_dtype, first) != first.dtype
+        self.needs_buffer = len(parameters) > 1 or sent_dtype(reduce_dtype, first) != first.dtype
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
@@ -301,7 +301,7 @@ class SumBucket(Bucket):
 
         return wait_for_all_reduce
 
-    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         reduced = list(grads)
         for group in self.groups:
             reduced = [all_reduce_once_more(grad, group) for grad in reduced]
@@ -340,22 +340,23 @@ class Reducer:
         leaves: {name: the tensor that autograd accumulates the gradient into}.
         microbatches: backwards per step.
         shared: buckets whose gradients other stages of this rank also accumulate into.
-        parts_summed_over: {parameter that is unsharded block by block: axes over which the gradient of its shard is
+        shard_reduce_axes: {parameter that is unsharded block by block: axes over which the gradient of its shard is
             all-reduced once a step}.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Bucket] = (),
-        parts_summed_over: Mapping[str, tuple[str, ...]] | None = None,
+        self, buckets: Sequence[ReduceBucket], leaves: Mapping[str, Tensor], microbatches: int,
+        shared: Sequence[ReduceBucket] = (),
+        shard_reduce_axes: Mapping[str, tuple[str, ...]] | None = None,
     ):  # fmt: skip
         self.buckets, self.leaves, self.microbatches, self.shared = buckets, leaves, microbatches, shared
-        self.parts_summed_over = parts_summed_over or {}
+        self.shard_reduce_axes = shard_reduce_axes or {}
         self.nodes: dict[str, Any] = {}
         self.is_armed = False
         self.before_first: Callable[[], None] = _nothing
         self.missing: list[int] = []
         self.next = self.backwards = 0
-        self.begun: deque[tuple[Bucket, Finish]] = deque()
+        self.begun: deque[tuple[ReduceBucket, Finish]] = deque()
         self.next_reductions: list[Finish] = []
         """Reductions over further groups. They work in the memory of the reduced gradients."""
         self.completed: set[str] = set()
@@ -417,7 +418,7 @@ class Reducer:
         if not bucket.each and not self.is_last:
             return
         self.before_first()
-        while bucket.takes_memory and sum(one.takes_memory for one, _ in self.begun) >= bucket.most_under_way:
+        while bucket.needs_buffer and sum(one.needs_buffer for one, _ in self.begun) >= bucket.max_in_flight:
             self._finish_first()
         finish = bucket.begin(self.is_last)
         if finish is not None:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.run.buckets import bucketed, kinds
-from autopart.ir.run.unshard_policy import GATHERS, Way
-from autopart.ir.sharding import Cut
+from autopart.ir.run.unshard_policy import GATHERS, ParameterGather
+from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.async_collectives import begin_gather, begin_scatter, begin_sum
 from autopart.runtime.gradients.reducer import Waits, flatten
 
 
 @dataclass(frozen=True)
-class Stored:
+class ShardedParam:
     """A parameter that is stored sharded over one axis.
 
     Attributes:
@@ -37,18 +37,18 @@ class Stored:
 
     name: str
     shape: tuple[int, ...]
-    cut: Cut
+    cut: DimSharding
     sums: bool
     dtype: torch.dtype
     read_dtype: torch.dtype
     grad_dtype: torch.dtype
 
     @staticmethod
-    def of(name: str, part: Tensor, way: Way, ranks: int) -> Stored:
+    def of(name: str, part: Tensor, way: ParameterGather, ranks: int) -> ShardedParam:
         """Describe a parameter by this rank's shard of it and the way in which graphs gather it."""
         shape = (*part.shape[: way.dim], way.size, *part.shape[way.dim + 1 :])
-        cut, read = Cut(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
-        return Stored(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
+        cut, read = DimSharding(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
+        return ShardedParam(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -67,13 +67,13 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class PartBucket:
+class ShardBucket:
     """Parameters of one dtype that share an all-gather and a reduce-scatter over `group`.
 
     `others`: groups over which the gradient shards are all-reduced after the reduce-scatter (as in HSDP).
     """
 
-    stored: tuple[Stored, ...]
+    stored: tuple[ShardedParam, ...]
     group: dist.ProcessGroup
     others: tuple[dist.ProcessGroup, ...] = ()
 
@@ -89,7 +89,7 @@ class PartBucket:
             into: tensors that receive the unsharded parameters.
         """
         ranks, flat = self.group.size(), self._flat_shards(parts)
-        is_view = self.stored[0].cut.is_in_order and len(parts) == 1
+        is_view = self.stored[0].cut.is_contiguous and len(parts) == 1
         target = into[0].view(-1) if is_view and into is not None else flat.new_empty(ranks * flat.numel())
         wait = begin_gather(target, flat, self.group)
 
@@ -110,7 +110,7 @@ class PartBucket:
         return wait_for_unshard
 
     def scatter(
-        self, grads: Sequence[Tensor], stored: Sequence[Stored], earlier: Sequence[Tensor | None] | None
+        self, grads: Sequence[Tensor], stored: Sequence[ShardedParam], earlier: Sequence[Tensor | None] | None
     ) -> Waits:
         """Start to reduce-scatter gradients. The returned function waits, one group after the other.
 
@@ -146,7 +146,7 @@ class PartBucket:
 
         return wait_for_reduce_scatter
 
-    def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], Tensor]:
+    def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
         """Start to compute this rank's gradient shards, in a new flat vector."""
         dtype = stored[0].grad_dtype
         if not stored[0].sums:
@@ -154,7 +154,7 @@ class PartBucket:
             shards = [one.cut.padded(one.cut.take(grad, rank)) for one, grad in zip(stored, grads, strict=True)]
             part = flatten(shards, dtype)
             return lambda: part
-        if len(stored) == 1 and stored[0].cut.is_in_order:
+        if len(stored) == 1 and stored[0].cut.is_contiguous:
             return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
         return begin_scatter(_rank_major(stored, grads, self.group.size()), self.group)
 
@@ -167,7 +167,7 @@ class PartBucket:
         return pairwise(accumulate((math.prod(one.padded_shape) for one in self.stored), initial=0))
 
 
-def _rank_major(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tensor:
+def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: int) -> Tensor:
     """Concatenate gradients rank-major: all shards of the first rank, then those of the second, and so on."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
@@ -181,11 +181,14 @@ def _rank_major(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -
     return flat.view(-1)
 
 
-def part_buckets(
-    stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None, others: Sequence[dist.ProcessGroup]
-) -> list[PartBucket]:
+def make_shard_buckets(
+    stored: Sequence[ShardedParam],
+    group: dist.ProcessGroup,
+    most_bytes: int | None,
+    others: Sequence[dist.ProcessGroup],
+) -> list[ShardBucket]:
     """Group parameters into buckets, in the order of their use (`autopart.ir.run.buckets`)."""
     by_name = {one.name: one for one in stored}
     same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: by_name[name].nbytes for name in names}, most_bytes)]
-    return [PartBucket(tuple(by_name[name] for name in row), group, tuple(others)) for row in rows]
+    return [ShardBucket(tuple(by_name[name] for name in row), group, tuple(others)) for row in rows]

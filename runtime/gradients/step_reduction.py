@@ -16,29 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program, Stage
-from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, in_order_of_use, kinds
+from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, by_first_use, kinds
 from autopart.ir.run.unshard_policy import storing_axes
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watchdog import sum_over
 from autopart.runtime.gradients.reducer import (
-    Bucket,
+    AllReduceBucket,
     Pending,
+    ReduceBucket,
     Reducer,
-    SumBucket,
     flatten,
     sent_dtype,
     unflatten,
 )
-from autopart.runtime.gradients.unsharded_params import Wholes
-from autopart.runtime.shards.shard_state import joined_axes
+from autopart.runtime.gradients.unsharded_params import UnshardedParams
+from autopart.runtime.shards.shard_state import flattened_axes
 
 if TYPE_CHECKING:
-    from autopart.runtime.gradients.no_sync import Unsummed
+    from autopart.runtime.gradients.no_sync import NoSync
 
 
 @dataclass(frozen=True)
-class SummedTogether:
+class AllReduceGroup:
     """Tensors that are all-reduced in one collective per axis.
 
     `owners`: `pp` coordinates that share the tensors, if tied.
@@ -51,24 +51,24 @@ class SummedTogether:
 
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
-) -> list[SummedTogether]:
+) -> list[AllReduceGroup]:
     """Assign tensors whose gradients end as partial sums over mesh axes to buckets, in their order."""
-    axes = {name: program.parameters[name].summed_over(program.mesh) for name in tensors}
+    axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
-    return [SummedTogether(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
+    return [AllReduceGroup(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
 
 
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
-) -> list[SummedTogether]:
+) -> list[AllReduceGroup]:
     """Assign tensors that several `pp` coordinates store to buckets, in the program's order."""
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
-    return [SummedTogether(names, owners=owners_of[names[0]]) for names in alike(shared, owners_of, bucket_bytes)]
+    return [AllReduceGroup(names, owners=owners_of[names[0]]) for names in alike(shared, owners_of, bucket_bytes)]
 
 
-def add_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
+def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
     """Accumulate {parameter: its earlier gradient} into `.grad`."""
     for parameter, earlier in before.items():
         if earlier is not None:
@@ -83,36 +83,44 @@ def stage_reducers(
     stages: Sequence[Stage],
     process: Process,
     parameters: Mapping[str, Tensor],
-    wholes: Wholes,
-    unsummed: Unsummed,
-) -> tuple[list[Reducer], list[Bucket]]:
+    unsharded: UnshardedParams,
+    unreduced: NoSync,
+) -> tuple[list[Reducer], list[ReduceBucket]]:
     """Build the reducer of each stage, and the buckets of parameters that several of these stages use.
 
     The gradients of a shared bucket are complete when all these stages have run their backwards.
     """
     uses = Counter(name for stage in stages for name in stage.parameters)
-    leaves = {**parameters, **wholes.parameters}
+    leaves = {**parameters, **unsharded.parameters}
     reduce_axes = {
-        name: program.parameters[name].summed_over(program.mesh) for name in uses if name not in wholes.parameters
+        name: program.parameters[name].reduced_over(program.mesh) for name in uses if name not in unsharded.parameters
     }
     shard_axes = {name: axes for name, axes in reduce_axes.items()
                  if uses[name] == 1 and program.mesh.stored_over(program.parameters[name].layout)}  # fmt: skip
-    under_way: deque[Pending] = deque()
+    in_flight: deque[Pending] = deque()
 
-    def all_reduce_buckets(names: Iterable[str]) -> list[SumBucket]:
+    def all_reduce_buckets(names: Iterable[str]) -> list[AllReduceBucket]:
         axes = {name: reduce_axes[name] for name in names if name in reduce_axes and name not in shard_axes}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
         rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
         tensors = {row: {name: parameters[name] for name in row} for row in rows}
-        return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]
+        return [
+            AllReduceBucket(tensors[row], groups[row[0]], in_flight, program.reduce_dtype, unreduced) for row in rows
+        ]
 
-    shared: list[Bucket] = [*all_reduce_buckets(name for name, count in uses.items() if count > 1), *wholes.shared]
+    shared: list[ReduceBucket] = [
+        *all_reduce_buckets(name for name, count in uses.items() if count > 1),
+        *unsharded.shared,
+    ]
     reducers = []
-    for stage, unsharded_buckets in zip(stages, wholes.buckets, strict=True):
-        order = in_order_of_use(stage.graph.graph, stage.parameters)
-        buckets: list[Bucket] = [*all_reduce_buckets(name for name in order if uses[name] == 1), *unsharded_buckets]
+    for stage, unsharded_buckets in zip(stages, unsharded.buckets, strict=True):
+        order = by_first_use(stage.graph.graph, stage.parameters)
+        buckets: list[ReduceBucket] = [
+            *all_reduce_buckets(name for name in order if uses[name] == 1),
+            *unsharded_buckets,
+        ]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
         reducers.append(Reducer(buckets, leaves, program.microbatches, shared, shard_axes))
     return reducers, shared
@@ -138,7 +146,7 @@ def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Proce
         _sum_bucket(parameters, program, bucket, [process.owner_groups[bucket.owners]])
 
 
-def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
+def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
     """Return the names of those `tensors` whose gradients are all-reduced once per step.
 
     `tensors`: {name: local parameter}.
@@ -147,25 +155,25 @@ def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: s
     return frozenset(name for bucket in buckets for name in bucket.names)
 
 
-def connect_sums(program: Program, process: Process) -> None:
+def create_reduce_groups(program: Program, process: Process) -> None:
     """Create the process groups for gradient reductions that overlap with compute, and for flattened axes.
 
     Every rank calls this with the same program.
     """
     mesh = program.mesh
-    stored_tensors = [stored.whole_to_send(mesh) or stored for stored in program.parameters.values()]
-    axes = {axis for stored in stored_tensors for axis in stored.summed_over(mesh)}
+    stored_tensors = [stored.unsharded_to_sync(mesh) or stored for stored in program.parameters.values()]
+    axes = {axis for stored in stored_tensors for axis in stored.reduced_over(mesh)}
     sharded_axes = storing_axes(program)
     for axis in (axis for axis in mesh.sizes if axis in axes and axis not in sharded_axes):
         process.beside(axis)
     for axis in sharded_axes:
         process.along(axis)
         process.beside(axis)
-    for axis in joined_axes(program):
+    for axis in flattened_axes(program):
         process.along(axis)
 
 
-def connect_tied(program: Program, process: Process, stage_style: str) -> None:
+def create_tied_groups(program: Program, process: Process, stage_style: str) -> None:
     """Create the process groups of tied parameters. Every rank calls this with the same program."""
     keys = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
     for key in sorted(key for key in keys if len(key) > 1):
@@ -173,7 +181,7 @@ def connect_tied(program: Program, process: Process, stage_style: str) -> None:
 
 
 def _sum_bucket(
-    parameters: Mapping[str, Tensor], program: Program, bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]
+    parameters: Mapping[str, Tensor], program: Program, bucket: AllReduceGroup, groups: Sequence[dist.ProcessGroup]
 ) -> None:
     """All-reduce a bucket in place. A gradient that is alone in its bucket is not copied."""
     grads = [gradient_of(parameters[name]) for name in bucket.names]
@@ -231,7 +239,7 @@ def sync_gradients_lockstep(
             _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
 
 
-def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: SummedTogether) -> None:
+def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: AllReduceGroup) -> None:
     grads = [[gradient_of(local[name]) for name in bucket.names] for local in group]
     dtype = sent_dtype(program.reduce_dtype, grads[0][0])
     flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)

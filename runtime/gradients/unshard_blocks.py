@@ -29,22 +29,22 @@ from autopart.errors import StageError
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.facts import facts
 from autopart.ir.program import Program
-from autopart.ir.run.unshard_policy import gathered_together, gathers_stored, source_name, storing_axes, way_of
+from autopart.ir.run.unshard_policy import gather_groups, gather_of, gathers_stored, source_name, storing_axes
 from autopart.ops.operators import autopart_ops, is_cast, stored_source
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.gradients.double_backward import Scattered
-from autopart.runtime.gradients.reducer import Crossing, Pending, Reducer, Waits, added, arrive
-from autopart.runtime.gradients.shard_buckets import PartBucket, Stored
+from autopart.runtime.gradients.double_backward import DifferentiableReduceScatter
+from autopart.runtime.gradients.reducer import Pending, ReduceBoundary, Reducer, Waits, added, arrive
+from autopart.runtime.gradients.shard_buckets import ShardBucket, ShardedParam
 
 MAX_UNSHARDED_IN_BACKWARD = 2
 """Blocks that stay unsharded at a time in the backward, in addition to prefetched blocks. A value that two blocks use
 makes the backward alternate between them."""
 
 
-def gather_blocks(
+def insert_unshard_blocks(
     module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, alone: bool = False,
     compiled: bool = False,
-) -> GatheredBlocks | None:  # fmt: skip
+) -> UnshardBlocks | None:  # fmt: skip
     """Replace the weight gathers of a bound stage graph by one all-gather per block.
 
     Casts of stored weights become `CastWeight` calls. Returns None if the graph has neither gathers over the axes that
@@ -64,32 +64,32 @@ def gather_blocks(
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = GatheredBlocks(program.prefetch, reducer, alone)
+    blocks = UnshardBlocks(program.prefetch, reducer, alone)
     for node in casts:
         _insert_cast(module, node, blocks)
 
     def other_axes(node: fx.Node) -> tuple[str, ...]:
-        return reducer.parts_summed_over.get(source_name(node), ())
+        return reducer.shard_reduce_axes.get(source_name(node), ())
 
     def kind(node: fx.Node) -> Any:
         return module.get_parameter(source_name(node)).dtype, other_axes(node)
 
-    for row in gathered_together(nodes, kind, alone):
+    for row in gather_groups(nodes, kind, alone):
         axis = groups[str(axis_of(row[0]))]
         group, reducing = process.along(axis), [process.beside(one) for one in (axis, *other_axes(row[0]))]
         shards = [module.get_parameter(source_name(node)) for node in row]
-        stored = tuple(Stored.of(source_name(node), one, way_of(node), group.size())
+        stored = tuple(ShardedParam.of(source_name(node), one, gather_of(node), group.size())
                        for node, one in zip(row, shards, strict=True))  # fmt: skip
-        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), shards, blocks, reducing)
+        block = UnshardBlock(len(blocks.order), ShardBucket(stored, group), shards, blocks, reducing)
         _insert(module, row, block)
         if "region" in facts(row[0]):
-            blocks.read_again.add(block.index)
+            blocks.used_in_backward.add(block.index)
         blocks.order.append(block)
     module.recompile()
     return blocks
 
 
-def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) -> None:
+def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -> None:
     """Replace a cast node by a `CastWeight` call, so that autograd saves a reference to the stored weight."""
     source, name = stored_source(node), f"cast_{node.name}"
     assert source is not None
@@ -101,7 +101,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) 
     module.graph.erase_node(node)
 
 
-def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock) -> None:
+def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
     """Replace the gathers of a block by one call of the block, at the first of them."""
     graph, name = module.graph, f"block_{block.index}"
     module.add_submodule(name, block)
@@ -118,25 +118,25 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock
 
 
 @dataclass(eq=False)
-class GatheredBlocks:
+class UnshardBlocks:
     """Blocks of a stage graph in graph order, with their pending all-gathers."""
 
     prefetch: int
     reducer: Reducer
     splits: bool
     """The backward of each weight runs separately."""
-    order: list[GatheredBlock] = field(default_factory=list)
+    order: list[UnshardBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: function that waits for its weights}, for prefetched blocks."""
     left: list[Callable[[], list[Tensor]]] = field(default_factory=list)
     """All-gathers that failed calls left pending."""
     again: OrderedDict[int, list[Tensor]] = field(default_factory=OrderedDict)
     """{block: its weights} that the backward has gathered again, least recently used first."""
-    read_again: set[int] = field(default_factory=set)
+    used_in_backward: set[int] = field(default_factory=set)
     """Blocks whose weights the backward uses."""
     weights: dict[StorageWeakRef, _Weight | _Cast] = field(default_factory=dict)
     """{storage: weight} that the current forward has gathered or cast so far."""
-    under_way: deque[Pending] = field(default_factory=deque)
+    in_flight: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
@@ -183,10 +183,10 @@ class GatheredBlocks:
     def _following(self, index: int) -> list[int]:
         """Return the blocks to prefetch when a block is used: the next ones, in backward the previous ones."""
         if in_backward():
-            return [i for i in range(index - 1, -1, -1) if i in self.read_again][: self.prefetch]
+            return [i for i in range(index - 1, -1, -1) if i in self.used_in_backward][: self.prefetch]
         return list(range(index + 1, len(self.order))[: self.prefetch])
 
-    def take_again(self, index: int) -> list[Tensor]:
+    def take_in_backward(self, index: int) -> list[Tensor]:
         """Return the weights of a block in the backward, gathering them again if needed."""
         if index not in self.again:
             while len(self.again) >= MAX_UNSHARDED_IN_BACKWARD:
@@ -201,7 +201,7 @@ class GatheredBlocks:
         if weight is None or saved.dtype != weight.dtype or saved.is_conj():
             return saved
         if isinstance(weight, _Weight):
-            self.read_again.add(weight.block.index)
+            self.used_in_backward.add(weight.block.index)
         return _View(weight, saved.shape, saved.stride(), saved.storage_offset())
 
 
@@ -212,14 +212,14 @@ class _Weight:
     `version`: of the shard when it was gathered.
     """
 
-    block: GatheredBlock
+    block: UnshardBlock
     position: int
     version: int
     dtype: torch.dtype
 
     def again(self) -> Tensor:
         _check_unchanged(self.block.bucket.names[self.position], self.block.parts[self.position], self.version)
-        return self.block.blocks.take_again(self.block.index)[self.position]
+        return self.block.blocks.take_in_backward(self.block.index)[self.position]
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _unpack(saved: Any) -> Tensor:
 class CastWeight(nn.Module):
     """Casts a weight at each use in a graph."""
 
-    def __init__(self, name: str, dtype: torch.dtype, blocks: GatheredBlocks):
+    def __init__(self, name: str, dtype: torch.dtype, blocks: UnshardBlocks):
         super().__init__()
         self.name, self.dtype, self.blocks = name, dtype, blocks
 
@@ -278,19 +278,19 @@ class CastWeight(nn.Module):
         return cast
 
 
-class GatheredBlock(Crossing, nn.Module):
+class UnshardBlock(ReduceBoundary, nn.Module):
     """Unshards the weights of a block at each use in a graph, and reduces their gradients.
 
     Gradients are reduce-scattered over the first group of `reducing`. Their shards are all-reduced over the others.
     """
 
     def __init__(
-        self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks,
+        self, index: int, bucket: ShardBucket, parts: list[nn.Parameter], blocks: UnshardBlocks,
         reducing: Sequence[dist.ProcessGroup],
     ):  # fmt: skip
         super().__init__()
         self.index, self.bucket, self.blocks, self.reducing = index, bucket, blocks, reducing
-        self.names, self.under_way = bucket.names, blocks.under_way
+        self.names, self.in_flight = bucket.names, blocks.in_flight
         self.parts = parts  # in a list, so that they are not parameters of this module
 
     def begin(self) -> Callable[[], list[Tensor]]:
@@ -312,10 +312,10 @@ class GatheredBlock(Crossing, nn.Module):
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.blocks.take(self.index)
 
-    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         self.blocks.again.pop(self.index, None)
         group, *others = self.reducing
-        return Scattered.apply(PartBucket(self.bucket.stored, group, tuple(others)), present, *grads)
+        return DifferentiableReduceScatter.apply(ShardBucket(self.bucket.stored, group, tuple(others)), present, *grads)
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         self.blocks.again.pop(self.index, None)
@@ -323,7 +323,7 @@ class GatheredBlock(Crossing, nn.Module):
         stored, reducer = tuple(self.bucket.stored[i] for i in present), self.blocks.reducer
         reduces_further = bool(others) and reducer.is_last
         earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if reduces_further else None
-        wait = PartBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
+        wait = ShardBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
         if not reducer.is_armed or self.blocks.splits:
             return wait
         return added(wait, [self.parts[i] for i in present])  # without waiting for the end of the backward

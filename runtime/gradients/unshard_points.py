@@ -11,13 +11,13 @@ from operator import getitem
 
 from torch import Tensor, fx, nn
 
-from autopart.runtime.gradients.reducer import Crossing
+from autopart.runtime.gradients.reducer import ReduceBoundary
 
 
-class Entry(nn.Module):
+class UnshardPoint(nn.Module):
     """The parameters of one bucket at their first use in a stage graph."""
 
-    def __init__(self, bucket: Crossing, names: Sequence[str]):
+    def __init__(self, bucket: ReduceBoundary, names: Sequence[str]):
         super().__init__()
         self.bucket, self.names = bucket, names
 
@@ -25,7 +25,7 @@ class Entry(nn.Module):
         return self.bucket.enter(self.names, tensors)
 
 
-def with_entries(module: fx.GraphModule, buckets: Sequence[Crossing]) -> fx.GraphModule:
+def insert_unshard_points(module: fx.GraphModule, buckets: Sequence[ReduceBoundary]) -> fx.GraphModule:
     """Route the parameters of buckets through unshard points, inserted before each bucket's first use."""
     graph = module.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -39,7 +39,7 @@ def with_entries(module: fx.GraphModule, buckets: Sequence[Crossing]) -> fx.Grap
         if not users:
             continue
         submodule = f"entry_{index}"
-        module.add_submodule(submodule, Entry(bucket, names))
+        module.add_submodule(submodule, UnshardPoint(bucket, names))
         with graph.inserting_before(min(users, key=order.__getitem__)):
             tensors = [graph.get_attr(name) for name in names]
             outputs = graph.call_module(submodule, tuple(tensors))

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from autopart.ir.program import Program, Stage
-from autopart.ir.run.buckets import BUCKET_BYTES, in_order_of_use, kinds
-from autopart.ir.run.unshard_policy import Way, check_sent_whole, held_whole
+from autopart.ir.run.buckets import BUCKET_BYTES, by_first_use, kinds
+from autopart.ir.run.unshard_policy import ParameterGather, check_full_gradients, unsharded_for_step
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.gradients.double_backward import Scattered
-from autopart.runtime.gradients.reducer import Bucket, Finish, Pending, SumBucket, Waits, added
-from autopart.runtime.gradients.shard_buckets import PartBucket, Stored, part_buckets
+from autopart.runtime.gradients.double_backward import DifferentiableReduceScatter
+from autopart.runtime.gradients.reducer import AllReduceBucket, Finish, Pending, ReduceBucket, Waits, added
+from autopart.runtime.gradients.shard_buckets import ShardBucket, ShardedParam, make_shard_buckets
 
 NUM_PREFETCHED = 2
 """All-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has arrived."""
 
 
-class Wholes:
+class UnshardedParams:
     """Unsharded parameters of a program's stages on this rank. Between calls their storages are freed.
 
     Attributes:
@@ -45,41 +45,41 @@ class Wholes:
         self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
         sent: Mapping[str, Tensor],
     ):  # fmt: skip
-        check_sent_whole(program)
-        gather_ways, mesh = held_whole(program, stages), program.mesh
+        check_full_gradients(program)
+        gather_ways, mesh = unsharded_for_step(program, stages), program.mesh
         self.sent = sent
         self.parts = {name: parts[name] for name in gather_ways}
         self.each_microbatch = program.zero == 2
-        self.under_way: deque[Pending] = deque()
-        self.to_gather: deque[WholeBucket] = deque()
+        self.in_flight: deque[Pending] = deque()
+        self.to_gather: deque[UnshardedBucket] = deque()
         self.parameters: dict[str, nn.Parameter] = {}
-        self.buckets: list[list[WholeBucket]] = [[] for _ in stages]
-        self.shared: list[WholeBucket] = []
+        self.buckets: list[list[UnshardedBucket]] = [[] for _ in stages]
+        self.shared: list[UnshardedBucket] = []
         if not gather_ways:
             return
-        orders = [in_order_of_use(stage.graph.graph, gather_ways) for stage in stages]
+        orders = [by_first_use(stage.graph.graph, gather_ways) for stage in stages]
         uses = Counter(name for order in orders for name in order)
         shared_names = [name for name, count in uses.items() if count > 1]
         rows = [*([name for name in order if uses[name] == 1] for order in orders), shared_names]
         for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
-            full_stored = {name: program.parameters[name].whole_to_send(mesh) for name in names}
-            axes = {name: (gather_ways[name].axis, *(full_stored[name] or program.parameters[name]).summed_over(mesh))
+            full_stored = {name: program.parameters[name].unsharded_to_sync(mesh) for name in names}
+            axes = {name: (gather_ways[name].axis, *(full_stored[name] or program.parameters[name]).reduced_over(mesh))
                     for name in names}  # fmt: skip
             for names_of_kind in kinds(names, {name: (axes[name], full_stored[name] is None) for name in names}):
                 group, *others = [process.beside(axis) for axis in axes[names_of_kind[0]]]
                 stored = [self._stored(name, gather_ways[name], group.size()) for name in names_of_kind]
-                for one in part_buckets(stored, group, BUCKET_BYTES, others):
-                    buckets.append(WholeBucket(self, one) if full_stored[names_of_kind[0]] is None else
-                                   SentBucket(self, one, program.reduce_dtype))  # fmt: skip
+                for one in make_shard_buckets(stored, group, BUCKET_BYTES, others):
+                    buckets.append(UnshardedBucket(self, one) if full_stored[names_of_kind[0]] is None else
+                                   UnshardedGradBucket(self, one, program.reduce_dtype))  # fmt: skip
 
     @property
-    def all_buckets(self) -> list[WholeBucket]:
+    def all_buckets(self) -> list[UnshardedBucket]:
         return [bucket for buckets in (*self.buckets, self.shared) for bucket in buckets]
 
-    def _stored(self, name: str, way: Way, ranks: int) -> Stored:
+    def _stored(self, name: str, way: ParameterGather, ranks: int) -> ShardedParam:
         """Describe a parameter and create its unsharded parameter, with an empty storage."""
         part = self.parts[name]
-        stored = Stored.of(name, part, way, ranks)
+        stored = ShardedParam.of(name, part, way, ranks)
         if name in self.sent:  # as without ZeRO: autograd accumulates in the parameter dtype
             stored = replace(stored, grad_dtype=part.dtype)
         empty = part.new_empty(stored.shape, dtype=stored.read_dtype)
@@ -114,7 +114,7 @@ class Wholes:
         finally:
             self.to_gather.clear()
             for bucket in self.all_buckets:
-                bucket.be_there()
+                bucket.wait_for_unshard()
 
     def gather_next(self) -> None:
         """Start the all-gather of the next bucket that has not been started."""
@@ -122,12 +122,12 @@ class Wholes:
             self.to_gather.popleft().gather()
 
 
-class WholeBucket(Bucket):
+class UnshardedBucket(ReduceBucket):
     """Parameters that share one all-gather and one reduce-scatter, unsharded for a step."""
 
-    def __init__(self, wholes: Wholes, parts: PartBucket):
-        self.wholes, self.parts, self.names, self.each = wholes, parts, parts.names, wholes.each_microbatch
-        self.under_way = wholes.under_way
+    def __init__(self, unsharded: UnshardedParams, parts: ShardBucket):
+        self.unsharded, self.parts, self.names, self.each = unsharded, parts, parts.names, unsharded.each_microbatch
+        self.in_flight = unsharded.in_flight
         self.wait: Callable[[], list[Tensor]] | None = None
         self.kept: dict[str, Tensor] = {}
         """{parameter: accumulated gradient of earlier microbatches}, if its reduce dtype is of higher precision than
@@ -137,7 +137,7 @@ class WholeBucket(Bucket):
     def keep(self) -> None:
         """Accumulate in the reduce dtype, if it has higher precision, after a microbatch that is not the last."""
         for one in self.parts.stored if not self.each else ():
-            unsharded = self.wholes.parameters[one.name]
+            unsharded = self.unsharded.parameters[one.name]
             if one.grad_dtype != one.read_dtype and (gradient := _take_gradient(unsharded)) is not None:
                 grad = gradient.to(one.grad_dtype)
                 self.kept[one.name] = self.kept[one.name].add_(grad) if one.name in self.kept else grad
@@ -145,69 +145,69 @@ class WholeBucket(Bucket):
     @torch.no_grad()
     def gather(self) -> None:
         """Start the all-gather into the unsharded parameters, or into new memory in a differentiable call."""
-        targets = [self.wholes.parameters[name].detach() for name in self.names]
-        shards = [self.wholes.parts[name] for name in self.names]
+        targets = [self.unsharded.parameters[name].detach() for name in self.names]
+        shards = [self.unsharded.parts[name] for name in self.names]
         self.wait = self.parts.gather(shards, targets if self.pending is None else None)
 
     @torch.no_grad()
-    def be_there(self) -> None:
+    def wait_for_unshard(self) -> None:
         self.values(())
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the all-gather of this bucket at its first use, and start that of a following bucket."""
-        while self in self.wholes.to_gather:
-            self.wholes.gather_next()
+        while self in self.unsharded.to_gather:
+            self.unsharded.gather_next()
         if self.wait is None:
             return []
         values, self.wait = self.wait(), None
-        self.wholes.gather_next()
+        self.unsharded.gather_next()
         return values
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         return self.parts.scatter(grads, [self.parts.stored[i] for i in present], [None for _ in present])
 
-    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        return Scattered.apply(self.parts, present, *grads)
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        return DifferentiableReduceScatter.apply(self.parts, present, *grads)
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
         """Start to reduce-scatter the unsharded gradients, to be accumulated into the gradients of the shards."""
         reduces_further = is_last and bool(self.parts.others)
         present = [one for one in self.parts.stored
-                   if self.wholes.parameters[one.name].grad is not None or one.name in self.kept
-                   or (reduces_further and self.wholes.parts[one.name].grad is not None)]  # fmt: skip
+                   if self.unsharded.parameters[one.name].grad is not None or one.name in self.kept
+                   or (reduces_further and self.unsharded.parts[one.name].grad is not None)]  # fmt: skip
         if not present:
             return None
-        earlier = [_take_gradient(self.wholes.parts[one.name]) for one in present] if reduces_further else None
+        earlier = [_take_gradient(self.unsharded.parts[one.name]) for one in present] if reduces_further else None
         wait = self.parts.scatter([self._take_accumulated(one.name) for one in present], present, earlier)
-        return added(wait, [self.wholes.parts[one.name] for one in present])
+        return added(wait, [self.unsharded.parts[one.name] for one in present])
 
     def _take_accumulated(self, name: str) -> Tensor:
         """Take the accumulated unsharded gradient of all microbatches out of `.grad`."""
-        unsharded, earlier = self.wholes.parameters[name], self.kept.pop(name, None)
+        unsharded, earlier = self.unsharded.parameters[name], self.kept.pop(name, None)
         grad = _take_gradient(unsharded)
         if grad is None:
             return torch.zeros_like(unsharded) if earlier is None else earlier
         return grad if earlier is None else earlier.add_(grad)
 
 
-class SentBucket(WholeBucket):
+class UnshardedGradBucket(UnshardedBucket):
     """Parameters that share one all-gather, and whose unsharded gradients a method receives.
 
     The gradients are all-reduced over all other axes first.
     """
 
-    def __init__(self, wholes: Wholes, parts: PartBucket, reduce_dtype: torch.dtype | None):
-        super().__init__(wholes, parts)
-        self.sent = {name: wholes.sent[name] for name in self.names}
+    def __init__(self, unsharded: UnshardedParams, parts: ShardBucket, reduce_dtype: torch.dtype | None):
+        super().__init__(unsharded, parts)
+        self.sent = {name: unsharded.sent[name] for name in self.names}
         self.sums = None
         if parts.others:
-            self.sums = SumBucket(self.sent, parts.others, wholes.under_way, reduce_dtype)
+            self.sums = AllReduceBucket(self.sent, parts.others, unsharded.in_flight, reduce_dtype)
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
         for one in self.parts.stored:
-            if self.wholes.parameters[one.name].grad is not None or one.name in self.kept:
+            if self.unsharded.parameters[one.name].grad is not None or one.name in self.kept:
                 self.sent[one.name].grad = self._local_term(one, self._take_accumulated(one.name))
         return None if self.sums is None else self.sums.begin(is_last)
 
@@ -218,10 +218,10 @@ class SentBucket(WholeBucket):
         wait = self.sums.send(terms, present) if self.sums is not None else lambda: copies
         return added(wait, [self.sent[one.name] for one in stored])
 
-    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         raise AssertionError("rejected at the begin of the backward: DataSync.watched")
 
-    def _local_term(self, one: Stored, grad: Tensor) -> Tensor:
+    def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
         """Return this rank's term of the gradient sum. Of a replicated sum only the first rank contributes."""
         grad = grad.to(one.dtype)
         return grad if one.sums or self.parts.group.rank() == 0 else torch.zeros_like(grad)

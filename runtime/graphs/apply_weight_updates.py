@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopart.ir.program import Program
 from autopart.ir.run.weight_updates import RowNorms
-from autopart.ir.sharding import part_of
-from autopart.runtime.shards.shard_state import cuts_at, stored_cuts
+from autopart.ir.sharding import local_shard_of
+from autopart.runtime.shards.shard_state import splits_at, splits_of
 
 ByRank = dict[int, Tensor]
 
@@ -48,12 +48,12 @@ def _with_row_norms(
 ) -> ByRank:  # fmt: skip
     stored, mesh = program.parameters[name], program.mesh
     powers = {rank: update.powers(shard) for rank, shard in parts.items()}
-    for axis, cut in stored_cuts(stored, mesh):
+    for axis, cut in splits_of(stored, mesh):
         if cut.dim == 1:
             powers = summed(axis, powers)
     new, chosen = {}, update.chosen(inputs)
     for rank, shard in parts.items():
-        row_splits = [(cut, index) for cut, index in cuts_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
-        rows = part_of(torch.arange(stored.shape[0], device=shard.device), row_splits)
+        row_splits = [(cut, index) for cut, index in splits_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
+        rows = local_shard_of(torch.arange(stored.shape[0], device=shard.device), row_splits)
         new[rank] = update.scaled(shard, powers[rank], torch.isin(rows, chosen))
     return new

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.ir.facts import facts
-from autopart.ir.subgraphs import erase_unread, is_given, part_of
+from autopart.ir.subgraphs import erase_unused, extract_subgraph, is_leaf_value
 
 MOST_BYTES = 2**25
 """Largest value that is cached. Larger ones, for very long sequences, are computed in each call."""
@@ -27,13 +27,13 @@ class Constants:
         if not cached:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.values = part_of(prologue, cached)()
+            self.values = extract_subgraph(prologue, cached)()
         self.storages = {value.untyped_storage().data_ptr() for value in self.values}
         for index, (node, value) in enumerate(zip(cached, self.values, strict=True)):
             setattr(prologue, f"held_{index}", value)
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.create_node("get_attr", f"held_{index}"))
-        erase_unread(graph, constants)
+        erase_unused(graph, constants)
         prologue.recompile()
 
     def apart(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def _input_independent(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on no input, buffer or random number."""
     constants = set[fx.Node]()
     for node in graph.nodes:
-        if not is_given(node) and constants.issuperset(node.all_input_nodes):
+        if not is_leaf_value(node) and constants.issuperset(node.all_input_nodes):
             constants.add(node)
     return constants
 

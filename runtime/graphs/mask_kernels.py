@@ -10,79 +10,85 @@ import torch
 from torch import Tensor, fx
 
 from autopart.ir.program import Program, Stage, StageInput
-from autopart.ops.mask_key_ranges import Seen, Told, intervals_of, told_of
-from autopart.ops.masked_attention import band_of
-from autopart.ops.stage_masks import mask_graph, masks_of, of_positions, scores_of, with_bands
+from autopart.ops.mask_key_ranges import KeyRangeEvaluator, MaskStructure, key_ranges_of, mask_structure_of
+from autopart.ops.masked_attention import mask_window_of
+from autopart.ops.stage_masks import input_independent_masks, mask_graph, masks_of, scores_of, with_mask_structure
 from autopart.runtime.batch.batch_split import stage_arguments
 from autopart.runtime.comm.process_mesh import Process
 
-Bands = tuple[tuple[str, Told], ...]
+MaskStructures = tuple[tuple[str, MaskStructure], ...]
 """[(mask name, structure)] of a stage."""
 
 _LARGE = 2**24
 """Scores above which a mask that depends only on positions is not materialised to detect its structure."""
 
 
-def told_of_positions(
+def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
     """Specialise a stage to the masks that are equal in every call, so that it no longer computes them.
 
     Returns the stage and the names of these masks, which need no inspection per call.
     """
-    masks, inputs, graph = of_positions(stage)
+    masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
     if not masks:
         return stage, names
     if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls) > _LARGE:
-        return with_bands(
+        return with_mask_structure(
             stage, _analyze_large_masks(stage, program, process, masks, inputs, graph), process.device
         ), names
     microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
     other_masks = {mask.name for mask in masks_of(stage)} - names
-    bands = Masks(stage, bind, other_masks).bands(microbatches)
-    return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device), names
+    mask_structures = StageMasks(stage, bind, other_masks).mask_structures(microbatches)
+    return with_mask_structure(
+        stage, dict(set(mask_structures[0]).intersection(*mask_structures)), process.device
+    ), names
 
 
 def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
-) -> dict[str, Told]:  # fmt: skip
+) -> dict[str, MaskStructure]:  # fmt: skip
     """Return the structure of masks that are too large to materialise.
 
     Args:
         inputs: inputs of the graph that computes the masks.
         graph: the stage's prologue for these masks.
     """
-    whole = Seen({}, process.device)
+    whole = KeyRangeEvaluator({}, process.device)
     (outputs,) = graph.graph.output_node().args
     values = [whole.made(output) for output in outputs]
     (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates)
     subgraph = mask_graph(stage, masks)
     by_node = {node: arguments[str(node.target)] for node in subgraph.graph.find_nodes(op="placeholder")}
     sizes = {axis: (index, program.mesh.size(axis)) for axis, index in process.coordinates.items()}
-    seen = Seen(by_node, process.device, sizes)
-    bands: dict[str, Told] = {}
+    seen = KeyRangeEvaluator(by_node, process.device, sizes)
+    mask_structures: dict[str, MaskStructure] = {}
     for mask, node in zip(masks, subgraph.graph.output_node().args[0], strict=True):
         intervals, scores = seen.of(node), {*map(scores_of, masks_of(stage)[mask])}
-        if intervals is not None and len(scores) == 1 and (structure := told_of(intervals, *scores.pop())) is not None:
-            bands[mask.name] = structure
-    return bands
+        if (
+            intervals is not None
+            and len(scores) == 1
+            and (structure := mask_structure_of(intervals, *scores.pop())) is not None
+        ):
+            mask_structures[mask.name] = structure
+    return mask_structures
 
 
-def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
+def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | None:
     """Return the structure of a mask for all attention calls that use it, or None."""
     scores = {*map(scores_of, calls)}
     if len(scores) > 1:
         return None
     (queries, keys) = scores.pop()
     if mask.dtype == torch.bool and queries != keys == mask.size(-1):
-        intervals = intervals_of(mask)
-        return told_of(intervals, queries, keys) if intervals is not None else None
-    return band_of(mask, queries, keys)
+        intervals = key_ranges_of(mask)
+        return mask_structure_of(intervals, queries, keys) if intervals is not None else None
+    return mask_window_of(mask, queries, keys)
 
 
-class Masks:
+class StageMasks:
     """Masks of one stage.
 
     Args:
@@ -95,14 +101,14 @@ class Masks:
         self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
-    def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
+    def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
         """Return the mask structures of every microbatch. Masks that microbatches share are inspected once.
 
         `microbatches`: keyword arguments of the stage's graph.
         """
         if self.make is None:
             return [()] * len(microbatches)
-        cache: dict[tuple[int, ...], Bands] = {}
+        cache: dict[tuple[int, ...], MaskStructures] = {}
         all_bands = []
         for arguments in microbatches:
             key = tuple(id(arguments[name]) for name in self.reads)
@@ -112,9 +118,9 @@ class Masks:
         return all_bands
 
     @torch.no_grad()
-    def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> Bands:
+    def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> MaskStructures:
         masks = make(**{name: arguments[name] for name in self.reads})
-        cache: dict[Any, Told | None] = {}
+        cache: dict[Any, MaskStructure | None] = {}
         pairs = []
         for (mask, calls), value in zip(self.calls.items(), masks, strict=True):
             key = id(value), frozenset(map(scores_of, calls))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 
@@ -25,7 +25,7 @@ class DimShard:
     """A split of a dimension over a mesh axis, and the index of this rank's shard."""
 
     axis: str
-    cut: Cut
+    cut: DimSharding
     index: int
 
     @property
@@ -186,7 +186,7 @@ class _StackRanks(torch.autograd.Function):
         ctx.axis, ctx.spec = axis, spec
         group, size = spec.process.along(axis).group_name, spec.process.mesh.size(axis)
         with exchange(spec.process, spec.name):
-            cut = Cut(0, size, (), size)
+            cut = DimSharding(0, size, (), size)
             return _on_wire(local.unsqueeze(0), spec.process, lambda x: PRIMITIVES["all_gather"](x, group, cut))
 
     @staticmethod

@@ -24,13 +24,13 @@ from autopart.runtime.sharded_tensor.shard_spec import DimShard, ShardSpec
 from autopart.runtime.sharded_tensor.tensor_functions import (
     ATTRIBUTES,
     REFUSED,
-    Kind,
+    FunctionKind,
     kind_of,
     permutation,
     reduce_locally,
     reduced_dims,
 )
-from autopart.runtime.shards.shard_owners import Home
+from autopart.runtime.shards.shard_owners import ShardInfo
 
 Handler = Callable[..., Any]
 
@@ -111,14 +111,15 @@ def as_sharded(
     return result
 
 
-def with_spec(parameter: nn.Parameter, home: Home) -> nn.Parameter:
+def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
     """Return a local parameter with its shard spec; unchanged if every rank stores all parameters in full."""
     shards = tuple(
-        DimShard(axis, cut, index) for (axis, cut), (_, index) in zip(home.cuts, home.cuts_here, strict=True)
+        DimShard(axis, cut, index)
+        for (axis, cut), (_, index) in zip(shard_info.cuts, shard_info.local_splits, strict=True)
     )
-    if not shards and "pp" not in home.process.groups:
+    if not shards and "pp" not in shard_info.process.groups:
         return parameter
-    spec = ShardSpec(home.name, tuple(home.stored.shape), shards, home.process)
+    spec = ShardSpec(shard_info.name, tuple(shard_info.stored.shape), shards, shard_info.process)
     sharded: Any = as_sharded(parameter, spec, ShardedParameter, parameter.requires_grad)
     return sharded
 
@@ -129,7 +130,7 @@ def with_spec(parameter: nn.Parameter, home: Home) -> nn.Parameter:
 def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch on sharded arguments, inside `local_values`."""
     kind = kind_of(func, name)
-    if kind is Kind.REFUSED:
+    if kind is FunctionKind.REFUSED:
         raise UsageError(
             f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
             why=REFUSED.get(name, "this attribute is the runtime's"),
@@ -474,21 +475,21 @@ def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     )
 
 
-_HANDLERS: dict[Kind, Handler] = {
-    Kind.LOCAL: _local,
-    Kind.ATTRIBUTE: _attribute,
-    Kind.GET_GRAD: _get_grad,
-    Kind.SET: _set,
-    Kind.SAME: _same,
-    Kind.CREATED: _created,
-    Kind.ELEMENTWISE: _elementwise,
-    Kind.REDUCTION: _reduction,
-    Kind.PERMUTED: _permuted,
-    Kind.VIEW: _viewed,
-    Kind.GATHERED: _gathered,
-    Kind.LIKE: _like,
-    Kind.FOREACH: _foreach,
-    Kind.OF_INPUTS: _of_inputs,
+_HANDLERS: dict[FunctionKind, Handler] = {
+    FunctionKind.LOCAL: _local,
+    FunctionKind.ATTRIBUTE: _attribute,
+    FunctionKind.GET_GRAD: _get_grad,
+    FunctionKind.SET: _set,
+    FunctionKind.SAME: _same,
+    FunctionKind.CREATED: _created,
+    FunctionKind.ELEMENTWISE: _elementwise,
+    FunctionKind.REDUCTION: _reduction,
+    FunctionKind.PERMUTED: _permuted,
+    FunctionKind.VIEW: _viewed,
+    FunctionKind.GATHERED: _gathered,
+    FunctionKind.LIKE: _like,
+    FunctionKind.FOREACH: _foreach,
+    FunctionKind.OF_INPUTS: _of_inputs,
 }
 
 register_foreach([ShardedTensor, ShardedParameter])

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
-class Kind(enum.Enum):
+class FunctionKind(enum.Enum):
     """Method by which a function runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
@@ -166,7 +166,7 @@ def _is_view(name: str) -> bool:
 
 
 @functools.cache
-def kind_of(func: Any, name: str) -> Kind:
+def kind_of(func: Any, name: str) -> FunctionKind:
     """Return the method by which a function runs.
 
     `name`: of the function. Attributes have the prefix "get:" or "set:".
@@ -175,31 +175,35 @@ def kind_of(func: Any, name: str) -> Kind:
         if name in names:
             return kind
     if name.startswith("_foreach_"):
-        return Kind.FOREACH
+        return FunctionKind.FOREACH
     aten = DUNDERS.get(name, name)
     base = aten.rstrip("_") if not aten.startswith("__") else aten
     if base in ALSO_ELEMENTWISE or _is_tagged(aten, torch.Tag.pointwise) or _is_tagged(base, torch.Tag.pointwise):
-        return Kind.ELEMENTWISE if base not in ("dropout", "bernoulli", "normal", "uniform", "equal") else Kind.GATHERED
+        return (
+            FunctionKind.ELEMENTWISE
+            if base not in ("dropout", "bernoulli", "normal", "uniform", "equal")
+            else FunctionKind.GATHERED
+        )
     if name.startswith("set:") or name.startswith("del:"):
-        return Kind.REFUSED
+        return FunctionKind.REFUSED
     if _is_view(name):
-        return Kind.VIEW
-    return Kind.GATHERED
+        return FunctionKind.VIEW
+    return FunctionKind.GATHERED
 
 
-_NAMED: tuple[tuple[Kind, Any], ...] = (
-    (Kind.REFUSED, REFUSED),
-    (Kind.ATTRIBUTE, ATTRIBUTES),
-    (Kind.LOCAL, LOCAL),
-    (Kind.GET_GRAD, ("get:grad",)),
-    (Kind.SET, ("set:grad", "set:data")),
-    (Kind.OF_INPUTS, ("grad",)),
-    (Kind.SAME, SAME),
-    (Kind.CREATED, CREATES),
-    (Kind.LIKE, LIKE),
-    (Kind.REDUCTION, REDUCTIONS),
-    (Kind.PERMUTED, PERMUTES),
-    (Kind.VIEW, VIEWS),
+_NAMED: tuple[tuple[FunctionKind, Any], ...] = (
+    (FunctionKind.REFUSED, REFUSED),
+    (FunctionKind.ATTRIBUTE, ATTRIBUTES),
+    (FunctionKind.LOCAL, LOCAL),
+    (FunctionKind.GET_GRAD, ("get:grad",)),
+    (FunctionKind.SET, ("set:grad", "set:data")),
+    (FunctionKind.OF_INPUTS, ("grad",)),
+    (FunctionKind.SAME, SAME),
+    (FunctionKind.CREATED, CREATES),
+    (FunctionKind.LIKE, LIKE),
+    (FunctionKind.REDUCTION, REDUCTIONS),
+    (FunctionKind.PERMUTED, PERMUTES),
+    (FunctionKind.VIEW, VIEWS),
 )
 
 

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.ir.layout import parts_of
+from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import owners
-from autopart.runtime.shards.shard_state import cuts_at, stored_cuts
-from autopart.runtime.weights.deferred_init import Cuts
+from autopart.runtime.shards.shard_state import splits_at, splits_of
+from autopart.runtime.weights.deferred_init import LocalSplits
 
 
 @dataclass(frozen=True)
-class Home:
+class ShardInfo:
     """The shard of a model parameter that a local parameter is.
 
     Attributes:
@@ -44,24 +44,24 @@ class Home:
     process: Process
 
     @property
-    def cuts(self) -> list[tuple[str, Cut]]:
+    def cuts(self) -> list[tuple[str, DimSharding]]:
         """Splits of the full tensor by axis, outer axis first."""
-        return stored_cuts(self.stored, self.process.mesh)
+        return splits_of(self.stored, self.process.mesh)
 
     @property
-    def cuts_here(self) -> Cuts:
+    def local_splits(self) -> LocalSplits:
         """Splits of the full tensor, each with the index of this rank's shard."""
-        return cuts_at(self.stored, self.process.mesh, self.process.coordinates)
+        return splits_at(self.stored, self.process.mesh, self.process.coordinates)
 
     @cached_property
-    def counts_here(self) -> bool:
+    def is_owner(self) -> bool:
         """True if this rank is the first of the ranks that store this shard."""
-        return counts_at(self.stored, self.process.mesh, self.process.coordinates, self.owners)
+        return is_owner_at(self.stored, self.process.mesh, self.process.coordinates, self.owners)
 
     @cached_property
-    def counts_in_stage(self) -> bool:
+    def is_owner_in_stage(self) -> bool:
         """True if this rank is the first at its `pp` coordinate that stores this shard."""
-        return counts_at(self.stored, self.process.mesh, self.process.coordinates, (self.process.pp,))
+        return is_owner_at(self.stored, self.process.mesh, self.process.coordinates, (self.process.pp,))
 
     @cached_property
     def checksum(self) -> int:
@@ -69,13 +69,15 @@ class Home:
         return zlib.crc32(self.name.encode())
 
 
-def counts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
+def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
     """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
     Example: a weight that is sharded over `tp` and replicated over `dp` counts on each rank of `tp` with `dp`
         coordinate 0.
     """
-    cut_axes = {part for axis, _ in stored_cuts(stored, mesh) for part in parts_of(axis)} | {*stored.differs_over(mesh)}
+    cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
+        *stored.differs_over(mesh)
+    }
     if coordinates.get("pp", 0) != owners[0]:
         return False
     return all(index == 0 for axis, index in coordinates.items() if axis != "pp" and axis not in cut_axes)
@@ -85,23 +87,23 @@ _HOMES: Any = WeakIdKeyDictionary()
 """{local parameter: its Home}. Keeps no parameter alive."""
 
 
-def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
+def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
     """Register the shard info of a local parameter, unless another module that shares it has done so."""
     if parameter not in _HOMES:
-        _HOMES[parameter] = home_for(name, program, process, stage_style)
+        _HOMES[parameter] = make_shard_info(name, program, process, stage_style)
 
 
-def home_for(name: str, program: Program, process: Process, stage_style: str) -> Home:
+def make_shard_info(name: str, program: Program, process: Process, stage_style: str) -> ShardInfo:
     """Return the shard info of this rank's local parameter `name`."""
     stored = program.parameters[name]
-    return Home(name, stored, tuple(owners(program, stored, stage_style)), process)
+    return ShardInfo(name, stored, tuple(owners(program, stored, stage_style)), process)
 
 
 _EMPTY: Any = WeakIdKeyDictionary()
 """{placeholder parameter of a rank whose stages use no parameter: the process of the rank}."""
 
 
-def settle_empty(parameter: nn.Parameter, process: Process) -> None:
+def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
     Its optimizer asks for gradient norms as those of other ranks do.
@@ -111,8 +113,8 @@ def settle_empty(parameter: nn.Parameter, process: Process) -> None:
 
 def process_of(parameter: Tensor) -> Process | None:
     """Return the process of the partitioned model that a parameter belongs to, or None."""
-    home = home_of(parameter)
-    return home.process if home is not None else _EMPTY.get(parameter)
+    shard_info = shard_info_of(parameter)
+    return shard_info.process if shard_info is not None else _EMPTY.get(parameter)
 
 
 def process_among(parameters: Iterable[Tensor]) -> Process | None:
@@ -125,17 +127,17 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def settled_processes() -> list[Process]:
+def registered_processes() -> list[Process]:
     """Return one process per partitioned model whose parameters are alive on this rank."""
-    processes = [home.process for home in _HOMES.values()] + list(_EMPTY.values())
+    processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 
 
-def home_of(parameter: Tensor) -> Home | None:
+def shard_info_of(parameter: Tensor) -> ShardInfo | None:
     """Return the shard info of a local parameter, or None if it belongs to no partitioned model."""
     return _HOMES.get(parameter)
 
 
-def settled_parameters() -> list[tuple[nn.Parameter, Home]]:
+def registered_parameters() -> list[tuple[nn.Parameter, ShardInfo]]:
     """Return every local parameter that is alive, with its shard info."""
-    return [(parameter, home) for parameter, home in _HOMES.items()]
+    return [(parameter, shard_info) for parameter, shard_info in _HOMES.items()]

@@ -10,44 +10,44 @@ from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
 from autopart.ir.collective_nodes import autopart_operator, axis_of
-from autopart.ir.layout import cut_together, parts_of
+from autopart.ir.layout import flattened_shards, mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.sharding import Cut, part_of
+from autopart.ir.sharding import DimSharding, local_shard_of
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import groups_along, owners
-from autopart.runtime.weights.deferred_init import Cuts
+from autopart.runtime.weights.deferred_init import LocalSplits
 from autopart.runtime.weights.load_weights import Weights
 
 
-def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
+def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]:
     """Return the splits of the full tensor by axis, outer axis first. Flattened axes count as one axis."""
     shape = list(stored.shape)
     cuts = []
     outermost_first = sorted((axis for axis in stored.layout if mesh.size(axis) > 1), key=mesh.stride, reverse=True)
-    for axis, placement in cut_together({axis: stored.layout[axis] for axis in outermost_first}).items():
-        cut = Cut(placement.dim, shape[placement.dim], placement.sections, mesh.size(axis))
+    for axis, placement in flattened_shards({axis: stored.layout[axis] for axis in outermost_first}).items():
+        cut = DimSharding(placement.dim, shape[placement.dim], placement.sections, mesh.size(axis))
         cuts.append((axis, cut))
         shape[placement.dim] = cut.length(0)
     return cuts
 
 
-def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Cuts:
+def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
     """Return the splits of the full tensor, each with the shard index of the rank at these coordinates."""
-    return [(cut, mesh.index(coordinates, axis)) for axis, cut in stored_cuts(stored, mesh)]
+    return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
-def joined_axes(program: Program) -> list[str]:
+def flattened_axes(program: Program) -> list[str]:
     """Return the flattened axes of a program's collectives and stored layouts, sorted by name."""
     nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
     axes = {axis for node in nodes if autopart_operator(node) != "axis_index" and (axis := axis_of(node)) is not None}
-    axes |= {axis for stored in program.parameters.values() for axis, _ in stored_cuts(stored, program.mesh)}
-    return sorted(axis for axis in axes if len(parts_of(axis)) > 1)
+    axes |= {axis for stored in program.parameters.values() for axis, _ in splits_of(stored, program.mesh)}
+    return sorted(axis for axis in axes if len(mesh_axes_of(axis)) > 1)
 
 
-def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Merge the parameters of a new program into those of earlier programs, which keep their storage.
 
     Raises StageError if a stage uses a parameter that it does not store, because another stage may have trained it
@@ -65,9 +65,9 @@ def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) 
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}
 
 
-def has_values_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
+def equals_shard_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
     """Return True if a local parameter has the values of this rank's shard of a full tensor."""
-    shard = part_of(full.detach(), cuts_at(stored, program.mesh, process.coordinates))
+    shard = local_shard_of(full.detach(), splits_at(stored, program.mesh, process.coordinates))
     return bool(shard.shape == local.shape and torch.equal(shard.to(local.device, local.dtype), local))
 
 
@@ -96,7 +96,7 @@ def shard_parameters(
     cuts = {}
     for name, stored in program.parameters.items():
         if name not in known and (stages is None or set(stages) & set(stored.stages)):
-            cuts[name] = cuts_at(stored, program.mesh, coordinates)
+            cuts[name] = splits_at(stored, program.mesh, coordinates)
     local = {}
     for name, value in _shards(source, cuts) if weights is None else weights.read(cuts):
         full = source[name]
@@ -106,7 +106,7 @@ def shard_parameters(
     return {name: local[name] for name in cuts}
 
 
-def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this rank's shard) of a model's parameters."""
     for name, splits in cuts.items():
         if source[name].is_meta:
@@ -115,7 +115,7 @@ def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[
                 why="it is on the meta device",
                 hint="weights='folder' of safetensors or weights='init', or load the model's weights first",
             )
-        yield name, part_of(source[name].detach(), splits)
+        yield name, local_shard_of(source[name].detach(), splits)
 
 
 def gather(
@@ -135,7 +135,7 @@ def gather(
         value = None
         if owner == process.pp:
             value = local[name].detach().clone()
-            for axis, cut in reversed(stored_cuts(stored, program.mesh)):
+            for axis, cut in reversed(splits_of(stored, program.mesh)):
                 value = PRIMITIVES["all_gather"](value, process.along(axis).group_name, cut)
         full[name] = broadcast_from(value, owner, process, stored.shape, dtypes[name])
     return full
@@ -193,7 +193,7 @@ def join(
         }
         if not shards:
             continue
-        for axis, cut in reversed(stored_cuts(stored, mesh)):
+        for axis, cut in reversed(splits_of(stored, mesh)):
             for group in groups_along(mesh, list(shards), axis):
                 gathered = LIST_PRIMITIVES["all_gather"]([shards[rank] for rank in group], cut)
                 shards.update(zip(group, gathered, strict=True))

@@ -34,7 +34,7 @@ _HELD: Any = WeakIdKeyDictionary()
 """{parameter of an original model: this rank's shards of it}. Keeps neither alive."""
 
 
-def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
+def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
     """Return this rank's shard of `full` if a separately partitioned module has one, to keep both tied.
 
     Modules inside `model`, or around it, do not count as separate. Raises LayoutError if mesh or layout differ.
@@ -53,7 +53,7 @@ def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, 
     return None
 
 
-def remember(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
+def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
     """Register this rank's shard `local` of a model's parameter."""
     alive = [h for h in _HELD.get(full, ()) if h.local() is not None]
     _HELD[full] = [*alive, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
@@ -80,7 +80,7 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
     return any(m is other for m in one.modules()) or any(m is one for m in other.modules())
 
 
-class Originals:
+class OriginalParams:
     """Parameters of the original model. Detects changes after they were copied, and keeps none alive."""
 
     def __init__(self) -> None:

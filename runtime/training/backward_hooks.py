@@ -18,7 +18,7 @@ from autopart.compat.torch_function_internals import full_values
 from autopart.errors import UsageError
 from autopart.ir.facts import facts
 from autopart.ir.program import Program
-from autopart.runtime.shards.shard_owners import home_of
+from autopart.runtime.shards.shard_owners import shard_info_of
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
@@ -74,7 +74,7 @@ def _refuse_flag(name: str, how: str) -> NoReturn:
     )
 
 
-def problem_of(
+def backward_error(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], trained: Collection[str], in_step: bool
 ) -> UsageError | None:
     """Return the error that would make a backward of these local parameters wrong.
@@ -95,8 +95,8 @@ def problem_of(
                 why="the program computes no gradient for it",
                 hint="unfreeze it before parallelize(), and freeze it on pm: p.requires_grad_(False)",
             )
-        if parameter._backward_hooks and (home := home_of(parameter)) is not None and home.cuts:
-            axes = ", ".join(axis for axis, _ in home.cuts)
+        if parameter._backward_hooks and (shard_info := shard_info_of(parameter)) is not None and shard_info.cuts:
+            axes = ", ".join(axis for axis, _ in shard_info.cuts)
             return UsageError(
                 f"'{name}' has a hook on its gradient (register_hook), and is sharded over {axes}",
                 why="the hook would see this rank's shard of the gradient, not the full gradient",
@@ -106,7 +106,7 @@ def problem_of(
     return None
 
 
-def nothing_to_train(model: nn.Module, program: Program) -> UsageError | None:
+def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
     """Return the error of a step on a model that was frozen when it was partitioned."""
     if any(model.get_parameter(name).requires_grad for name in program.parameters):
         return None
@@ -124,7 +124,7 @@ def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
     return not parameters or any(t.requires_grad for t in (*parameters.values(), *inputs) if isinstance(t, Tensor))
 
 
-class HeldHooks:
+class DeferredHooks:
     """Hooks of parameters, deferred while a step runs."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
@@ -143,7 +143,7 @@ class HeldHooks:
             gradient_hooks(parameter).update(of_gradient)
             accumulation_hooks(parameter).update(of_accumulation)
 
-    def see_gradients(self) -> None:
+    def run_gradient_hooks(self) -> None:
         """Pass the complete gradient of the step to each gradient hook, and store the gradient it returns."""
         for parameter, hooks in zip(self.parameters, self._of_gradients, strict=True):
             for hook in hooks.values():
@@ -152,7 +152,7 @@ class HeldHooks:
                 if changed is not None:
                     parameter.grad = changed
 
-    def see_accumulated(self) -> None:
+    def run_accumulate_hooks(self) -> None:
         """Run the post-accumulate-grad hooks."""
         for parameter, hooks in zip(self.parameters, self._of_accumulation, strict=True):
             for hook in hooks.values() if parameter.grad is not None else ():
@@ -161,9 +161,9 @@ class HeldHooks:
 
 
 @contextmanager
-def held_back(parameters: Mapping[str, Tensor]) -> Iterator[HeldHooks]:
+def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
     """Defer all hooks of the parameters in this context."""
-    hooks = HeldHooks(parameters)
+    hooks = DeferredHooks(parameters)
     try:
         yield hooks
     finally:

@@ -13,7 +13,7 @@ from autopart.runtime.comm.watchdog import watched
 from autopart.runtime.training import gradient_norms
 
 
-class Clips:
+class ClippingMethods:
     """Gradient norm and clipping methods of a partitioned model."""
 
     _process: Process

@@ -17,7 +17,7 @@ from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.training_internals import redirect_unscale
 from autopart.errors import InputError
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
-from autopart.runtime.gradients.no_sync import check_summed
+from autopart.runtime.gradients.no_sync import check_reduced
 from autopart.runtime.shards.shard_owners import parameters_of, process_among
 from autopart.runtime.shards.shared_parameters import check_not_originals
 from autopart.runtime.training.gradient_norms import inside
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().get_scale()
 
 
-def share_infinities() -> None:
+def patch_grad_scaler() -> None:
     """Make every `torch.amp.GradScaler` detect infinities of all ranks in a partitioned model's gradients."""
     redirect_unscale(_unscale)
 
@@ -73,7 +73,7 @@ def _unscale(
     """
     process = process_among(parameters_of(optimizer))
     if process is not None:
-        check_summed(process, "unscaling")
+        check_reduced(process, "unscaling")
     else:
         check_not_originals(parameters_of(optimizer), "unscaling")
     by_device = original(scaler, optimizer, *args)

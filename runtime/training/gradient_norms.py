@@ -26,14 +26,14 @@ from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.comm.watchdog import sum_over
-from autopart.runtime.gradients.no_sync import check_summed
+from autopart.runtime.gradients.no_sync import check_reduced
 from autopart.runtime.shards.shard_owners import (
-    Home,
-    counts_at,
-    home_of,
+    ShardInfo,
+    is_owner_at,
     process_of,
-    settled_parameters,
-    settled_processes,
+    registered_parameters,
+    registered_processes,
+    shard_info_of,
 )
 from autopart.runtime.shards.shared_parameters import check_not_originals
 
@@ -100,7 +100,7 @@ def grad_norm_lockstep(
         counted = []
         for name, parameter in local.items():
             stored = program.parameters[name]
-            if parameter.grad is not None and counts_at(
+            if parameter.grad is not None and is_owner_at(
                 stored, program.mesh, coordinates, owners(program, stored, stage_style)
             ):
                 counted.append(parameter.grad)
@@ -132,17 +132,17 @@ def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float =
 
     The result is a scalar, equal on every rank.
     """
-    grads = [(parameter.grad, home_of(parameter)) for parameter in parameters if parameter.grad is not None]
-    parts = [NormPart(grad, home) for grad, home in grads if home is not None]
+    grads = [(parameter.grad, shard_info_of(parameter)) for parameter in parameters if parameter.grad is not None]
+    parts = [NormShard(grad, shard_info) for grad, shard_info in grads if shard_info is not None]
     return _norm(parts, [], process, _check_norm_type(norm_type))
 
 
 @dataclass(frozen=True)
-class NormPart:
+class NormShard:
     """A tensor of a partitioned model, or its gradient, with its shard info."""
 
     tensor: Tensor
-    home: Home
+    shard_info: ShardInfo
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Row:
 
 
 def _norm(
-    parts: Sequence[NormPart], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
+    parts: Sequence[NormShard], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
     """Return the norm of the shards of all ranks and of `others`.
 
@@ -172,14 +172,16 @@ def _norm(
         others: replicated tensors that belong to no partitioned model.
         of_one: leave out ranks of other stages, which were passed other parameters.
     """
-    check_summed(process, "the norm of the gradients")
-    counted = [part.tensor for part in parts if (part.home.counts_in_stage if of_one else part.home.counts_here)]
+    check_reduced(process, "the norm of the gradients")
+    counted = [
+        part.tensor for part in parts if (part.shard_info.is_owner_in_stage if of_one else part.shard_info.is_owner)
+    ]
     row = _Row(
         present=1.0,
         dtypes=sum({2 ** DTYPES.index(norm_dtype([dtype])) for dtype in {part.tensor.dtype for part in parts}}),
-        names=sum(part.home.checksum for part in parts),
-        stages=_stages([part.home.process for part in parts] or [process]),
-        one_of_many=len(parts) == 1 and not of_one and _holds_more(parts[0].home),
+        names=sum(part.shard_info.checksum for part in parts),
+        stages=_stages([part.shard_info.process for part in parts] or [process]),
+        one_of_many=len(parts) == 1 and not of_one and _holds_more(parts[0].shard_info),
     )
     norm = local_norm(counted, norm_type)
     rows = _exchange(row, norm, process, of_one)
@@ -247,15 +249,15 @@ def inside(process: Process, doing: str) -> AbstractContextManager[None]:
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
-def _holds_more(home: Home) -> bool:
-    with_grad = [other for parameter, other in settled_parameters() if parameter.grad is not None]
-    return sum(other.process is home.process for other in with_grad) > 1
+def _holds_more(shard_info: ShardInfo) -> bool:
+    with_grad = [other for parameter, other in registered_parameters() if parameter.grad is not None]
+    return sum(other.process is shard_info.process for other in with_grad) > 1
 
 
 # --- Replacements of functions of torch.nn.utils.
 
 
-def recognise_in_torch() -> None:
+def patch_gradient_norms() -> None:
     """Redirect `torch.nn.utils.clip_grad_norm_` and `get_total_norm` for tensors of partitioned models."""
     redirect_norms(_clip_grad_norm, _get_total_norm)
 
@@ -278,9 +280,9 @@ def _clip_grad_norm(
         return original(unconsumed, max_norm, norm_type, error_if_nonfinite, foreach)
     parts, others = [], []
     for parameter in listed:
-        home = home_of(parameter)
-        if parameter.grad is not None and home is not None and home.process.groups:
-            parts.append(NormPart(parameter.grad, home))
+        shard_info = shard_info_of(parameter)
+        if parameter.grad is not None and shard_info is not None and shard_info.process.groups:
+            parts.append(NormShard(parameter.grad, shard_info))
         elif parameter.grad is not None:
             others.append(parameter.grad)
     check_max_norm(max_norm)
@@ -301,13 +303,13 @@ def _get_total_norm(
 ) -> Tensor:
     """Replace `torch.nn.utils.get_total_norm`. `original`: torch's function."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    homes = _homes_by_memory()
-    with_homes = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in listed]
-    parts = [NormPart(tensor, home) for tensor, home in with_homes if home is not None]
-    process = parts[0].home.process if parts else _process_among(listed)
+    shard_infos = _homes_by_memory()
+    with_homes = [(tensor, shard_infos.get(_memory(tensor)) if shard_infos else None) for tensor in listed]
+    parts = [NormShard(tensor, shard_info) for tensor, shard_info in with_homes if shard_info is not None]
+    process = parts[0].shard_info.process if parts else _process_among(listed)
     if process is None:
         return original(listed, norm_type, error_if_nonfinite, foreach)
-    others = [tensor for tensor, home in with_homes if home is None]
+    others = [tensor for tensor, shard_info in with_homes if shard_info is None]
     with inside(process, "get_total_norm"):
         total = _norm(parts, others, process, _check_norm_type(norm_type), of_one=isinstance(tensors, Tensor))
     check_finite(total, error_if_nonfinite)
@@ -341,21 +343,21 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     process = next((process for process in processes if process is not None and process.groups), None)
     if process is not None or tensors or not dist.is_initialized():
         return process
-    over_many = [process for process in settled_processes() if process.groups]
+    over_many = [process for process in registered_processes() if process.groups]
     return max(over_many, key=lambda process: process.serial, default=None)
 
 
-def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], Home]:
+def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
     """Return {memory of a parameter or its gradient: its shard info}, for detached gradients."""
-    homes = {}
-    for parameter, home in settled_parameters():
-        if not home.process.groups:
+    shard_infos = {}
+    for parameter, shard_info in registered_parameters():
+        if not shard_info.process.groups:
             continue
-        homes[_memory(parameter)] = home
+        shard_infos[_memory(parameter)] = shard_info
         if parameter.grad is not None:
-            homes[_memory(parameter.grad)] = home
-    homes.pop(_NO_MEMORY, None)
-    return homes
+            shard_infos[_memory(parameter.grad)] = shard_info
+    shard_infos.pop(_NO_MEMORY, None)
+    return shard_infos
 
 
 _NO_MEMORY = (0, 0, torch.float32)

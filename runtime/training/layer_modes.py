@@ -12,7 +12,7 @@ from torch import nn
 
 from autopart.tracing.meta_copy import Source
 from autopart.tracing.python.layer_settings import (
-    Setting,
+    LayerSetting,
     Settings,
     in_modes,
     is_plain,
@@ -78,7 +78,7 @@ class LayerModes:
         branches, layers = dict(branches_of(self.root)), dict(self.source.model.named_modules())
         others = sorted(path for path, branch in branches.items() if branch.training != self.root.training)
         values = [
-            Setting(path, name, repr(value), value)
+            LayerSetting(path, name, repr(value), value)
             for path, branch in branches.items()
             for name, value in branch._set.items()
             if name not in vars(layers[path]) or repr(vars(layers[path])[name]) != repr(value)

@@ -22,7 +22,7 @@ _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 """Methods of torch's layers that are correct on a branch: they write only buffers, which are replicated."""
 
 
-class StandIn(nn.Module):
+class ModuleProxy(nn.Module):
     """A module whose layers cannot be changed. Only modes and plain attributes can be set.
 
     Attributes:
@@ -34,7 +34,7 @@ class StandIn(nn.Module):
     _path: str
     _set: dict[str, Any]
 
-    def _stand_for(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
+    def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
         """Copy the mode of the original layer, and its parameters, buffers and submodules that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
@@ -124,7 +124,7 @@ class StandIn(nn.Module):
                          hint="a model on meta: parallelize(model, mesh, weights=...)")  # fmt: skip
 
 
-class Branch(StandIn):
+class LayerProxy(ModuleProxy):
     """A layer of a partitioned model: local tensors with the class, mode and attributes of the original.
 
     `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
@@ -133,10 +133,10 @@ class Branch(StandIn):
     def __init__(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
         super().__init__()
         self.__dict__.update(_kind=type(layer), _version=layer._version, _is_plain=False)
-        self._stand_for(path, layer, modes)
+        self._init_proxy(path, layer, modes)
 
     def _get_class(self) -> type:
-        return Branch if self.__dict__.get("_is_plain", True) else self.__dict__["_kind"]
+        return LayerProxy if self.__dict__.get("_is_plain", True) else self.__dict__["_kind"]
 
     def _set_class(self, kind: type) -> NoReturn:
         _refuse_change("another class for a layer")
@@ -260,17 +260,17 @@ class Branch(StandIn):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
 
 
-def add_layers(root: StandIn, modes: LayerModes) -> None:
+def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
     """Give a partitioned model a branch for each layer that has none. A shared layer has one branch."""
-    branches: dict[int, StandIn] = {id(modes.source.model): root}
+    branches: dict[int, ModuleProxy] = {id(modes.source.model): root}
 
-    def add(branch: StandIn, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
+    def add(branch: ModuleProxy, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
         for name, child in layer._modules.items():
             if child is None or id(child) in branches:
                 branch._modules[name] = None if child is None else branches[id(child)]
                 continue
             child_path, existing = f"{path}.{name}".lstrip("."), branch._modules.get(name)
-            child_branch = existing if isinstance(existing, Branch) else Branch(child_path, child, modes)
+            child_branch = existing if isinstance(existing, LayerProxy) else LayerProxy(child_path, child, modes)
             branch._modules[name] = branches[id(child)] = child_branch
             add(child_branch, child, child_path)
 
@@ -288,7 +288,7 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, last
 
 
-def item_of(module: StandIn, index: Any) -> Any:
+def item_of(module: ModuleProxy, index: Any) -> Any:
     """Return a layer or parameter of a container by its index, slice or key."""
     items = _items(module)
     if isinstance(index, str) and index in items:
@@ -302,7 +302,7 @@ def item_of(module: StandIn, index: Any) -> Any:
     raise IndexError(f"no layer {index!r}; the model has {', '.join(items) or 'none'} in it")
 
 
-def _items(module: StandIn) -> dict[str, Any]:
+def _items(module: ModuleProxy) -> dict[str, Any]:
     """Return the layers of a container, or its parameters if it is a container of parameters."""
     layer = module._modes.layer(module._path)
     if isinstance(layer, (nn.ParameterList, nn.ParameterDict)):

@@ -80,7 +80,7 @@ class LossScaling:
         self.skipped_steps = int(state["skipped_steps"])
 
 
-class ScalesLoss:
+class LossScalingMethods:
     """Loss scaling of a module: its public properties and its entry in checkpoints."""
 
     _loss_scaling: LossScaling | None = None

@@ -14,17 +14,17 @@ from autopart.errors import StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, first_ranks_seed
-from autopart.runtime.gradients.no_sync import Unsummed, in_parts
+from autopart.runtime.gradients.no_sync import NoSync, sharded_error
 from autopart.runtime.sharded_tensor.shard_spec import total_over_stages
-from autopart.runtime.shards.shard_owners import home_of
+from autopart.runtime.shards.shard_owners import shard_info_of
 
 
-class OnMesh(nn.Module):
+class MeshMethods(nn.Module):
     """Methods and properties that a partitioned model has because it runs on a mesh."""
 
     _process: Process
     _program: Program | None
-    _unsummed: Unsummed
+    _unreduced: NoSync
     _traced: Callable[[str], Program]
     _stages: Callable[[Program], list[int]]
     plan: Any
@@ -46,7 +46,7 @@ class OnMesh(nn.Module):
     @property
     def num_data_ranks(self) -> int:
         """Number of shards of the global batch: the product of the mesh's data axes."""
-        return self.mesh.row_ranks
+        return self.mesh.data_parallel_size
 
     @property
     def initial_seed(self) -> int:
@@ -69,8 +69,12 @@ class OnMesh(nn.Module):
         Example:
             penalty = pm.summed(lambda p: p.abs().sum())
         """
-        homes = [(parameter, home_of(parameter)) for parameter in self.parameters()]
-        values = [fn(p) for p, home in homes if home is not None and home.owners[0] == self._process.pp]
+        shard_infos = [(parameter, shard_info_of(parameter)) for parameter in self.parameters()]
+        values = [
+            fn(p)
+            for p, shard_info in shard_infos
+            if shard_info is not None and shard_info.owners[0] == self._process.pp
+        ]
         total = torch.stack([value.reshape(()) for value in values]).sum() if values else None
         return total_over_stages(total, self._process)
 
@@ -104,10 +108,10 @@ class OnMesh(nn.Module):
             pm.step(**batches[-1], num_tokens=num_tokens)
             optimizer.step()
         """
-        problem = in_parts(self._program) if self._program is not None else None
+        problem = sharded_error(self._program) if self._program is not None else None
         if problem is not None:
             raise problem
-        return self._unsummed.opened()
+        return self._unreduced.opened()
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
         """Return the graph of a stage (None: this rank's first), with axis names in its collectives."""

@@ -15,14 +15,14 @@ from autopart.compat.training_internals import before_wrappers
 from autopart.errors import UsageError
 from autopart.runtime.training.conversions import refuse_conversion, spelled_as
 from autopart.runtime.training.layer_modes import LayerModes
-from autopart.runtime.training.layers import StandIn, add_layers, attribute_of, holder, item_of
+from autopart.runtime.training.layers import ModuleProxy, add_layers, attribute_of, holder, item_of
 from autopart.runtime.training.loss_scaling import LossScaling
 from autopart.tracing.meta_copy import Source
 
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies", "_modes")
 
 
-class Idioms(StandIn):
+class ModuleMethods(ModuleProxy):
     """Methods of `nn.Module` that would otherwise be silently wrong on a partitioned model.
 
     `copy.deepcopy` returns a module with separate parameters (for moving averages) that runs on the same processes.
@@ -34,7 +34,7 @@ class Idioms(StandIn):
     def _begin_layers(self, source: Source) -> None:
         modes = LayerModes(source)
         self._slots: tuple[list[str], list[dict[str, Any]], list[str], list[Any]] = ([], [], [], [])
-        self._stand_for("", source.model, modes)
+        self._init_proxy("", source.model, modes)
         modes.attach(self)
         add_layers(self, modes)
 
@@ -143,7 +143,7 @@ class Idioms(StandIn):
         return item_of(self, index)
 
 
-def watch_wrappers() -> None:
+def patch_wrappers() -> None:
     """Reject wrappers that would replace a partitioned model's shards or copy it to other devices."""
     before_wrappers(refuse_wrapper)
 
@@ -151,7 +151,7 @@ def watch_wrappers() -> None:
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
     """Raise UsageError if a module that `wrapper` is to wrap is, or contains, a partitioned model."""
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
-        if partitioned_in(module) is not None or isinstance(module, StandIn):
+        if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(
                 f"{wrapper} around a partitioned model", why="it would take this rank's shards for full parameters",
                 hint="an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP",
@@ -163,7 +163,7 @@ def partitioned_in(module: nn.Module) -> str | None:
     pending = [("", module)]
     while pending:
         path, one = pending.pop()
-        if isinstance(one, Idioms):
+        if isinstance(one, ModuleMethods):
             return path
         pending += [(f"{path}.{name}".lstrip("."), below) for name, below in one._modules.items() if below is not None]
     return None

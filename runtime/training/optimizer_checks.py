@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat.torch_function_internals import local_values, on_local_values
 from autopart.errors import OptionError
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.gradients.no_sync import check_summed
+from autopart.runtime.gradients.no_sync import check_reduced
 from autopart.runtime.sharded_tensor.sharded_tensor import allow_reductions_in
-from autopart.runtime.shards.shard_owners import Home, home_of, parameters_of, process_among
+from autopart.runtime.shards.shard_owners import ShardInfo, parameters_of, process_among, shard_info_of
 from autopart.runtime.shards.shared_parameters import check_not_originals
 
 ELEMENTWISE = (
@@ -54,7 +54,7 @@ OF_THE_MODEL = {
 
 
 @cache
-def watch_optimizers() -> None:
+def patch_optimizers() -> None:
     """Make optimizers that cannot work on shards raise OptionError at their first `step()` with shards."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
     for name in ELEMENTWISE:
@@ -101,17 +101,17 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     if process is None:
         check_not_originals(parameters, f"{type(optimizer).__name__}.step()")
     else:
-        check_summed(process, f"{type(optimizer).__name__}.step()")
+        check_reduced(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):
         return
     if process is not None and process.groups:
-        homes = [home for home in map(home_of, parameters) if home is not None]
-        sharded = next((home for home in homes if home.cuts), None)
+        shard_infos = [shard_info for shard_info in map(shard_info_of, parameters) if shard_info is not None]
+        sharded = next((shard_info for shard_info in shard_infos if shard_info.cuts), None)
         _check_class(optimizer, sharded, process)
     _CHECKED[optimizer] = len(parameters)
 
 
-def _check_class(optimizer: torch.optim.Optimizer, sharded: Home | None, process: Process) -> None:
+def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, process: Process) -> None:
     name = type(optimizer).__name__
     why = _reason(optimizer, OF_A_TENSOR)
     of_model = _reason(optimizer, OF_THE_MODEL)
@@ -207,9 +207,13 @@ def _is_torch_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return any(step is inspect.unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE)
 
 
-def _axes(home: Home) -> str:
-    return " and ".join(axis for axis, _ in home.cuts)
+def _axes(shard_info: ShardInfo) -> str:
+    return " and ".join(axis for axis, _ in shard_info.cuts)
 
 
-def _unsharded_hint(home: Home) -> str:
-    return "zero=0" if all(home.process.mesh.stores(axis) for axis, _ in home.cuts) else "dp with zero=0, or pp"
+def _unsharded_hint(shard_info: ShardInfo) -> str:
+    return (
+        "zero=0"
+        if all(shard_info.process.mesh.stores(axis) for axis, _ in shard_info.cuts)
+        else "dp with zero=0, or pp"
+    )

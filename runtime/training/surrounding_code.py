@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopart.errors import UsageError
-from autopart.tracing.caller_modes import traced_apart
+from autopart.tracing.caller_modes import isolated_trace
 
-not_saved: Any = traced_apart
+outside_inference_mode: Any = isolated_trace
 """Context for what a first call creates, such as parameters, which must outlive inference mode."""
 
 

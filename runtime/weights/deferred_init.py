@@ -22,9 +22,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopart.common.scoped import default_dtype
 from autopart.compat.torch_internals import TorchDispatchMode, operator_name, tree_flatten
-from autopart.ir.sharding import Cut, part_of
+from autopart.ir.sharding import DimSharding, local_shard_of
 
-Cuts = Sequence[tuple[Cut, int]]
+LocalSplits = Sequence[tuple[DimSharding, int]]
 """[(split, index of the shard)] of a tensor; empty if it is unsharded."""
 FREED_BYTES = 2**26
 Build = Callable[[], nn.Module]
@@ -90,11 +90,11 @@ class Constructor:
         if not self._run_on_meta(draws_matter):
             self._run(lambda names, full: {}, ())
 
-    def read(self, cuts: Mapping[str, Cuts]) -> dict[str, Tensor]:
+    def read(self, cuts: Mapping[str, LocalSplits]) -> dict[str, Tensor]:
         """Return {name: this rank's shard} in the dtype in which the constructor creates it."""
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
-            return {name: part_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
+            return {name: local_shard_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
 
         return self._run(shard, cuts)
 
@@ -146,7 +146,7 @@ class Constructor:
 
     def _note(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.order = _names(model, parameters)
-        self.buffers = held_tensors(model)
+        self.buffers = buffers_and_attributes(model)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
     @contextmanager
@@ -271,7 +271,7 @@ def _trim_memory() -> None:
         trim(0)
 
 
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
     """Return {name: tensor} of a model besides parameters: buffers, and attributes of its modules."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):

@@ -17,11 +17,11 @@ from torch import Tensor
 from autopart.ir.sharding import Box
 
 
-class CannotFollow(Exception):
+class UnsupportedByLazyTensor(Exception):
     """A function was called that lazy tensors do not implement."""
 
 
-class Unread:
+class LazyTensor:
     """A tensor of a file, or one computed from several such tensors.
 
     It has `shape` and `dtype` as a tensor. Functions of torch that it does not implement raise CannotFollow.
@@ -44,13 +44,13 @@ class Unread:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         if name not in _IMPLEMENTED:
-            raise CannotFollow(name)
+            raise UnsupportedByLazyTensor(name)
         return _IMPLEMENTED[name](*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise CannotFollow(name)
+        raise UnsupportedByLazyTensor(name)
 
     @property
     def ndim(self) -> int:
@@ -62,33 +62,33 @@ class Unread:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> Unread:
+    def contiguous(self) -> LazyTensor:
         return self
 
-    def narrow(self, dim: int, start: int, length: int) -> Unread:
+    def narrow(self, dim: int, start: int, length: int) -> LazyTensor:
         return _Narrowed(self, dim % self.ndim, start, length)
 
-    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
         total = self.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
         if sum(sizes) != total:
-            raise CannotFollow(f"split of {total} into {list(sizes)}")
+            raise UnsupportedByLazyTensor(f"split of {total} into {list(sizes)}")
         starts = itertools.accumulate(sizes, initial=0)
         return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
         return self.split(-(-self.shape[dim] // chunks), dim)
 
-    def transpose(self, dim0: int, dim1: int) -> Unread:
+    def transpose(self, dim0: int, dim1: int) -> LazyTensor:
         return _Transposed(self, dim0 % self.ndim, dim1 % self.ndim)
 
-    def squeeze(self, dim: int) -> Unread:
+    def squeeze(self, dim: int) -> LazyTensor:
         return _Squeezed(self, dim % self.ndim) if self.shape[dim] == 1 else self
 
 
-class _Narrowed(Unread):
-    def __init__(self, of: Unread, dim: int, start: int, length: int):
+class _Narrowed(LazyTensor):
+    def __init__(self, of: LazyTensor, dim: int, start: int, length: int):
         self.of, self.at, self.start, self.dtype = of, dim, start, of.dtype
         self.shape = (*of.shape[:dim], length, *of.shape[dim + 1 :])
 
@@ -97,8 +97,8 @@ class _Narrowed(Unread):
         self.of.read_box(offsets, out)
 
 
-class _Transposed(Unread):
-    def __init__(self, of: Unread, dim0: int, dim1: int):
+class _Transposed(LazyTensor):
+    def __init__(self, of: LazyTensor, dim0: int, dim1: int):
         self.of, self.dims, self.dtype = of, (dim0, dim1), of.dtype
         self.shape = tuple(self._swapped(of.shape))
 
@@ -111,8 +111,8 @@ class _Transposed(Unread):
         return swapped
 
 
-class _Squeezed(Unread):
-    def __init__(self, of: Unread, dim: int):
+class _Squeezed(LazyTensor):
+    def __init__(self, of: LazyTensor, dim: int):
         self.of, self.at, self.dtype = of, dim, of.dtype
         self.shape = (*of.shape[:dim], *of.shape[dim + 1 :])
 
@@ -120,10 +120,10 @@ class _Squeezed(Unread):
         self.of.read_box([*offsets[: self.at], 0, *offsets[self.at :]], out.unsqueeze(self.at))
 
 
-class _Joined(Unread):
+class _Joined(LazyTensor):
     """Concatenation of several tensors along a dim."""
 
-    def __init__(self, parts: Sequence[Unread], dim: int):
+    def __init__(self, parts: Sequence[LazyTensor], dim: int):
         self.parts, self.at, self.dtype = parts, dim, _common([part.dtype for part in parts])
         self.starts = list(itertools.accumulate((part.shape[dim] for part in parts), initial=0))
         rest = _common([(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts])
@@ -138,10 +138,10 @@ class _Joined(Unread):
                 part.read_box(inner, out.narrow(self.at, begin - first, end - begin))
 
 
-class _Stacked(Unread):
+class _Stacked(LazyTensor):
     """Stack of several tensors of one shape along a new dim."""
 
-    def __init__(self, parts: Sequence[Unread], dim: int):
+    def __init__(self, parts: Sequence[LazyTensor], dim: int):
         self.parts, self.at, self.dtype = parts, dim, _common([part.dtype for part in parts])
         shape = _common([part.shape for part in parts])
         self.shape = (*shape[:dim], len(parts), *shape[dim:])
@@ -155,20 +155,20 @@ class _Stacked(Unread):
 def _common(values: Sequence[Any]) -> Any:
     """Return the common value. Raises CannotFollow if the values differ."""
     if not values or any(value != values[0] for value in values):
-        raise CannotFollow(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
+        raise UnsupportedByLazyTensor(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]
 
 
-def _cat(tensors: Sequence[Unread], dim: int = 0) -> Unread:
+def _cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return tensors[0] if len(tensors) == 1 else _Joined(tensors, dim % tensors[0].ndim)
 
 
-def _stack(tensors: Sequence[Unread], dim: int = 0) -> Unread:
+def _stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return _Stacked(tensors, dim % (tensors[0].ndim + 1))
 
 
 _IMPLEMENTED: dict[str, Callable[..., Any]] = {
-    "cat": _cat, "stack": _stack, "split": Unread.split, "chunk": Unread.chunk, "narrow": Unread.narrow,
-    "transpose": Unread.transpose, "squeeze": Unread.squeeze,
+    "cat": _cat, "stack": _stack, "split": LazyTensor.split, "chunk": LazyTensor.chunk, "narrow": LazyTensor.narrow,
+    "transpose": LazyTensor.transpose, "squeeze": LazyTensor.squeeze,
 }  # fmt: skip
 """Functions of torch that lazy tensors implement."""

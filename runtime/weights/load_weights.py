@@ -22,10 +22,10 @@ from autopart.errors import AutopartError, CheckpointError
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.sharding import boxes, spans_of
 from autopart.runtime.weights import transformers_names
-from autopart.runtime.weights.deferred_init import Constructor, Cuts, constructor_of, held_tensors
-from autopart.runtime.weights.lazy_tensors import Unread
-from autopart.runtime.weights.safetensors_files import Files, listing
-from autopart.tracing.meta_copy import NoSkeleton, has_memory, skeleton_of
+from autopart.runtime.weights.deferred_init import Constructor, LocalSplits, buffers_and_attributes, constructor_of
+from autopart.runtime.weights.lazy_tensors import LazyTensor
+from autopart.runtime.weights.safetensors_files import SafetensorsFiles, listing
+from autopart.tracing.meta_copy import CannotCopy, has_memory, meta_copy_of
 
 INIT = "init"
 SUBJECT = "weights="
@@ -35,7 +35,7 @@ not."""
 COMPARED_BYTES = 2**24
 
 
-class Origin(Protocol):
+class WeightSource(Protocol):
     """Source of weights: files, or a constructor.
 
     Attributes:
@@ -52,7 +52,7 @@ class Origin(Protocol):
     def held(self) -> Mapping[str, Tensor]:
         """Return {name: tensor} for tensors other than parameters."""
 
-    def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard) of parameters, on the host."""
 
 
@@ -91,7 +91,7 @@ class Weights:
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
-    def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard) of parameters, on the host in the model's dtype."""
         for name, value in self._origin.read(cuts):
             yield name, value.to(self._dtypes[name])
@@ -111,7 +111,7 @@ class Weights:
             warnings.warn(note, stacklevel=2)
 
 
-def _origin(model: nn.Module, source: Any) -> Origin:
+def _origin(model: nn.Module, source: Any) -> WeightSource:
     if source != INIT:
         return Construction(model, source) if callable(source) else Checkpoint(model, source)
     build = constructor_of(model)
@@ -141,7 +141,7 @@ class Construction:
     def held(self) -> Mapping[str, Tensor]:
         return self._constructor.buffers
 
-    def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         tensors = self._constructor.read(cuts)
         for name in list(tensors):
             yield name, tensors.pop(name)
@@ -151,11 +151,11 @@ class Checkpoint:
     """Weights from safetensors files."""
 
     def __init__(self, model: nn.Module, path: str | Path):
-        self._files = Files(path)
+        self._files = SafetensorsFiles(path)
         self.subject = (SUBJECT, self._files.text)
         self._build = constructor_of(model)
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        known = {**dict(model.named_parameters(remove_duplicate=False)), **held_tensors(model)}
+        known = {**dict(model.named_parameters(remove_duplicate=False)), **buffers_and_attributes(model)}
         self._meta_tensors = {name: tensor.to("meta") for name, tensor in known.items()}
         self._have_values = {name for name, tensor in known.items() if not tensor.is_meta}
         tensors, extra = self._match(model)
@@ -177,7 +177,7 @@ class Checkpoint:
             values |= {name: value for name, value in buffers.items() if name in missing}
         return values
 
-    def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         with self._files:
             for name, cut in cuts.items():
                 tensor = self._tensors[name]
@@ -187,14 +187,14 @@ class Checkpoint:
                 tensor.read(boxes(spans), value)
                 yield name, value
 
-    def _match(self, model: nn.Module) -> tuple[dict[str, Unread], list[str]]:
+    def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
         """Return {name in the model: tensor in the files}, and the names that the model has no tensor for."""
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
         tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._meta_tensors}
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
-    def _take(self, model: nn.Module, tensors: Mapping[str, Unread]) -> list[str]:
+    def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
         """Record the source of each tensor of the model, under any of its names if tied. Return missing names."""
         self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
@@ -208,7 +208,7 @@ class Checkpoint:
             missing = [name for name in missing if name in self._parameters or name in required]
         return missing
 
-    def _check_ties(self, path: str | Path, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
+    def _check_ties(self, path: str | Path, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> None:
         """Raise CheckpointError if the files have different values for two names of a tied tensor."""
         for names in _names_of_each(model):
             first, *others = [name for name in names if name in tensors] or [""]
@@ -231,7 +231,7 @@ def _names_of_each(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _are_identical(one: Unread, other: Unread) -> bool:
+def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
     """Return True if two tensors are bitwise identical, reading some rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -247,7 +247,7 @@ def _are_identical(one: Unread, other: Unread) -> bool:
     return True
 
 
-def _misfits(name: str, tensor: Unread, form: Tensor) -> Iterator[str]:
+def _misfits(name: str, tensor: LazyTensor, form: Tensor) -> Iterator[str]:
     """Yield why a tensor does not fit the model's tensor."""
     if tensor.shape != tuple(form.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(form.shape)}"
@@ -271,7 +271,7 @@ def _check_fit(
     )  # fmt: skip
 
 
-def _conversions(path: str | Path, tensors: Mapping[str, Unread], forms: Mapping[str, Tensor]) -> list[str]:
+def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
     """Return a note of the tensors that are converted while they are read."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
@@ -301,7 +301,7 @@ def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
     for parameter in model.parameters():
         twins[id(parameter)] = emptied(parameter, _real_device(parameter))
     on_meta: list[tuple[str, Tensor]] = []
-    for name, tensor in held_tensors(model).items():
+    for name, tensor in buffers_and_attributes(model).items():
         value = held.get(name)
         if id(tensor) in twins:
             continue
@@ -319,8 +319,8 @@ def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
             hint=f"set it on the model: model.{without_values[0]} = a tensor with values",
         )  # fmt: skip
     try:
-        return skeleton_of(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], twins)
-    except NoSkeleton as error:
+        return meta_copy_of(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], twins)
+    except CannotCopy as error:
         raise CheckpointError(
             f"{type(model).__name__} cannot be partitioned without its values", why=str(error),
             hint="load its weights into it, and leave weights= out",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopart.common.files import read_text
 from autopart.errors import CheckpointError
-from autopart.runtime.weights.lazy_tensors import Unread
+from autopart.runtime.weights.lazy_tensors import LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
@@ -25,7 +25,7 @@ MAPPED_BYTES = 2**26
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
-class Files:
+class SafetensorsFiles:
     """Lazy tensors of a checkpoint, by their names in the files.
 
     Use it as a context manager around reads, which closes open files at the end. Raises CheckpointError if nothing can
@@ -41,7 +41,7 @@ class Files:
 
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
-        self.tensors: dict[str, Unread] = {}
+        self.tensors: dict[str, LazyTensor] = {}
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
         self._largest_bytes = MAPPED_BYTES
@@ -51,7 +51,7 @@ class Files:
         self._close()
         self.text = "digest " + hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> SafetensorsFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,10 +110,10 @@ class Files:
         self._mapped_bytes = 0
 
 
-class _Stored(Unread):
+class _Stored(LazyTensor):
     """A tensor as stored in a file."""
 
-    def __init__(self, files: Files, file: Path, name: str, file_slice: Any):
+    def __init__(self, files: SafetensorsFiles, file: Path, name: str, file_slice: Any):
         self.files, self.file, self.name = files, file, name
         self.shape = tuple(file_slice.get_shape())
         self.dtype = file_slice[0:0].dtype if self.shape else file_slice[()].dtype

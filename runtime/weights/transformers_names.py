@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopart.errors import CheckpointError
-from autopart.runtime.weights.lazy_tensors import CannotFollow, Unread
+from autopart.runtime.weights.lazy_tensors import LazyTensor, UnsupportedByLazyTensor
 
 _OLD_BUFFERS = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 """Buffers that earlier versions saved, and that from_pretrained ignores."""
@@ -28,7 +28,7 @@ def is_transformers(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel) and hasattr(model, "is_custom_code")
 
 
-def matched(model: Any, tensors: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
+def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return {name in the model's state dict: lazy tensor}, and checkpoint names without a counterpart.
 
     Raises CheckpointError if a conversion needs more than moving elements.
@@ -64,14 +64,14 @@ def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
     return _not_ignored(model, names, "_keys_to_ignore_on_load_missing")
 
 
-def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, Unread]:
-    tensors: dict[str, Unread] = {}
+def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    tensors: dict[str, LazyTensor] = {}
     problems: dict[str, str] = {}
     for target, transform in transforms.items():
         sources = sorted(source for names in transform.layer_targets.values() for source in names)
         try:
             converted = transform.convert(target, model=model, config=model.config)
-        except CannotFollow as error:
+        except UnsupportedByLazyTensor as error:
             problems[target] = f"{error} of '{sources[0]}'"
             continue
         except Exception as error:  # the library's functions, for tensors that do not fit together

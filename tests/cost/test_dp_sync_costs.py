@@ -11,7 +11,7 @@ import zoo
 
 import autopart
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import Carried, break_even_bytes_per_s, exchanges, sync_s
+from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exchanges, sync_s
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.dp_sync import METHODS, DpSync, Method, sent_bytes
@@ -33,9 +33,9 @@ def links(**changed: float) -> Hardware:
     return replace(Hardware.load(DEFAULT), collectives={}, devices_per_node=1, **changed)
 
 
-def of(text: str, size: float = SIZE) -> Carried:
+def of(text: str, size: float = SIZE) -> MethodParameters:
     method = Method.parse(text)
-    return Carried(method, size, sent_bytes(method, round(size / 4), 4), size / 100)
+    return MethodParameters(method, size, sent_bytes(method, round(size / 4), 4), size / 100)
 
 
 def seconds(text: str, num_ranks: int, size: float = SIZE) -> float:
@@ -235,8 +235,8 @@ def test_bert_large_trains_in_about_half_the_time():
 def test_volume_of_one_bit_adam(warm_up, published):
     """1 / (w + (1 - w) / 16) beside sums in 16 bits (Tang et al. 2021): signs both ways, exact for the first steps."""
     number = 10**8
-    compressed = exchanges(Carried(Method.parse("double_squeeze:sign"), 4.0 * number, number / 8, 0.0), 64)
-    exact = exchanges(Carried(Method.parse("all_reduce"), 2.0 * number, 2.0 * number, 0.0), 64)
+    compressed = exchanges(MethodParameters(Method.parse("double_squeeze:sign"), 4.0 * number, number / 8, 0.0), 64)
+    exact = exchanges(MethodParameters(Method.parse("all_reduce"), 2.0 * number, 2.0 * number, 0.0), 64)
     share = sum(one.sent_bytes(64) for one in compressed) / sum(one.sent_bytes(64) for one in exact)
     assert share == pytest.approx(1 / 16, rel=1e-3)
     assert 1 / (warm_up + (1 - warm_up) * share) == pytest.approx(published, rel=0.002)

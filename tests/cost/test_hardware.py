@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopart.cost.hardware import profile
 from autopart.cost.hardware.profile import DEFAULT, OPTIONAL, Hardware, names
 from autopart.cost.predict.collective_costs import time_s
-from autopart.cost.predict.operator_work import Powers, Size, Work, optimizer_s
+from autopart.cost.predict.operator_work import Exponents, Size, Work, optimizer_s
 from autopart.ir.mesh import Mesh
 
 FILES = {path.stem: json.loads(path.read_text()) for path in (Path(profile.__file__).parent / "profiles").iterdir()}
@@ -91,7 +91,7 @@ def test_arithmetic_and_optimizers_have_rates_of_their_own():
     own = replace(plain, in_order_efficiency=((1e6, 1.0),), optimizer_efficiency=0.5)
     assert own.traffic_time_s(1e6, in_order=True) == pytest.approx(1e6 / own.memory_bytes_per_s)
     assert own.traffic_time_s(1e6) == plain.traffic_time_s(1e6) == plain.traffic_time_s(1e6, in_order=True)
-    work = Work("other", Size.of(1e6, Powers()), in_order=True)
+    work = Work("other", Size.of(1e6, Exponents()), in_order=True)
     assert work.seconds(own, Mesh.parse("dp1")) == pytest.approx(1e6 / own.memory_bytes_per_s + own.launch_s)
     assert optimizer_s(1e9, own, 1e9) == pytest.approx((14 + 2) / 7 * optimizer_s(1e9, plain))
 
@@ -109,7 +109,7 @@ def test_what_a_profile_may_leave_out():
     })  # fmt: skip
     assert own.traffic_time_s(1e6) == pytest.approx(2 * plain.traffic_time_s(1e6))
     assert own.traffic_time_s(1e2) == pytest.approx(plain.traffic_time_s(1e2) / 2)
-    work = Work("other", Size.of(1e6, Powers()))
+    work = Work("other", Size.of(1e6, Exponents()))
     assert work.seconds(own, Mesh.parse("dp1")) == pytest.approx(own.traffic_time_s(1e6) + own.launch_s)
     in_place = work._replace(in_place=True).seconds(own, Mesh.parse("dp1"))
     assert in_place == pytest.approx(1e6 / own.memory_bytes_per_s + own.launch_s)

@@ -15,15 +15,15 @@ from zoo import ZOO
 
 import autopart
 from autopart.common.text import quantity
-from autopart.cost.count.saved_tensors import KNOWN, Form, Kept
+from autopart.cost.count.saved_tensors import EFFECT_CACHE, SavedTensors, TensorSpec
 from autopart.cost.memory_kinds import parse_size
-from autopart.cost.predict.comm_buffers import Event, Sent, Traffic, backward_peaks
+from autopart.cost.predict.comm_buffers import GradientBucket, MemoryEvent, StageCommBuffers, backward_peaks
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, value
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.report_terms import MEMORY_KINDS
-from autopart.ir.run.schedule_actions import StageBytes, actions, most_at_once, most_held
+from autopart.ir.run.schedule_actions import StageBytes, actions, peak_activations, peak_stage_bytes
 from autopart.ir.run.schedules import FLUSHING, SCHEDULES, SINGLE_STAGE
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
@@ -55,10 +55,10 @@ def test_activations_are_those_that_autograd_saves(name, run):
             assert held == estimated > 0, f"stage {stage}"
 
 
-def _kept(node: fx.Node) -> Kept:
+def _kept(node: fx.Node) -> SavedTensors:
     """What one call of a traced graph keeps for its backward."""
-    form = {n: Form.of(value(n), facts(n).get("needs_grad", False)) for n in node.all_input_nodes}
-    return KNOWN.effect(node.target, *fx.map_arg((node.args, node.kwargs), form.__getitem__)).kept
+    form = {n: TensorSpec.of(value(n), facts(n).get("needs_grad", False)) for n in node.all_input_nodes}
+    return EFFECT_CACHE.effect(node.target, *fx.map_arg((node.args, node.kwargs), form.__getitem__)).kept
 
 
 def test_what_an_operator_keeps():
@@ -93,14 +93,14 @@ IN_FLIGHT = {
 def test_microbatches_in_flight_have_their_closed_form(schedule):
     stages = PP if schedule in SINGLE_STAGE else 2 * PP
     orders = actions(schedule, stages, PP, MICROBATCHES)
-    found = [most_held(order, {a.stage: 1 for a in order}, {}).size_bytes for order in orders]
+    found = [peak_activations(order, {a.stage: 1 for a in order}, {}).size_bytes for order in orders]
     assert found == IN_FLIGHT[schedule]
 
 
 def test_delayed_gradients_wait_between_the_parts_of_a_backward():
     order = actions("interleaved_zero_bubble", 8, 4, 8)[3]
-    plain = most_held(order, {3: 1, 7: 1}, {}).size_bytes
-    assert most_held(order, {3: 1, 7: 1}, {3: 1, 7: 1}).size_bytes > plain
+    plain = peak_activations(order, {3: 1, 7: 1}, {}).size_bytes
+    assert peak_activations(order, {3: 1, 7: 1}, {3: 1, 7: 1}).size_bytes > plain
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
@@ -111,7 +111,7 @@ def test_a_real_step_holds_as_many(schedule):
         run_ranks(most_in_flight, 2, schedule, "pp2", 4),
         strict=True,
     ):
-        expected = {s: most_held(tuple(a for a in order if a.stage == s), {s: 1}, {}).size_bytes for s in found}
+        expected = {s: peak_activations(tuple(a for a in order if a.stage == s), {s: 1}, {}).size_bytes for s in found}
         assert found == expected
 
 
@@ -167,10 +167,10 @@ def test_what_zero_sends_and_gathers_is_counted(name, options):
 def test_gradients_come_while_activations_go():
     one = StageBytes(held=100, delayed=0, forward=5, backward=10, first_backward=40, gradients=80)
     once, twice = (actions(None, 1, 1, number)[0] for number in (1, 2))
-    assert most_at_once(once, {0: one}, 80) == 140
-    assert most_at_once(twice, {0: one}, 80) == 80 + 100 + 10
+    assert peak_stage_bytes(once, {0: one}, 80) == 140
+    assert peak_stage_bytes(twice, {0: one}, 80) == 80 + 100 + 10
     gpipe = actions("gpipe", 2, 2, 2)[0]
-    assert most_at_once(gpipe, {0: one}, 80) == max(200 + 40, 80 + 100 + 10)
+    assert peak_stage_bytes(gpipe, {0: one}, 80) == max(200 + 40, 80 + 100 + 10)
 
 
 class TiedHead(torch.nn.Module):
@@ -272,7 +272,7 @@ def test_a_plan_has_a_row_a_pipeline_coordinate(plan):
         assert lasting + max(moments) <= row["total"] <= sum(row[kind] for kind in MEMORY_KINDS)
         assert len(row["in_flight"]) == 2
     order = actions("interleaved_1f1b", 4, 2, plan.schedule.microbatches)[0]
-    assert sum(plan.memory[0]["in_flight"]) == most_held(order, {0: 1, 2: 1}, {}).size_bytes
+    assert sum(plan.memory[0]["in_flight"]) == peak_activations(order, {0: 1, 2: 1}, {}).size_bytes
 
 
 def test_it_is_explained(plan):
@@ -420,10 +420,10 @@ def test_verify_judges_the_model_in_its_own_dtype():
 
 def test_a_copy_of_gradients_is_there_while_it_is_sent():
     """100 bytes of gradients, copied together when the second is whole; what follows is beside the copy."""
-    traffic = Traffic((Sent(("a", "b"), flat_bytes=100),))
+    traffic = StageCommBuffers((GradientBucket(("a", "b"), flat_bytes=100),))
     steps = [
-        [Event("takes", 60), Event("gives", 0, name="a"), Event("peak", 5)],
-        [Event("takes", 40), Event("gives", 0, name="b"), Event("peak", 7)],
+        [MemoryEvent("takes", 60), MemoryEvent("gives", 0, name="a"), MemoryEvent("peak", 5)],
+        [MemoryEvent("takes", 40), MemoryEvent("gives", 0, name="b"), MemoryEvent("peak", 7)],
     ]
     assert backward_peaks(steps, 0.0, traffic, {"a": 60, "b": 40}, 1) == (207, 207)
-    assert backward_peaks(steps, 0.0, Traffic(), {}, 1) == (107, 107)
+    assert backward_peaks(steps, 0.0, StageCommBuffers(), {}, 1) == (107, 107)

@@ -224,7 +224,7 @@ def test_a_pipeline_of_short_stages_is_advised_too(profile):
 
 
 def test_what_fits_says_so_and_tries_nothing(monkeypatch):
-    monkeypatch.setattr(advice, "what_helps", lambda *_: pytest.fail("other settings were tried"))
+    monkeypatch.setattr(advice, "helpful_remedies", lambda *_: pytest.fail("other settings were tried"))
     model, batch = llama(torch.float32)
     plan = autopart.plan(model, "dp2,tp8", example_kwargs=batch)
     assert fits(plan) and "it fits, a100-80gb-sxm has 80 GB" in words(plan.explain())

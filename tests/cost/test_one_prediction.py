@@ -12,7 +12,7 @@ from cost_models import gpt
 
 import autopart
 from autopart.common.text import quantity
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.errors import LayoutError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
@@ -61,7 +61,9 @@ def planned(name, mesh, options, **sizes):
 def test_all_sources_say_the_same(name, mesh, options):
     plan = planned(name, mesh, options)
     step, fullest = autopart.simulate(plan), max(row["total"] for row in plan.memory)
-    setting = Setting(plan.mesh_object(), plan.schedule, next(iter(plan.inputs.values()))["shape"][0], plan_zero(plan))
+    setting = RunSetting(
+        plan.mesh_object(), plan.schedule, next(iter(plan.inputs.values()))["shape"][0], plan_zero(plan)
+    )
     by_table = predict(plan.cost.table, setting, plan.cost.formula.hardware)
     read = Plan.from_json(plan.to_json()).cost
     own = {axis: size for axis, size in plan.mesh.items() if axis in ("dp", "tp", "pp")}

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import published
 from published import STATES, Run, setting, space
 
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import Schedule
 from autopart.tuning.search import LayoutKind
@@ -29,7 +29,7 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
     )
     hidden = 1.0 if stages == 1 else 0.0
     run = Schedule(schedule, microbatches, virtual)
-    chosen = Setting(mesh, run, rows, 0, STATES, hidden, scatter, False, receives_held=1)
+    chosen = RunSetting(mesh, run, rows, 0, STATES, hidden, scatter, False, receives_held=1)
     return (
         rows / predict(found.table(LayoutKind(mesh.size("tp") > 1, False), "full"), chosen, found.hardware).step_time_s
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopart.cost.predict.timeline import Durations, Timeline, execute, timeline
 from autopart.errors import OptionError, StageError
-from autopart.ir.run.schedule_actions import Action, actions, most_held
+from autopart.ir.run.schedule_actions import Action, actions, peak_activations
 from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, SCHEDULES, SINGLE_STAGE, V_SHAPED, can_run
 
 SIZES = [(1, 4), (2, 2), (2, 9), (3, 6), (4, 4), (4, 32), (5, 7), (8, 8), (8, 64)]
@@ -299,7 +299,7 @@ def test_the_peak_is_what_the_order_holds(schedule):
     step = timeline(schedule, stages, 4, 8, durations)
     for rank, order in enumerate(actions(schedule, stages, 4, 8)):
         mine = {action.stage for action in order}
-        expected = most_held(order, {s: held[s] for s in mine}, {s: delayed[s] for s in mine}).size_bytes
+        expected = peak_activations(order, {s: held[s] for s in mine}, {s: delayed[s] for s in mine}).size_bytes
         assert step.peak_memory_bytes(held, delayed)[rank] == expected
         curve = step.memory(held, delayed)[rank]
         begun = (3 - rank) * held[rank] if schedule in DELAYED else 0

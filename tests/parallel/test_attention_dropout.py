@@ -10,13 +10,13 @@ from held import Recorder, storages
 from random_models import with_dropout
 
 import autopart
-from autopart.cost.count.saved_tensors import KNOWN, Form
+from autopart.cost.count.saved_tensors import EFFECT_CACHE, TensorSpec
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, short_name
 from autopart.ir.mesh import Mesh
 from autopart.ops import attention_dropout
 from autopart.ops.operators import autopart_ops
-from autopart.ops.seeded_random import Masks, kept
+from autopart.ops.seeded_random import DropoutMasks, dropout_mask
 from autopart.options import Options
 from autopart.passes.write import stage_draft
 from autopart.recipe.compiler import Compiler
@@ -128,8 +128,8 @@ def test_samples_are_those_of_the_formula(mask):
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_a_mask_drawn_in_parts_is_that_of_the_whole(size):
     """Parts of an odd number of elements, too: random numbers are drawn two at a time."""
-    expected = kept(torch.empty(5, 9), P, SEED, SALT, SHARD)
-    masks, drawn = Masks(P, SEED, SALT, SHARD), torch.empty(45, dtype=torch.bool)
+    expected = dropout_mask(torch.empty(5, 9), P, SEED, SALT, SHARD)
+    masks, drawn = DropoutMasks(P, SEED, SALT, SHARD), torch.empty(45, dtype=torch.bool)
     for part in drawn.split(size):
         masks.draw(part)
     assert torch.equal(drawn, expected.flatten())
@@ -208,14 +208,14 @@ def test_keeps_what_the_fused_kernel_keeps(heads):
     recorder = Recorder()
     with recorder:
         output = autopart_ops.attention_dropout(*tensors, None, P, SEED, SALT, SHARD, False, None, heads < HEADS)
-    kept = {address: size for address, size in storages(recorder.alive()).items() if address != SEED.data_ptr()}
+    dropout_mask = {address: size for address, size in storages(recorder.alive()).items() if address != SEED.data_ptr()}
     expected = storages([*tensors, output])
-    assert {address for address in kept if address in expected} == set(expected)
-    assert sum(kept.values()) - sum(expected.values()) == ROWS * HEADS * QUERIES * 8
-    forms = [Form.of(t, True) for t in tensors]
-    args = (*forms, None, P, Form.of(SEED), SALT, SHARD, False, None, heads < HEADS)
-    effect = KNOWN.effect(autopart_ops.attention_dropout.default, args, {})
-    assert effect.kept == ((0, 1, 2, 3), (0,), ROWS * HEADS * QUERIES * 8)
+    assert {address for address in dropout_mask if address in expected} == set(expected)
+    assert sum(dropout_mask.values()) - sum(expected.values()) == ROWS * HEADS * QUERIES * 8
+    forms = [TensorSpec.of(t, True) for t in tensors]
+    args = (*forms, None, P, TensorSpec.of(SEED), SALT, SHARD, False, None, heads < HEADS)
+    effect = EFFECT_CACHE.effect(autopart_ops.attention_dropout.default, args, {})
+    assert effect.dropout_mask == ((0, 1, 2, 3), (0,), ROWS * HEADS * QUERIES * 8)
     assert effect.forms[0].stride == output.stride() and output.transpose(1, 2).is_contiguous()
     assert effect.forward_bytes == output.numel() * 8 + ROWS * HEADS * QUERIES * 8
 

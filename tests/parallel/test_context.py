@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from context_models import SENT, SEQUENCES, UNEVEN, given, plain, stage_modules
+from context_models import DISPATCHED, SEQUENCES, UNEVEN, given, plain, stage_modules
 from expert_models import mixture
 from process_checks import same_everything
 from torch import nn
@@ -357,7 +357,7 @@ def sent_in_a_step(made, mesh, options):
     found, communicate = Counter(), collectives._communicate
 
     def counted(collective, x, *arguments):
-        kind, share = SENT[collective.__name__.split(".")[0]]
+        kind, share = DISPATCHED[collective.__name__.split(".")[0]]
         found[kind] += x.numel() * x.element_size() * share(max(Mesh.parse(mesh).sizes.values()))
         return communicate(collective, x, *arguments)
 

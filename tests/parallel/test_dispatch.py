@@ -17,7 +17,7 @@ from expert_models import BACK, EXPERTS, TIMES, TO, WAYS, WIDTH, Mixture, mixtur
 import autopart
 import autopart.runtime.comm.collectives  # which does them on process groups
 from autopart.errors import LayoutError
-from autopart.ir.layout import SENT, Placement
+from autopart.ir.layout import DISPATCHED, Placement
 from autopart.ir.mesh import Mesh
 from autopart.runtime.lockstep import convert_list
 
@@ -160,5 +160,5 @@ def test_the_counts_of_rows_are_told_once_and_bytes_are_counted():
 
 
 def test_placements_of_rows_are_read_as_they_are_written():
-    assert str(SENT) == "E(0; sent)" and Placement.parse(str(SENT)) == SENT
-    assert SENT.is_divided and not SENT.is_shard
+    assert str(DISPATCHED) == "E(0; sent)" and Placement.parse(str(DISPATCHED)) == DISPATCHED
+    assert DISPATCHED.is_partitioned and not DISPATCHED.is_shard

@@ -23,8 +23,8 @@ from dp_sync_oracle import (
 )
 
 from autopart.ir.run.dp_sync import Method
-from autopart.runtime.dp_sync.gradient_methods import Draws, State, synchronised
-from autopart.runtime.dp_sync.transports import Lists
+from autopart.runtime.dp_sync.gradient_methods import MethodSeeds, State, synchronised
+from autopart.runtime.dp_sync.transports import ListTransport
 
 SHAPES = {"up": (7, 5), "bias": (9,), "scale": (1,), "down": (4, 3, 2)}
 STEPS = 50
@@ -32,7 +32,7 @@ STEPS = 50
 
 def draw(step: int, rank: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
     name = list(SHAPES)[index]
-    return Draws(3, step).of(name, rank)(int(np.prod(shape))).numpy().reshape(shape)
+    return MethodSeeds(3, step).of(name, rank)(int(np.prod(shape))).numpy().reshape(shape)
 
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -64,12 +64,12 @@ def gradients(step: int, num_ranks: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("text", METHODS)
 def test_methods_do_what_they_are_defined_to(text: str, num_ranks: int):
-    method, oracle, wire = Method.parse(text), METHODS[text](), Lists(num_ranks)
+    method, oracle, wire = Method.parse(text), METHODS[text](), ListTransport(num_ranks)
     states: list[State] = [{} for _ in range(num_ranks)]
     for step in range(STEPS):
         given = gradients(step, num_ranks)
         parts = [{name: gradient / num_ranks for name, gradient in of.items()} for of in given]
-        made = synchronised(method, parts, states, wire, Draws(3, step))
+        made = synchronised(method, parts, states, wire, MethodSeeds(3, step))
         expected = oracle.step([[gradient.numpy() for gradient in of.values()] for of in given])
         for rank in range(num_ranks):
             for value, right in zip(made[rank].values(), expected, strict=True):
@@ -82,6 +82,6 @@ def test_what_leaves_nothing_out_is_the_sum_in_bits(text: str):
     states: list[State] = [{} for _ in range(3)]
     for step in range(3):
         parts = gradients(step, 3)
-        exact = synchronised(Method.parse("all_reduce"), parts, [{}] * 3, Lists(3), Draws(0, step))
-        made = synchronised(Method.parse(text), parts, states, Lists(3), Draws(0, step))
+        exact = synchronised(Method.parse("all_reduce"), parts, [{}] * 3, ListTransport(3), MethodSeeds(0, step))
+        made = synchronised(Method.parse(text), parts, states, ListTransport(3), MethodSeeds(0, step))
         assert all(torch.equal(made[rank][name], exact[rank][name]) for rank in range(3) for name in SHAPES)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopart
 from autopart.ir.mesh import Mesh
 from autopart.runtime.checkpoint.saved_shard import ShardTensor
-from autopart.runtime.dp_sync.gradient_methods import Draws
+from autopart.runtime.dp_sync.gradient_methods import MethodSeeds
 
 STEPS = 50
 ROWS = 8
@@ -75,7 +75,7 @@ def train(
 
 def draw(step: int, rank: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
     name = [name for name, _ in model().named_parameters()][index]
-    return Draws(0, step).of(name, rank)(int(np.prod(shape))).numpy().reshape(shape)
+    return MethodSeeds(0, step).of(name, rank)(int(np.prod(shape))).numpy().reshape(shape)
 
 
 GRADIENTS: dict[str, Callable[[], Any]] = {

@@ -14,9 +14,9 @@ import torch
 from autopart.ir.run.dp_sync import GRAPHS, Method
 from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.dp_sync.gradient_methods import State
-from autopart.runtime.dp_sync.mixing_matrices import mixing, receivers
+from autopart.runtime.dp_sync.mixing_matrices import mixing_rows, receivers
 from autopart.runtime.dp_sync.model_averaging import after_step, before_step
-from autopart.runtime.dp_sync.transports import Lists
+from autopart.runtime.dp_sync.transports import ListTransport
 
 SHAPES = {"up": (4, 3), "bias": (5,)}
 STEPS = 50
@@ -62,7 +62,7 @@ def test_methods_do_what_they_are_defined_to(text: str, kind: str, num_ranks: in
     optimizers = [OPTIMIZERS[kind][0](list(own.values())) for own in replicas]
     x = [[value.numpy().copy() for value in first.values()] for _ in range(num_ranks)]
     right = METHODS[text](x, [OPTIMIZERS[kind][1]() for _ in range(num_ranks)], num_ranks)
-    method, wire = Method.parse(text), Lists(num_ranks)
+    method, wire = Method.parse(text), ListTransport(num_ranks)
     states: list[State] = [{} for _ in range(num_ranks)]
     for step in range(STEPS):
         grads = []
@@ -85,7 +85,7 @@ def test_methods_do_what_they_are_defined_to(text: str, kind: str, num_ranks: in
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_rows_are_those_of_the_matrices(graph: str, num_ranks: int):
     for step in range(5):
-        rows = mixing(graph, num_ranks, step)
+        rows = mixing_rows(graph, num_ranks, step)
         matrix = np.array([[dict(row).get(other, 0.0) for other in range(num_ranks)] for row in rows])
         assert np.abs(matrix - MATRICES[graph](num_ranks, step)).max() < 1e-15
         assert np.abs(matrix.sum(0) - 1).max() < 1e-15
@@ -98,7 +98,7 @@ def test_means_of_several_dtypes_go_out_in_the_order_of_parameters():
     """Every rank sums in this order, so it may not be that of a set, which differs from process to process."""
     sent = []
 
-    class Recorded(Lists):
+    class Recorded(ListTransport):
         def sum(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             sent.extend(vector.dtype for vector in vectors)
             return super().sum(vectors)
@@ -109,6 +109,6 @@ def test_means_of_several_dtypes_go_out_in_the_order_of_parameters():
     sync.sync = cast(Any, SimpleNamespace(changes_models=True))
     sync.methods = dict.fromkeys(values, Method.parse("local:4"))
     sync.wire = cast(Any, Recorded(1))
-    means = sync.mean_of_replicas(values)
+    means = sync.replica_mean(values)
     assert sent == dtypes
     assert all(torch.equal(means[name], value) for name, value in values.items())

@@ -13,13 +13,13 @@ import expert_models
 import pytest
 import torch
 import zoo
-from context_models import SENT as SHARES
+from context_models import DISPATCHED as SHARES
 from expert_models import Mixture, mixture, small
 
 import autopart
 from autopart.compat.torch_internals import resolve_group
 from autopart.errors import AutopartError, LayoutError, PlanError
-from autopart.ir.layout import ROUTED, Placement, cut_together, local_shape
+from autopart.ir.layout import ON_EXPERT_RANK, Placement, flattened_shards, local_shape
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
@@ -198,10 +198,10 @@ def test_a_rank_that_has_all_rows_is_of_all_axes(wide):
 def test_axes_that_cut_experts_cut_as_one():
     """Ten experts over two by two ranks: three, three, three and one, not three, two, three and two."""
     experts = {"cp": Placement.parse("S(0)"), "ep": Placement.parse("S(0)")}
-    assert list(cut_together(experts)) == ["cp_ep"]
+    assert list(flattened_shards(experts)) == ["cp_ep"]
     tokens = {"cp": Placement.parse("S(0; sections=8)"), "ep": Placement.parse("S(0)")}
-    assert list(cut_together(tokens)) == ["cp", "ep"]
-    rows = dict.fromkeys(("cp", "ep"), ROUTED)
+    assert list(flattened_shards(tokens)) == ["cp", "ep"]
+    rows = dict.fromkeys(("cp", "ep"), ON_EXPERT_RANK)
     assert local_shape((48, 8), rows, {"cp": 2, "ep": 2}, 1.5) == [18, 8]
     assert local_shape((48, 8), rows, {"cp": 2, "ep": 2}, 9.0) == [48, 8]
 

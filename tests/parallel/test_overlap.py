@@ -84,8 +84,8 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
     recorder = Recorder()
-    gather, scatter = shard_buckets.PartBucket.gather, shard_buckets.PartBucket.scatter
-    summed, names = reducer.SumBucket._all_reduce, {}
+    gather, scatter = shard_buckets.ShardBucket.gather, shard_buckets.ShardBucket.scatter
+    summed, names = reducer.AllReduceBucket._all_reduce, {}
 
     def gathers(self: Any, *given: Any) -> Any:
         recorder.note("gather", self.names)
@@ -108,9 +108,9 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
         return summed(self, flat)
 
     with (
-        mock.patch.object(shard_buckets.PartBucket, "gather", gathers),
-        mock.patch.object(shard_buckets.PartBucket, "scatter", scatters),
-        mock.patch.object(reducer.SumBucket, "_all_reduce", sums),
+        mock.patch.object(shard_buckets.ShardBucket, "gather", gathers),
+        mock.patch.object(shard_buckets.ShardBucket, "scatter", scatters),
+        mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums),
     ):
         for _ in range(2):
             pm.zero_grad()
@@ -204,12 +204,12 @@ def most_copies_at_a_time():
     """How many buckets of small gradients, which are copied together, were under way at a time."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
-    summed, open_sums, most = reducer.SumBucket._all_reduce, set(), 0
+    summed, open_sums, most = reducer.AllReduceBucket._all_reduce, set(), 0
 
     def sums(self: Any, flat: Tensor) -> Any:
         nonlocal most
         wait = summed(self, flat)
-        if self.takes_memory:
+        if self.needs_buffer:
             open_sums.add(self.names)
         most = max(most, len(open_sums))
 
@@ -219,7 +219,7 @@ def most_copies_at_a_time():
 
         return waits
 
-    with mock.patch.object(reducer.SumBucket, "_all_reduce", sums):
+    with mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums):
         pm.step(**batch)
     assert not open_sums
     return most
@@ -230,13 +230,13 @@ def messages_of_a_step() -> list[tuple[int, bool]]:
     torch.manual_seed(0)
     model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
-    summed, sent = reducer.SumBucket._all_reduce, []
+    summed, sent = reducer.AllReduceBucket._all_reduce, []
 
     def sums(self: Any, flat: Tensor) -> Any:
         sent.append((flat.numel(), flat.data_ptr()))
         return summed(self, flat)
 
-    with mock.patch.object(reducer.SumBucket, "_all_reduce", sums):
+    with mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums):
         pm.step(**batch)
     model(**batch).backward()
     for own, expected in zip(pm.parameters(), model.parameters(), strict=True):

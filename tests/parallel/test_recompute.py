@@ -21,7 +21,7 @@ import autopart
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
-from autopart.ir.run.recompute_spec import word_of
+from autopart.ir.run.recompute_spec import recompute_mode_of
 from autopart.ir.run.schedules import FLUSHING, SINGLE_STAGE
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
@@ -152,7 +152,7 @@ def test_a_scaled_copy_recomputes_as_the_blocks_it_keeps():
     small = VerificationRun(model, bind_call(model, (), batch), scaled=True)
     for kept, words in (((0, 1), ["full", "selective"]), ((3, 0), ["selective", "full"])):
         copied = dataclasses.replace(small.scaled, kept={"transformer.h": (kept, 4)}).plan(plan, {}, small.traced)
-        assert [word_of(copied.recompute, f"transformer.h.{i}") for i in (0, 1)] == words
+        assert [recompute_mode_of(copied.recompute, f"transformer.h.{i}") for i in (0, 1)] == words
     assert autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, scaled=True).ok
     some = {"transformer.h.3": "full"}  # which the copy has not
     assert autopart.verify(model, "tp2", example_kwargs=batch, recompute=some, scaled=True).ok

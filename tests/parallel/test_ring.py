@@ -18,10 +18,10 @@ from torch import nn
 import autopart
 from autopart.errors import LayoutError
 from autopart.ir.graph import argument, operator_name
-from autopart.ir.mask_structure import Run
+from autopart.ir.mask_structure import QueryRun
 from autopart.ir.mesh import Mesh
-from autopart.ir.sharding import Cut
-from autopart.ops.blockwise_attention import Visit, visit_backward, visited
+from autopart.ir.sharding import DimSharding
+from autopart.ops.blockwise_attention import KeyBlockVisit, attend_visits, visit_backward
 from autopart.ops.operators import autopart_ops
 from autopart.runtime.comm import ring_attention
 from autopart.runtime.graphs import mask_kernels
@@ -188,13 +188,15 @@ def test_a_fault_in_it_is_found_and_named(fault):
 
 def test_causal_keys_are_read_in_few_parts_by_a_kernel_and_in_small_ones_without():
     """In zigzag: this rank's own keys at once, and those of a rank before it."""
-    cut = Cut(2, 24, (-1,), 2)
-    runs = [Run(count, 0, start + count, -24, start + 1) for start, count in cut.spans(1)]
-    own, visiting = ([*Visit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0))
+    cut = DimSharding(2, 24, (-1,), 2)
+    runs = [QueryRun(count, 0, start + count, -24, start + 1) for start, count in cut.spans(1)]
+    own, visiting = (
+        [*KeyBlockVisit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0)
+    )
     assert [part.is_causal for part in own] == [True] and not visiting[0].is_causal
     assert all(part.mask is None for part in (*own, *visiting)) and len(visiting) == 1
     with mock.patch("autopart.ir.mask_structure.ROWS", 5):
-        without = [*Visit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
+        without = [*KeyBlockVisit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
     assert max(part.queries[1] for part in without) == 5 and not any(part.is_causal for part in without)
 
 
@@ -205,7 +207,7 @@ def test_visits_together_are_attention(kind, kernel, sections):
     """Also where no kernel is, and where a query sees no key of a rank, or none at all."""
     torch.manual_seed(0)
     size, ranks = 13, 3
-    cut = Cut(2, size, sections, ranks)
+    cut = DimSharding(2, size, sections, ranks)
     whole = [torch.randn(2, heads, size, 4, dtype=torch.double, requires_grad=True) for heads in (4, 2, 2)]
     mask = torch.ones(size, size, dtype=torch.bool).tril() if kind != "none" else None
     before = 4 if kind == "runs of a window" else size
@@ -222,13 +224,13 @@ def test_visits_together_are_attention(kind, kernel, sections):
         found = [torch.zeros_like(x) for x in whole]
         for here in range(ranks):
             query, of_made = (cut.take(x, here) for x in (whole[0], grad))
-            rows = Cut(0, size, sections, ranks)
+            rows = DimSharding(0, size, sections, ranks)
             by_runs = kind.startswith("runs")
             own = rows.take(mask, here) if mask is not None and not by_runs else None
-            runs = [Run(count, 0, start + count, start - before, start + 1) for start, count in cut.spans(here)]
-            visits = [Visit(cut, here, i, own, None, runs if by_runs else ()) for i in range(ranks)]
+            runs = [QueryRun(count, 0, start + count, start - before, start + 1) for start, count in cut.spans(here)]
+            visits = [KeyBlockVisit(cut, here, i, own, None, runs if by_runs else ()) for i in range(ranks)]
             keys, values = ([cut.take(x, i) for i in range(ranks)] for x in whole[1:])
-            made, total = visited(query, zip(keys, values, visits, strict=True))
+            made, total = attend_visits(query, zip(keys, values, visits, strict=True))
             torch.testing.assert_close(made, cut.take(expected, here), rtol=0, atol=1e-12)
             for i, (k, v, one) in enumerate(zip(keys, values, visits, strict=True)):
                 parts = [torch.zeros_like(x) for x in (query, k, v)]

@@ -20,13 +20,13 @@ import autopart
 from autopart.cost.count.tabulate import tabulate
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import time_s
-from autopart.cost.predict.send_costs import StageCrossing, scattering_pays
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.send_costs import BoundaryBytes, scatter_is_cheaper
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.errors import PlanError
 from autopart.ir.collective_nodes import autopart_operator
 from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.scatter_gather_sends import in_parts
+from autopart.ir.run.scatter_gather_sends import scatter_layout
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import decode
 from autopart.passes.write.lower import lower
@@ -109,7 +109,7 @@ def test_stages_send_a_part_of_what_they_hold_alike(name, mesh, slow):
         of_whole = {b.name: b for b in other.receives}
         for sent in one.receives:
             before = of_whole[sent.name]
-            if before.layout["tp"] == R and in_parts(traced[sent.name], before.layout, parts.mesh):
+            if before.layout["tp"] == R and scatter_layout(traced[sent.name], before.layout, parts.mesh):
                 assert sent.size_bytes * 2 == before.size_bytes and sent.layout["tp"].is_shard
                 cut += 1
             else:
@@ -161,12 +161,12 @@ def test_which_values_are_cut():
     node = next(n for n in run.traced.graph.nodes if tuple(getattr(n.meta.get("val"), "shape", ())) == (8, 12, 64))
     rows, last = {"dp": shard(0)}, 2
     two, odd = Mesh.parse("pp2,dp2,tp2"), Mesh.parse("pp2,dp2,tp5")
-    assert in_parts(node, {**rows, "tp": R}, two) == {"dp": shard(0), "tp": shard(last)}
+    assert scatter_layout(node, {**rows, "tp": R}, two) == {"dp": shard(0), "tp": shard(last)}
     for place in (R_GRAD_P, P, shard(1)):
-        assert in_parts(node, {**rows, "tp": place}, two) is None
-    assert in_parts(node, {**rows, "tp": R}, odd) is None  # 8 rows, 12 tokens, 64 features
-    assert in_parts(node, {**rows, "tp": R}, Mesh.parse("pp2,dp2")) is None
-    assert in_parts(node, {"dp": shard(last), "tp": R}, two) == {"dp": shard(last), "tp": shard(last - 1)}
+        assert scatter_layout(node, {**rows, "tp": place}, two) is None
+    assert scatter_layout(node, {**rows, "tp": R}, odd) is None  # 8 rows, 12 tokens, 64 features
+    assert scatter_layout(node, {**rows, "tp": R}, Mesh.parse("pp2,dp2")) is None
+    assert scatter_layout(node, {"dp": shard(last), "tp": R}, two) == {"dp": shard(last), "tp": shard(last - 1)}
 
 
 def test_parts_in_a_wrong_order_are_found(slow, monkeypatch):
@@ -250,15 +250,15 @@ def test_memory_is_what_autograd_holds(name, slow):
 
 def test_the_price_is_that_of_the_links(slow):
     mesh, hardware = Mesh.parse("pp2,tp2"), Hardware.load(slow)
-    crossing = StageCrossing(3e6, 2e6)
+    crossing = BoundaryBytes(3e6, 2e6)
     whole, parts = (crossing.time_s(mesh, hardware, scatters) for scatters in (False, True))
     assert whole == pytest.approx(3e6 / 1e9)
     assert parts == pytest.approx((1e6 + 2e6 / 2) / 1e9 + (2e6 / 2) / 1e11)
     assert parts == time_s("send", 2, 2e6, hardware, 2) + time_s("all_gather", 2, 2e6, hardware)
-    assert scattering_pays([crossing], mesh, hardware)
-    assert not scattering_pays([StageCrossing(3e6, 0.0)], mesh, hardware)  # nothing is alike
-    assert not scattering_pays([crossing], Mesh.parse("pp2"), hardware)
-    assert not scattering_pays([], Mesh.parse("tp2"), hardware)
+    assert scatter_is_cheaper([crossing], mesh, hardware)
+    assert not scatter_is_cheaper([BoundaryBytes(3e6, 0.0)], mesh, hardware)  # nothing is alike
+    assert not scatter_is_cheaper([crossing], Mesh.parse("pp2"), hardware)
+    assert not scatter_is_cheaper([], Mesh.parse("tp2"), hardware)
 
 
 @pytest.mark.parametrize(("link", "expected"), [(1e11, True), (1.1e9, True), (0.9e9, False), (1e8, False)])
@@ -269,7 +269,7 @@ def test_parts_are_chosen_where_they_are_faster(link, expected, tmp_path):
     assert plan.scatter_sends is expected
     draft = drafted(run.traced, Mesh.parse("pp2,tp2"), Options(hardware=path, **WHOLE_STREAM))
     table = tabulate(run.traced, *(draft.whole or (draft.program, draft.walks)), {})
-    setting, hardware = Setting(Mesh.parse("pp2,tp2"), plan.schedule, 8), Hardware.load(path)
+    setting, hardware = RunSetting(Mesh.parse("pp2,tp2"), plan.schedule, 8), Hardware.load(path)
     times = [predict(table, replace(setting, scatter_sends=how), hardware).step_time_s for how in (None, True, False)]
     assert times[0] == min(times[1:]) and times[1] != times[2]
     assert times[0] == pytest.approx(autopart.simulate(plan).step_time_s, rel=1e-9)
@@ -329,7 +329,7 @@ def test_what_is_gathered_is_counted(name, slow):
 def test_a_slow_link_costs_less_with_parts(slow):
     _, plan = planned("gpt2", "pp2,tp2", slow)
     table, hardware = plan.cost.table, Hardware.load(slow)
-    setting = Setting(Mesh.parse("pp2,tp2"), plan.schedule, 8, scatter_sends=False)
+    setting = RunSetting(Mesh.parse("pp2,tp2"), plan.schedule, 8, scatter_sends=False)
     whole = predict(table, setting, hardware)
     assert autopart.simulate(plan).step_time_s < whole.step_time_s
     assert math.isfinite(float(plan.cost.at(tp=4, pp=2)))

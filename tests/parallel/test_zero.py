@@ -272,7 +272,7 @@ def calls() -> None:
 def noted_gathers():
     """Inside, every gathered weight is noted: its name, and its memory."""
     found: list[tuple[str, StorageWeakRef]] = []
-    gather = shard_buckets.PartBucket.gather
+    gather = shard_buckets.ShardBucket.gather
 
     def noted(self, *given):
         wait = gather(self, *given)
@@ -286,7 +286,7 @@ def noted_gathers():
 
         return wholes
 
-    with mock.patch.object(shard_buckets.PartBucket, "gather", noted):
+    with mock.patch.object(shard_buckets.ShardBucket, "gather", noted):
         yield found
 
 
@@ -305,8 +305,8 @@ def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
     and how often by the plan. `keep`: autograd saves what it is given."""
     model, batch = zoo.llama()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
-    pack = (lambda self, saved: saved) if keep else unshard_blocks.GatheredBlocks._pack
-    with mock.patch.object(unshard_blocks.GatheredBlocks, "_pack", pack), noted_gathers() as found:
+    pack = (lambda self, saved: saved) if keep else unshard_blocks.UnshardBlocks._pack
+    with mock.patch.object(unshard_blocks.UnshardBlocks, "_pack", pack), noted_gathers() as found:
         loss = pm(**batch).loss
         there = still_there(found, 1 if keep else 100)
         loss.backward()
@@ -318,7 +318,7 @@ def lets_go() -> tuple[int, set[str]]:
     """How many forwards begin in a step of two microbatches, and which weights of a backward they begin with."""
     model, batch = adapters()  # of frozen weights no gradient is scattered, which lets go of them too
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch, zero=3, microbatches=2)
-    take, begun, there = unshard_blocks.GatheredBlocks.take, [], set[str]()
+    take, begun, there = unshard_blocks.UnshardBlocks.take, [], set[str]()
 
     def taken(self, index):
         if index == 0:
@@ -326,7 +326,7 @@ def lets_go() -> tuple[int, set[str]]:
             there.update(still_there(found))
         return take(self, index)
 
-    with noted_gathers() as found, mock.patch.object(unshard_blocks.GatheredBlocks, "take", taken):
+    with noted_gathers() as found, mock.patch.object(unshard_blocks.UnshardBlocks, "take", taken):
         pm.step(**batch)
     return len(begun), there
 

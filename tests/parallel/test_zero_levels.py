@@ -58,7 +58,7 @@ def _can_be(
             return False
     if compiled and (shutil.which("g++") is None or model == "t5" or recompute == "selective"):
         return False
-    return 8 % (axes.row_ranks * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
+    return 8 % (axes.data_parallel_size * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
 
 
 @pytest.mark.few

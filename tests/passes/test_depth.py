@@ -71,7 +71,7 @@ def counted(found: Counter[str], kind: str, function):
 def test_work_does_not_grow_with_the_number_of_blocks(counts):
     numbers = []
     for layers in (6, 9):  # the two blocks at either end are also tried apart from the others
-        saved_tensors.KNOWN.effects.clear()
+        saved_tensors.EFFECT_CACHE.effects.clear()
         found = counts(WORK)
         planned(layers)
         numbers.append(dict(found))

@@ -17,9 +17,16 @@ from transformers import (
 
 import autopart
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.predict.table_data import of_few_rows as order_of_whole
+from autopart.cost.predict.table_data import deduplicated_rows as order_of_whole
 from autopart.errors import AutopartError
-from autopart.ir.blocks.deduplication import Fold, NotFoldable, later, names_of, original, unrolled
+from autopart.ir.blocks.deduplication import (
+    DeduplicatedBlock,
+    NotDeduplicable,
+    expand_blocks,
+    later,
+    names_of,
+    original,
+)
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
@@ -27,7 +34,7 @@ from autopart.options import Options
 from autopart.passes.facts.deduplicated_blocks import beside, check_blocks, check_written
 from autopart.plans.pins import Pins
 from autopart.recipe import make_plan
-from autopart.tracing.blocks.deduplicate import folded
+from autopart.tracing.blocks.deduplicate import deduplicated
 from autopart.tracing.trace_model import bind_call, trace
 
 
@@ -159,21 +166,22 @@ def test_unfolded_is_what_a_plain_trace_is():
 
 @pytest.mark.large
 def test_two_chains_are_folded():
-    assert traces("t5")[1].folds == (Fold("encoder.block", 4, 2), Fold("decoder.block", 4, 3))
+    assert traces("t5")[1].folds == (DeduplicatedBlock("encoder.block", 4, 2), DeduplicatedBlock("decoder.block", 4, 3))
 
 
 def test_names():
-    fold = Fold("h", 3, 4)
-    folds = (Fold("other", 3, 9), fold)
+    fold = DeduplicatedBlock("h", 3, 4)
+    folds = (DeduplicatedBlock("other", 3, 9), fold)
     assert names_of(folds, "h.3.up/mul#1") == [f"h.{i}.up/mul#1" for i in (3, 4, 5, 6)]
     assert names_of(folds, "h.30.up") == ["h.30.up"] and names_of(folds, "hh.3") == ["hh.3"]
     assert [original(folds, f"h.{i}") for i in (2, 3, 6, 7)] == ["h.2", "h.3", "h.3", "h.7"]
     assert later(folds, "h.3.up", 2) == "h.5.up"
-    assert [*unrolled((Fold("h", 1, 3),), ["h.0", "h.1", "h.2"], str, lambda name, i: f"{name}+{i}")] == [
+    assert [*expand_blocks((DeduplicatedBlock("h", 1, 3),), ["h.0", "h.1", "h.2"], str, lambda name, i:
+    f"{name}+{i}")] == [
         "h.0", "h.1+0", "h.1+1", "h.1+2", "h.2"
     ]  # fmt: skip
-    with pytest.raises(NotFoldable):
-        [*unrolled((fold,), ["h.3", "a", "h.3"], str, lambda name, i: name)]
+    with pytest.raises(NotDeduplicable):
+        [*expand_blocks((fold,), ["h.3", "a", "h.3"], str, lambda name, i: name)]
 
 
 class Block(nn.Module):
@@ -214,12 +222,12 @@ class Stack(nn.Module):
 
 
 def fold_of(model):
-    return folded(trace(model, bind_call(model, (torch.ones(4, 8),), {}))).folds
+    return deduplicated(trace(model, bind_call(model, (torch.ones(4, 8),), {}))).folds
 
 
 def test_blocks_alike_are_folded():
-    assert fold_of(Stack()) == (Fold("layers", 4, 3),)  # what the first block reads needs no gradient
-    assert fold_of(Stack(number=9)) == (Fold("layers", 4, 2),)
+    assert fold_of(Stack()) == (DeduplicatedBlock("layers", 4, 3),)  # what the first block reads needs no gradient
+    assert fold_of(Stack(number=9)) == (DeduplicatedBlock("layers", 4, 2),)
     assert fold_of(Stack(number=8)) == ()
 
 
@@ -233,7 +241,7 @@ def test_a_block_that_differs_is_noticed(change):
 def test_a_chain_on_either_side_of_one_that_differs():
     model = Stack(number=19)
     model.layers[9].up, model.layers[9].down = nn.Linear(8, 16), nn.Linear(16, 8)
-    assert fold_of(model) == (Fold("layers", 4, 2), Fold("layers", 13, 3))
+    assert fold_of(model) == (DeduplicatedBlock("layers", 4, 2), DeduplicatedBlock("layers", 13, 3))
 
 
 def test_checks_of_a_block_can_fail():
@@ -243,13 +251,13 @@ def test_checks_of_a_block_can_fail():
     place = facts(node)["place"]
     try:
         facts(node)["place"] = place._replace(block=(place.block[0], 0))
-        with pytest.raises(NotFoldable):
+        with pytest.raises(NotDeduplicable):
             check_blocks(few)
         facts(node)["place"], told = place, facts(node).pop("block")
-        with pytest.raises(NotFoldable):
+        with pytest.raises(NotDeduplicable):
             check_blocks(few)
         facts(node)["block"], facts(node)["other_positions"] = told, frozenset("s")
-        with pytest.raises(NotFoldable):
+        with pytest.raises(NotDeduplicable):
             check_blocks(few)
     finally:
         facts(node)["place"] = place
@@ -264,7 +272,7 @@ def test_checks_of_a_program_can_fail():
     check_written(graph, few.folds)
     node = beside(graph, few.folds[0])[1][3]
     node.target = torch.ops.aten.sigmoid.default
-    with pytest.raises(NotFoldable):
+    with pytest.raises(NotDeduplicable):
         check_written(graph, few.folds)
 
 
@@ -276,7 +284,7 @@ def test_checks_of_a_table_can_fail():
     assert len(order_of_whole(table, folds=few.folds).order) > len(table.order)
     row = next(row for row, *block in table.order if block == [fold.path, fold.number + fold.times])
     rows = [replace(one, kept=one.kept * 2 + one.in_forward) if i == row else one for i, one in enumerate(table.rows)]
-    with pytest.raises(NotFoldable):
+    with pytest.raises(NotDeduplicable):
         order_of_whole(replace(table, rows=tuple(rows)), folds=few.folds)
 
 

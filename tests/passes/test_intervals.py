@@ -11,9 +11,9 @@ from torch import fx
 import autopart.ops.blockwise_attention as visits
 import autopart.ops.mask_key_ranges as intervals
 import autopart.ops.masked_attention as attention
-from autopart.ir.sharding import Cut
-from autopart.ops.mask_key_ranges import Intervals, Seen, intervals_of
-from autopart.ops.masked_attention import band_of
+from autopart.ir.sharding import DimSharding
+from autopart.ops.mask_key_ranges import KeyRangeEvaluator, KeyRanges, key_ranges_of
+from autopart.ops.masked_attention import mask_window_of
 from autopart.ops.stage_masks import is_attention, mask_of
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace_model import bind_call
@@ -21,7 +21,7 @@ from autopart.tracing.trace_model import bind_call
 QUERIES = KEYS = 12
 
 
-def dense(found: Intervals) -> torch.Tensor:
+def dense(found: KeyRanges) -> torch.Tensor:
     """The mask of some intervals."""
     at = torch.arange(found.keys)
     return (at >= found.first.unsqueeze(-1)) & (at < found.end.unsqueeze(-1))
@@ -107,11 +107,11 @@ def all_pairs_are_too_many(monkeypatch):
 @pytest.mark.parametrize(("mask", "inputs"), MASKS, ids=lambda value: getattr(value, "__name__", ""))
 def test_they_are_what_the_mask_says(mask, inputs):
     node, given, expected = traced(mask, *inputs)
-    found = Seen(given).of(node)
+    found = KeyRangeEvaluator(given).of(node)
     assert found is not None
     full = torch.broadcast_to(dense(found), expected.shape)
     assert torch.equal(full, expected)
-    assert found.band() == band_of(expected, QUERIES, KEYS)
+    assert found.band() == mask_window_of(expected, QUERIES, KEYS)
 
 
 @pytest.mark.parametrize("mask", [
@@ -121,20 +121,20 @@ def test_they_are_what_the_mask_says(mask, inputs):
 ], ids=["out of order", "or", "a product"])  # fmt: skip
 def test_what_is_not_known_to_be_intervals_is_none(mask):
     node, given, _ = traced(mask, DOCUMENTS)
-    assert Seen(given).of(node) is None
+    assert KeyRangeEvaluator(given).of(node) is None
 
 
 def test_of_a_mask_that_is_there():
     mask = causal()[0, 0]
-    assert torch.equal(dense(intervals_of(mask)), mask)
-    assert intervals_of(mask).band() == band_of(mask, QUERIES, KEYS)
-    assert intervals_of(torch.tensor([[True, False, True]])) is None
-    assert torch.equal(dense(intervals_of(torch.zeros(2, 3, dtype=torch.bool))), torch.zeros(2, 3, dtype=torch.bool))
+    assert torch.equal(dense(key_ranges_of(mask)), mask)
+    assert key_ranges_of(mask).band() == mask_window_of(mask, QUERIES, KEYS)
+    assert key_ranges_of(torch.tensor([[True, False, True]])) is None
+    assert torch.equal(dense(key_ranges_of(torch.zeros(2, 3, dtype=torch.bool))), torch.zeros(2, 3, dtype=torch.bool))
 
 
 def parts_of(mask, ranks, index, sections=()):
     """A rank's queries of a mask."""
-    return Cut(mask.dim() - 2, mask.size(-2), sections, ranks).take(mask, index)
+    return DimSharding(mask.dim() - 2, mask.size(-2), sections, ranks).take(mask, index)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -144,7 +144,7 @@ def test_runs_see_what_the_mask_says(mask, sections, ranks):
     whole = mask()
     for index in range(ranks):
         own = parts_of(whole, ranks, index, sections)
-        runs = intervals_of(own).runs()
+        runs = key_ranges_of(own).runs()
         seen = [
             [max(run.low, run.first + i) <= key < min(run.high, run.end + i) for key in range(KEYS)]
             for run in runs for i in range(run.queries)
@@ -166,7 +166,7 @@ def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, 
         own = parts_of(whole, 2, index, (2,))
         sizes = ((4, 6), (heads, KEYS), (heads, KEYS))
         given = [torch.randn(3, h, n, 8, dtype=torch.float64, requires_grad=True) for h, n in sizes]
-        numbers = [number for run in intervals_of(own).runs() for number in run]
+        numbers = [number for run in key_ranges_of(own).runs() for number in run]
         found = torch.ops.autopart.attention_runs(*given, numbers, scale=0.3, enable_gqa=heads == 2)
         expected = F.scaled_dot_product_attention(*given, own, scale=0.3, enable_gqa=heads == 2)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -188,6 +188,8 @@ def test_of_a_model(made, band):
     model, batch = made()
     trace = prepare(model, bind_call(model, (), batch))
     call = next(filter(is_attention, trace.graph.nodes))
-    found = Seen(dict(zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True))).of(mask_of(call))
+    found = KeyRangeEvaluator(dict(zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True))).of(
+        mask_of(call)
+    )
     assert found is not None and found.band() == band
     assert isinstance(call, fx.Node)

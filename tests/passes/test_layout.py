@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from autopart.ir.collective_nodes import OPERATORS
 from autopart.ir.layout import (
     CONVERSIONS,
+    DISPATCH_CONVERSIONS,
     R_GRAD_P,
-    ROUTING,
     Conversion,
     P,
     Placement,
@@ -96,7 +96,11 @@ def test_operators_and_primitives_are_the_runtime_s():
     assert len(set(operators)) == len(operators), "one operator per pair"
     assert {step.operator: step for step in CONVERSIONS.values()} == OPERATORS
     assert set(operators) < set(all_operators())
-    used = {name for step in (*CONVERSIONS.values(), *ROUTING.values()) for name in (step.forward, step.backward)}
+    used = {
+        name
+        for step in (*CONVERSIONS.values(), *DISPATCH_CONVERSIONS.values())
+        for name in (step.forward, step.backward)
+    }
     assert used == set(PRIMITIVES) == set(LIST_PRIMITIVES)
 
 

@@ -16,10 +16,10 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.ir.facts import facts
-from autopart.ir.mask_structure import Band
+from autopart.ir.mask_structure import MaskWindow
 from autopart.ir.mesh import Mesh
-from autopart.ops.masked_attention import band_of, blocks_fit, window_attention
-from autopart.ops.stage_masks import is_attention, mask_of, masks_of, with_bands
+from autopart.ops.masked_attention import blocks_fit, mask_window_of, window_attention
+from autopart.ops.stage_masks import is_attention, mask_of, masks_of, with_mask_structure
 from autopart.options import Options
 from autopart.passes.facts import mask_facts
 from autopart.passes.write.lower import lower
@@ -49,14 +49,14 @@ def documents():
 
 
 MASKS = {
-    "causal": (CAUSAL, Band(SEQ - 1, 0)),
-    "causal of every row": (CAUSAL.expand(ROWS, 1, SEQ, SEQ), Band(SEQ - 1, 0)),
-    "causal copied": (CAUSAL.repeat(ROWS, 1, 1, 1), Band(SEQ - 1, 0)),
-    "causal, nothing padded": (CAUSAL & rows_of([SEQ] * ROWS), Band(SEQ - 1, 0)),
-    "window": (WINDOW, Band(7, 0)),
-    "window to both sides": (BOTH_SIDES, Band(8, 8)),
-    "all": (FULL, Band(SEQ - 1, SEQ - 1)),
-    "all keys of every row": (rows_of([SEQ] * ROWS), Band(SEQ - 1, SEQ - 1)),
+    "causal": (CAUSAL, MaskWindow(SEQ - 1, 0)),
+    "causal of every row": (CAUSAL.expand(ROWS, 1, SEQ, SEQ), MaskWindow(SEQ - 1, 0)),
+    "causal copied": (CAUSAL.repeat(ROWS, 1, 1, 1), MaskWindow(SEQ - 1, 0)),
+    "causal, nothing padded": (CAUSAL & rows_of([SEQ] * ROWS), MaskWindow(SEQ - 1, 0)),
+    "window": (WINDOW, MaskWindow(7, 0)),
+    "window to both sides": (BOTH_SIDES, MaskWindow(8, 8)),
+    "all": (FULL, MaskWindow(SEQ - 1, SEQ - 1)),
+    "all keys of every row": (rows_of([SEQ] * ROWS), MaskWindow(SEQ - 1, SEQ - 1)),
     "padded right": (CAUSAL & rows_of([SEQ, 20, 1, SEQ]), None),
     "padded left": ((CAUSAL & rows_of([SEQ, 20, 12, SEQ], left=True)) | (QUERY == KEY), None),
     "encoder, padded": (rows_of([SEQ, 20, 12, SEQ]), None),
@@ -72,25 +72,25 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_a_band_or_not(name):
     mask, band = MASKS[name]
-    assert band_of(mask, SEQ, SEQ) == band
+    assert mask_window_of(mask, SEQ, SEQ) == band
     for hidden in (-torch.inf, torch.finfo(torch.float32).min):
-        assert band_of(torch.where(mask, 0.0, hidden), SEQ, SEQ) == band
+        assert mask_window_of(torch.where(mask, 0.0, hidden), SEQ, SEQ) == band
 
 
 def test_numbers_that_are_neither_seen_nor_hidden_are_no_band():
     slopes = torch.where(CAUSAL, -0.5 * (QUERY - KEY), -torch.inf)
-    assert band_of(slopes, SEQ, SEQ) is None
-    assert band_of(torch.where(CAUSAL, 0.0, -1e4), SEQ, SEQ) is None  # scores may be as large
-    assert band_of(torch.zeros(1, SEQ), SEQ, SEQ) == Band(SEQ - 1, SEQ - 1)
+    assert mask_window_of(slopes, SEQ, SEQ) is None
+    assert mask_window_of(torch.where(CAUSAL, 0.0, -1e4), SEQ, SEQ) is None  # scores may be as large
+    assert mask_window_of(torch.zeros(1, SEQ), SEQ, SEQ) == MaskWindow(SEQ - 1, SEQ - 1)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("queries", "keys"), [(3, 7), (7, 3), (1, 5), (5, 1), (1, 1)])
 def test_bands_of_unequal_queries_and_keys(queries, keys):
     query, key = torch.arange(queries)[:, None], torch.arange(keys)[None]
-    for band in (Band(0, 0), Band(2, 0), Band(0, 1), Band(queries - 1, keys - 1)):
+    for band in (MaskWindow(0, 0), MaskWindow(2, 0), MaskWindow(0, 1), MaskWindow(queries - 1, keys - 1)):
         mask = (key >= query - band.before) & (key <= query + band.after)
-        found = band_of(mask, queries, keys)
+        found = mask_window_of(mask, queries, keys)
         if not mask.any(1).all():
             assert found is None  # a query that sees nothing
         else:
@@ -177,7 +177,7 @@ def test_masks_of_every_kind_are_exact(name):
 
 
 def test_and_so_they_are_where_nothing_is_recognised(monkeypatch):
-    monkeypatch.setattr(mask_kernels, "band_of", lambda *_: None)
+    monkeypatch.setattr(mask_kernels, "mask_window_of", lambda *_: None)
     assert verified(run_of(partial(build, "causal")), "dp2,tp2").ok
 
 
@@ -213,7 +213,7 @@ def test_a_mask_that_is_learned_is_read():
 
 
 def test_a_window_is_run_by_blocks():
-    assert blocks_fit(Band(19, 0), 256) and not blocks_fit(Band(19, 0), 128)
+    assert blocks_fit(MaskWindow(19, 0), 256) and not blocks_fit(MaskWindow(19, 0), 128)
     run = run_of(a_window)
     assert verified(run, "tp2").ok
     (stage,) = drafted(run.traced, Mesh.parse("tp2"), Options()).program.stages
@@ -223,7 +223,7 @@ def test_a_window_is_run_by_blocks():
     assert [stage_input.name for stage_input in stage.inputs] == ["x_0"]  # the mask is not even held
 
 
-def of_positions(made, repeated=True, dropout=0.0):
+def input_independent_masks(made, repeated=True, dropout=0.0):
     torch.manual_seed(0)
     return Masked(made, repeated, dropout).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
 
@@ -231,7 +231,9 @@ def of_positions(made, repeated=True, dropout=0.0):
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
 def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
     """FLOPs, time and memory are those of a model that calls the kernel itself, with keys and values as they are."""
-    made, told = (plan_of(run_of(partial(of_positions, *how)), mesh) for how in (("from positions",), ("told", False)))
+    made, told = (
+        plan_of(run_of(partial(input_independent_masks, *how)), mesh) for how in (("from positions",), ("told", False))
+    )
     prices = ("objective", "lower_bound", "memory_traffic_s")  # the solver's, of the graph as it was traced
     assert {k: v for k, v in made.cost.items() if k not in prices} == {
         k: v for k, v in told.cost.items() if k not in prices
@@ -243,7 +245,7 @@ def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
 @pytest.mark.parametrize("how", [("from positions",), ("told", False)], ids=str)
 def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
     """FLOPs, time and memory are those of a model that drops nothing, but for the seeds of microbatches."""
-    plain, drops = (plan_of(run_of(partial(of_positions, *how, dropout=p)), mesh) for p in (0.0, 0.1))
+    plain, drops = (plan_of(run_of(partial(input_independent_masks, *how, dropout=p)), mesh) for p in (0.0, 0.1))
     assert drops.cost["parts_s"]["attention"] == pytest.approx(plain.cost["parts_s"]["attention"], rel=1e-12)
     assert drops.cost["step_time_s"] == pytest.approx(plain.cost["step_time_s"], rel=1e-12)
     assert drops.memory == plain.memory
@@ -263,7 +265,7 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers)
     for recognises in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not recognises:
-                patch.setattr(mask_kernels, "band_of", lambda *_: None)
+                patch.setattr(mask_kernels, "mask_window_of", lambda *_: None)
             torch.manual_seed(1)
             pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
             loss = pm.step(**batch)
@@ -317,7 +319,7 @@ def test_causal_attention_takes_what_the_profile_says():
 
 def test_a_mask_of_positions_is_looked_at_once():
     """Other calls neither make it nor hold it."""
-    model, batch = of_positions("from positions")
+    model, batch = input_independent_masks("from positions")
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     torch.testing.assert_close(pm.step(**batch), model(**batch).detach(), rtol=1e-12, atol=0)
     (module,) = stage_modules(pm)
@@ -328,7 +330,9 @@ def test_a_mask_of_positions_is_looked_at_once():
 def test_masks_that_layers_make_alike_are_made_once(monkeypatch):
     """Every layer of T5's decoder makes a mask of its own for what it reads of the encoder."""
     looked_at = []
-    monkeypatch.setattr(mask_kernels, "band_of", lambda mask, *scores: looked_at.append(mask) or band_of(mask, *scores))
+    monkeypatch.setattr(
+        mask_kernels, "mask_window_of", lambda mask, *scores: looked_at.append(mask) or mask_window_of(mask, *scores)
+    )
     model, batch = zoo.t5(num_layers=4)
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     pm.step(**batch)
@@ -341,12 +345,14 @@ def test_masks_that_layers_make_alike_are_made_once(monkeypatch):
     ("cpu", torch.float32, True), ("cuda", torch.float32, False), ("cuda", torch.bfloat16, True),
 ])  # fmt: skip
 def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
-    model, batch = of_positions("told")
+    model, batch = input_independent_masks("told")
     traced = prepare(model.to(dtype), bind_call(model, (), {"x": batch["x"].to(dtype)}))
     decisions = drafted(traced, Mesh.parse("dp1"), Options()).decisions
     program = lower(traced, decisions, plan_outputs(traced), whole_outputs=False)
     (stage,) = program.stages
-    stage = with_bands(stage, {mask.name: Band(SEQ - 1, 0) for mask in masks_of(stage)}, torch.device(device))
+    stage = with_mask_structure(
+        stage, {mask.name: MaskWindow(SEQ - 1, 0) for mask in masks_of(stage)}, torch.device(device)
+    )
     calls = [node for node in stage.graph.graph.nodes if is_attention(node)]
     assert [bool(call.kwargs.get("enable_gqa")) for call in calls] == [grouped] * 2
 
@@ -356,7 +362,10 @@ def test_a_large_batch_is_looked_at_by_rows_that_differ(monkeypatch):
     monkeypatch.setattr(mask_facts, "_LARGEST", 3 * 12 * 12)
     model, batch = zoo.bert()
     padded = batch["attention_mask"].unique(dim=0)
-    for mask, band in ((torch.ones_like(batch["attention_mask"]), Band(11, 11)), (padded[:1].expand(8, -1), None)):
+    for mask, band in (
+        (torch.ones_like(batch["attention_mask"]), MaskWindow(11, 11)),
+        (padded[:1].expand(8, -1), None),
+    ):
         traced = prepare(model, bind_call(model, (), {**batch, "attention_mask": mask.clone()}))
         masks_read = {mask_of(node) for node in traced.graph.nodes if is_attention(node)}
         assert [facts(node).get("band") for node in masks_read] == [band]

@@ -325,7 +325,7 @@ def test_all_choices_for_a_trace_are_in_its_folder(tmp_path):
     (folder,) = folders(tmp_path)
     names = [text.partition("{")[0] for *_, text in listed(folder) if " of " not in text]
     assert names[names.index("annotate") :] == [
-        "annotate", "find_bands", "share_selections", "decide", "choose_parts", "lower", "decode", "lower",
+        "annotate", "find_bands", "share_selections", "decide", "choose_sharded_storage", "lower", "decode", "lower",
     ]  # fmt: skip
 
 

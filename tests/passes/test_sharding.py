@@ -23,7 +23,7 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.choose.solve.layout_pins import FREE
 from autopart.passes.choose.solve.pairwise_solver import NoSolution
 from autopart.passes.choose.solve.shard_axis import ShardingProblem, cheapest
-from autopart.passes.choose.solve.sharding_costs import Step
+from autopart.passes.choose.solve.sharding_costs import CostedStep
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_a_conversion_that_was_priced_before_costs_what_it_did():
     for value in programme.values:
         places = {*value.places(), *(place for use in value.uses.values() for one in use.wanted() for place in one)}
         for place, target in itertools.product(places, repeat=2):
-            anew = programme.prices.with_all_latency()
+            anew = programme.prices.with_full_latency()
             anew.whole, anew.links = programme.prices.whole, programme.prices.links
             assert programme.prices.conversion_s(place, target, value.node) == anew.conversion_s(
                 place, target, value.node
@@ -147,7 +147,9 @@ def test_no_combination_is_cheaper(between):
     tried = []
 
     @settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, STORED))))
+    @given(
+        graphs(), st.sampled_from((2, 3)), st.sampled_from((CostedStep(), CostedStep(4, 8), CostedStep(1, 2, STORED)))
+    )
     def check(graph, tp, step):
         if not any(facts(node)["role"] == ACTIVE for node in operators(graph)):
             reject()
@@ -194,11 +196,11 @@ def test_the_objective_counts_what_is_summed_over_dp():
     prices = {
         links: ShardingProblem(
             graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s), {}, {},
-            step=Step(1, 4, Storage(Mesh.parse("dp4,tp8"))))
+            step=CostedStep(1, 4, Storage(Mesh.parse("dp4,tp8"))))
         for links in (1, 2)
     }  # fmt: skip
     found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}
-    alone = ShardingProblem(graph, 8, hardware, {}, {}, step=Step(1, 4))
+    alone = ShardingProblem(graph, 8, hardware, {}, {}, step=CostedStep(1, 4))
     before = alone.price(alone.solve().options, alone.real_prices)
     over_dp = {links: price.gradient_sync_s - before.gradient_sync_s for links, price in found.items()}
     assert over_dp[1] == pytest.approx(2 * over_dp[2], rel=0.05) and over_dp[2] > 0

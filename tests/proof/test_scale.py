@@ -13,7 +13,7 @@ from autopart.ir.facts import facts
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.tables import SHAPED
 from autopart.proof.scale import scaled_model
-from autopart.proof.scale.scaled_model import VerifyLoad, fewest, renamed, scaled_copy
+from autopart.proof.scale.scaled_model import VerifyLoad, blocks_to_keep, renamed, scaled_copy
 from autopart.proof.verify import VerificationRun
 
 LAYERS = 32
@@ -91,7 +91,7 @@ def test_every_kind_of_block_is_kept():
     ],
 )  # fmt: skip
 def test_fewest(kinds, kept):
-    assert fewest(kinds) == kept
+    assert blocks_to_keep(kinds) == kept
 
 
 @pytest.mark.large
@@ -137,7 +137,7 @@ def test_memory_decides(monkeypatch):
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)
     needed = VerifyLoad().estimate(model, autopart.tracing.trace_model.bind_call(model, (), batch)).total
     monkeypatch.setattr(scaled_model, "MOST_FOR_COPY", needed)
-    monkeypatch.setattr(scaled_model, "SHARE_COPY", scaled_model.SHARE_WHOLE)
+    monkeypatch.setattr(scaled_model, "SHARE_COPY", scaled_model.SHARE_FULL_SIZE)
     monkeypatch.setattr(scaled_model, "available_bytes", lambda device: needed)
     found = autopart.verify(model, "tp2", example_kwargs=batch)
     assert found.ok and "verified on a copy with 2 of 8 blocks (model.layers)" in found.notes

@@ -158,16 +158,18 @@ def test_a_loss_function_has_the_target_of_its_batch():
 
 
 def test_a_norm_that_counts_replicas_once_a_rank(monkeypatch):
-    monkeypatch.setattr(gradient_norms, "counts_at", lambda *where: True)
+    monkeypatch.setattr(gradient_norms, "is_owner_at", lambda *where: True)
     first = trained(run_of(zoo.gpt2), "tp2").first_mismatch
     assert (first.step, first.kind, first.name) == (1, "norm", "") and first.error > 1e-3, str(first)
     assert "step 1: norm differs by" in str(first) and "not 3.5166" in str(first)
 
 
 def test_a_tied_weight_that_counts_twice(monkeypatch):
-    counts_at = gradient_norms.counts_at
+    is_owner_at = gradient_norms.is_owner_at
     monkeypatch.setattr(
-        gradient_norms, "counts_at", lambda stored, mesh, at, owners: counts_at(stored, mesh, at, (at.get("pp", 0),))
+        gradient_norms,
+        "is_owner_at",
+        lambda stored, mesh, at, owners: is_owner_at(stored, mesh, at, (at.get("pp", 0),)),
     )
     first = trained(run_of(zoo.gpt2), "pp2").first_mismatch
     assert (first.step, first.kind) == (1, "norm"), str(first)
@@ -202,7 +204,7 @@ def test_one_rank_that_skips_a_step(monkeypatch):
         calls.append(found)
         return {**found, 1: len(calls) == 2}
 
-    monkeypatch.setattr(lockstep_steps, "shared_infinity", skips)
+    monkeypatch.setattr(lockstep_steps, "any_infinity", skips)
     first = trained(run_of(zoo.skip_mlp), "dp2", scaler=True).first_mismatch
     assert (first.step, first.kind, first.rank) == (2, "scale", 1), str(first)
     assert "the step is skipped, and on one device it is taken" in str(first)
@@ -246,7 +248,7 @@ def test_an_infinity_skips_the_step_on_all_ranks():
 
 
 def test_a_scaler_that_keeps_an_infinity_to_itself(monkeypatch):
-    monkeypatch.setattr(lockstep_steps, "shared_infinity", dict)
+    monkeypatch.setattr(lockstep_steps, "any_infinity", dict)
     first = rooted(scaler=True).first_mismatch
     assert (first.step, first.kind, first.rank) == (2, "scale", 0), str(first)
     assert "the step is taken, and on one device it is skipped" in str(first)

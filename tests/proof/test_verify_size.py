@@ -18,8 +18,8 @@ from autopart.ir.mesh import Mesh
 from autopart.proof import verify_estimate
 from autopart.proof.scale import scaled_model
 from autopart.proof.scale.scaled_model import VerifyLoad, scaled_copy
-from autopart.proof.scale.smaller_config import LADDER, Divisors, alike, smaller, smaller_call
-from autopart.proof.verify_estimate import Estimate, cgroup_room, weights_bytes
+from autopart.proof.scale.smaller_config import LADDER, Divisors, scaled_size, smaller, smaller_call
+from autopart.proof.verify_estimate import Estimate, cgroup_free_bytes, weights_bytes
 from autopart.recipe.model_source import SourceOptions, from_hf_config
 from autopart.tracing.trace_model import bind_call
 
@@ -164,8 +164,8 @@ def test_smaller_sizes_divide_as_the_model_s_do(entries, num_ranks, tmp_path):
 
 
 def test_alike():
-    assert [alike(50257, d, 8, 256) % 8 for d in (2, 4, 16)] == [50257 % 8] * 3
-    assert alike(128256, 64, 2, 256) == 2004 and alike(100, 4, 8, 256) == 100
+    assert [scaled_size(50257, d, 8, 256) % 8 for d in (2, 4, 16)] == [50257 % 8] * 3
+    assert scaled_size(128256, 64, 2, 256) == 2004 and scaled_size(100, 4, 8, 256) == 100
 
 
 def test_a_smaller_call():
@@ -214,9 +214,9 @@ def test_limits_of_cgroups_count(version, tmp_path):
     (inner.parent / "memory.stat").write_text(f"anon 5\n{names[2]} 150\n")
     process = tmp_path / "cgroup"
     process.write_text(f"1:name=systemd:/\n{line}\n")
-    assert cgroup_room(tmp_path, process) == 350
+    assert cgroup_free_bytes(tmp_path, process) == 350
     process.write_text("1:name=systemd:/\n")
-    assert cgroup_room(tmp_path, process) == math.inf
+    assert cgroup_free_bytes(tmp_path, process) == math.inf
     assert 0 < verify_estimate.available_bytes() < 2**60
 
 

@@ -25,9 +25,9 @@ from autopart.errors import CheckpointError, OptionError
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.runtime.checkpoint.saved_shard import ShardPlace, ShardTensor, connect_checkpoints, place_of
+from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, connect_checkpoints, shard_offsets_of
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.shards.shard_owners import Home
+from autopart.runtime.shards.shard_owners import ShardInfo
 
 # --- distributed checkpoints -----------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ def save_then_load_wrong(path: str) -> None:
     pm, _ = make("tied", "tp2")
     state = pm.state_dict()
     state["up.weight"] = ShardTensor(
-        torch.zeros(1, 2), ShardPlace("up.weight", (2, 2), (((pm.mesh.size("tp"), 1),), ((0, 2),)))
+        torch.zeros(1, 2), ShardOffsets("up.weight", (2, 2), (((pm.mesh.size("tp"), 1),), ((0, 2),)))
     )
     with pytest.raises(CheckpointException, match=r"'model.up.weight' has shape \(9, 6\), the model's \(2, 2\)"):
         dcp.load({"model": state}, checkpoint_id=path)
@@ -150,13 +150,14 @@ LAYOUTS = [
 ]
 
 
-def homes(mesh: str, shape: tuple[int, ...], layout: dict[str, str]) -> list[Home]:
+def homes(mesh: str, shape: tuple[int, ...], layout: dict[str, str]) -> list[ShardInfo]:
     """Where a parameter of this layout lies on every rank."""
     parsed = Mesh.parse(mesh)
     placements = {axis: Placement.parse(text) for axis, text in layout.items()}
     stored = StoredTensor("weight", shape, placements, stages=(0,), grad_axes=())
     return [
-        Home("weight", stored, (0,), Process(parsed, rank, torch.device("cpu"), {})) for rank in range(parsed.num_ranks)
+        ShardInfo("weight", stored, (0,), Process(parsed, rank, torch.device("cpu"), {}))
+        for rank in range(parsed.num_ranks)
     ]
 
 
@@ -166,9 +167,9 @@ def test_the_chunks_of_all_ranks_are_the_whole_tensor(mesh, shape, layout):
     rebuilt = torch.full(shape, -1)
     for home in homes(mesh, shape, layout):
         local = full
-        for cut, index in home.cuts_here:
+        for cut, index in home.local_splits:
             local = cut.take(local, index)
-        shard = ShardTensor(local, place_of(home))
+        shard = ShardTensor(local, shard_offsets_of(home))
         assert shard.place.local_shape == local.shape
         for chunk in shard.__create_chunk_list__():
             part = shard.__get_tensor_shard__(MetadataIndex("weight", chunk.offsets))
@@ -179,7 +180,7 @@ def test_the_chunks_of_all_ranks_are_the_whole_tensor(mesh, shape, layout):
 
 
 def test_what_copies_a_shard_keeps_its_place_and_the_rest_is_plain():
-    place = ShardPlace("weight", (4, 2), (((0, 1), (2, 1)), ((0, 2),)))
+    place = ShardOffsets("weight", (4, 2), (((0, 1), (2, 1)), ((0, 2),)))
     local = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     shard = ShardTensor(local, place)
     sent = io.BytesIO(ForkingPickler.dumps(shard))
@@ -208,7 +209,9 @@ assert "autopart" not in sys.modules
 
 def test_a_file_of_shards_is_read_without_autopart_and_not_saved_as_whole(tmp_path):
     path = tmp_path / "rank0.pt"
-    torch.save({"weight": ShardTensor(torch.tensor([1.0, 3.0]), ShardPlace("weight", (4,), (((0, 1), (2, 1)),)))}, path)
+    torch.save(
+        {"weight": ShardTensor(torch.tensor([1.0, 3.0]), ShardOffsets("weight", (4,), (((0, 1), (2, 1)),)))}, path
+    )
     subprocess.run([sys.executable, "-c", READ_WITHOUT_AUTOPART, str(path)], check=True, timeout=TIMEOUT_S)
     connect_checkpoints()
     with pytest.raises(CheckpointException, match="'weight' is one rank's shard of 'weight', and would be saved as if"):
@@ -228,7 +231,7 @@ def test_a_checkpoint_of_the_parameters_themselves_is_refused(tmp_path):
 
 
 def test_a_tensor_of_unknown_place_is_not_saved():
-    shard = ShardTensor(torch.zeros(2, 1), ShardPlace("weight", (4, 2), None))
+    shard = ShardTensor(torch.zeros(2, 1), ShardOffsets("weight", (4, 2), None))
     with pytest.raises(CheckpointError, match="has no known offsets in a checkpoint"):
         shard.__create_write_items__("weight", shard)
 

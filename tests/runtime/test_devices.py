@@ -23,14 +23,14 @@ from autopart.options import Options
 from autopart.passes.facts import analyze
 from autopart.passes.normalize.batch_norm_forms import batch_statistics
 from autopart.proof import verify_estimate
-from autopart.proof.comparison import Subject
+from autopart.proof.comparison import GraphUnderTest
 from autopart.proof.scale import scaled_model
 from autopart.proof.verify import VerificationRun
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import prepare
 from autopart.runtime.comm import call_random, process_mesh
 from autopart.runtime.comm.collectives import on_device
-from autopart.runtime.executable import brought_to
+from autopart.runtime.executable import move_to_device
 from autopart.runtime.lockstep import run_lockstep
 
 
@@ -254,7 +254,7 @@ def test_a_batch_on_the_host_is_moved_to_the_model():
     found = run_lockstep(program, shards, {}, run.traced.call.tensors)
     assert {loss.device.type for microbatches in found.values() for (loss,) in microbatches} == {"meta"}
     weights = {name: weight.to("meta") for name, weight in run.traced.parameters.items()}
-    values = Subject(replace(run.traced, parameters=weights), run.subject.loss).values()
+    values = GraphUnderTest(replace(run.traced, parameters=weights), run.subject.loss).values()
     assert values[run.subject.loss].device.type == "meta"
     assert run.traced.call.tensors[0].device.type == "cpu"
 
@@ -262,7 +262,7 @@ def test_a_batch_on_the_host_is_moved_to_the_model():
 def test_seeds_of_dropout_stay_on_the_host():
     """Each dropout of each microbatch reads one: on a GPU it would wait there."""
     program = types.SimpleNamespace(input_names=("x", "flag", SEEDS))
-    here = brought_to(torch.device("meta"), program, (torch.ones(2), 3, torch.arange(4)))
+    here = move_to_device(torch.device("meta"), program, (torch.ones(2), 3, torch.arange(4)))
     assert [str(getattr(value, "device", value)) for value in here] == ["meta", "3", "cpu"]
 
 

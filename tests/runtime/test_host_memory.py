@@ -18,7 +18,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.tracing.meta_copy import NoSkeleton, Source, skeleton_of
+from autopart.tracing.meta_copy import CannotCopy, Source, meta_copy_of
 
 SIZE = 8
 
@@ -138,7 +138,7 @@ def test_a_skeleton_is_the_same_model_without_values() -> None:
     model = Tied().double()
     model(torch.ones(2, 3, SIZE, dtype=torch.float64))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    made = skeleton_of(model, names)
+    made = meta_copy_of(model, names)
     assert [name for name, _ in made.named_parameters(remove_duplicate=False)] == names
     assert not any(p.untyped_storage().nbytes() for p in made.parameters())
     assert made.b.weight is made.a.weight and made.listed[0] is made.a.bias
@@ -153,7 +153,7 @@ def test_a_skeleton_is_the_same_model_without_values() -> None:
 
 def test_parameters_that_no_call_has_read_keep_their_values() -> None:
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
-    made = skeleton_of(model, ["0.weight", "0.bias"])
+    made = meta_copy_of(model, ["0.weight", "0.bias"])
     assert not made[0].weight.untyped_storage().nbytes() and made[1].weight is model[1].weight
 
 
@@ -193,8 +193,8 @@ def kept(build: Any) -> tuple[list[str], bool, float]:
 )
 def test_a_model_that_has_no_skeleton_is_kept_with_a_warning(build: Any, why: str) -> None:
     model = build()
-    with pytest.raises(NoSkeleton, match=why):
-        skeleton_of(model, [name for name, _ in model.named_parameters()])
+    with pytest.raises(CannotCopy, match=why):
+        meta_copy_of(model, [name for name, _ in model.named_parameters()])
     source = Source(model)
     with pytest.warns(UserWarning, match=rf"every rank keeps the whole {type(model).__name__} in memory.*{why}"):
         source.let_go([name for name, _ in model.named_parameters()])

@@ -60,7 +60,7 @@ def trained(mesh, kind="gpt2", own_loop=False, lazy=False, **options):
     model = made(kind)
     example = None if lazy else {"input_ids": dataset()[:2][0], "labels": dataset()[:2][1]}
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=example, local_batch=True, **options)
-    assert (pm.num_data_ranks, pm.data_rank) == (pm.mesh.row_ranks, pm.mesh.row_index(pm._process.coordinates))
+    assert (pm.num_data_ranks, pm.data_rank) == (pm.mesh.data_parallel_size, pm.mesh.row_index(pm._process.coordinates))
     whole = torch.optim.AdamW(model.parameters(), lr=1e-2)
     expected, found = [], []
     for ids, labels in batches_of_all(pm.num_data_ranks):

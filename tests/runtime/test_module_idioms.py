@@ -136,7 +136,7 @@ def test_hooks_on_gradients_see_complete_ones(mesh, options):
 
 def hook_on_a_part(mesh, **options):
     _, pm = made(mesh, **options)
-    cut = next(p for _, p in pm.named_parameters() if autopart.runtime.shards.shard_owners.home_of(p).cuts)
+    cut = next(p for _, p in pm.named_parameters() if autopart.runtime.shards.shard_owners.shard_info_of(p).cuts)
     handle = cut.register_hook(lambda grad: grad / grad.norm())
     texts = [told(lambda: pm.step(**batch())), told(lambda: pm(**batch()))]
     with torch.no_grad():

@@ -43,7 +43,7 @@ class Counter:
 
     def __init__(self, monkeypatch):
         self.sums = 0
-        for module, name in ((step_reduction, "_sum_bucket"), (reducer.SumBucket, "_all_reduce")):
+        for module, name in ((step_reduction, "_sum_bucket"), (reducer.AllReduceBucket, "_all_reduce")):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
 
     def counted(self, function):
@@ -251,5 +251,5 @@ def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
 
 def without_begin(mesh):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(no_sync.Unsummed, "_is_first_owner", lambda self, name: True)
+        patch.setattr(no_sync.NoSync, "_is_first_owner", lambda self, name: True)
         accumulated(mesh)

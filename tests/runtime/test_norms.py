@@ -286,7 +286,7 @@ def test_lists_that_do_not_fit_are_refused_on_every_rank():
 
 
 def test_torchs_functions_keep_their_signatures_and_their_answers():
-    gradient_norms.recognise_in_torch()
+    gradient_norms.patch_gradient_norms()
     assert list(inspect.signature(clip_grad_norm_).parameters)[:3] == ["parameters", "max_norm", "norm_type"]
     assert list(inspect.signature(get_total_norm).parameters)[:2] == ["tensors", "norm_type"]
     with pytest.warns(UserWarning, match="empty generator"):

@@ -21,12 +21,12 @@ from autopart.ir.program import StoredTensor
 from autopart.ir.run.schedules import SCHEDULES, SINGLE_STAGE, Schedule, can_run, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.plan_codec import decode
-from autopart.passes.choose.solve.batch_axis import fit_rows
+from autopart.passes.choose.solve.batch_axis import fit_batch
 from autopart.passes.write.lower import lower
 from autopart.recipe.compiler import Compiler
 from autopart.recipe.make_plan import prepare
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.shards.shard_state import settled, shard_parameters
+from autopart.runtime.shards.shard_state import merge_stored, shard_parameters
 from autopart.tracing.call_cache import MANY_CALLS, Recent, call_key
 from autopart.tracing.trace_model import bind_call, flatten_call
 
@@ -78,7 +78,7 @@ def rows_of(rows, mesh, **schedule):
     from autopart.recipe.make_plan import prepare
 
     model, batch = zoo.skip_mlp(num_layers=2, rows=rows)
-    found = fit_rows(prepare(model, batch), Mesh.parse(mesh), Schedule(**schedule))
+    found = fit_batch(prepare(model, batch), Mesh.parse(mesh), Schedule(**schedule))
     return found.microbatches, found.copied
 
 
@@ -311,9 +311,11 @@ def test_a_later_call_does_not_walk_the_model():
     model, batch = zoo.gpt2()
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     pm.step(**batch)
-    with mock.patch.object(nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walked:
+    with mock.patch.object(
+        nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules
+    ) as liveness_of:
         pm.step(**batch)
-    assert not any(call.args[0] is model for call in walked.call_args_list)
+    assert not any(call.args[0] is model for call in liveness_of.call_args_list)
 
 
 def test_a_forward_that_is_replaced_is_called_as_it_is_now():
@@ -359,9 +361,9 @@ def test_many_calls_are_warned_of_once():
 
 def test_a_parameter_needed_where_it_is_not_is_an_error():
     known = {"w": StoredTensor("w", (2,), {}, (0, 1), ())}
-    assert settled({"w": StoredTensor("w", (2,), {}, (1,), ())}, known) == known
+    assert merge_stored({"w": StoredTensor("w", (2,), {}, (1,), ())}, known) == known
     with pytest.raises(StageError, match="on stage 2, which does not hold it"):
-        settled({"w": StoredTensor("w", (2,), {}, (0, 2), ())}, known)
+        merge_stored({"w": StoredTensor("w", (2,), {}, (0, 2), ())}, known)
 
 
 @pytest.mark.parametrize(("tokens_", "seq"), [(64, 12), (5, 13)])

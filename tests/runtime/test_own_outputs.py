@@ -75,11 +75,11 @@ SUMS = {
 def errors(mesh, names, planted=False, **options):
     """The largest error of any gradient, of each loss."""
     if planted:
-        LocalBatch.as_terms = lambda self, outputs: list(outputs)
+        LocalBatch.as_loss_terms = lambda self, outputs: list(outputs)
     torch.manual_seed(0)
     model, x = Outputs("microbatches" not in options).double(), torch.randn(8, 8, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    ranks = Mesh.parse(mesh).row_ranks
+    ranks = Mesh.parse(mesh).data_parallel_size
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     index = Mesh.parse(mesh).row_index(Mesh.parse(mesh).coordinates(int(td.get_rank())))
     own = {"x": x.chunk(ranks)[index], "temperature": temperature}

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart.runtime.comm.collectives  # noqa: F401  which does them on process groups
 from autopart.ir.collective_nodes import OPERATORS
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.ops.operators import CUTTING, all_operators, embedding_shard, pick_class
 from autopart.runtime.lockstep import convert_list
 
@@ -166,7 +166,7 @@ def test_every_operator_is_tried():
 def test_cut_and_join_are_inverse(size, num_shards):
     full = torch.randn(2, size, 3)
     sections = () if size < 3 else (size - 2, 2)
-    cut = Cut(1, size, sections, num_shards)
+    cut = DimSharding(1, size, sections, num_shards)
     shards = [cut.take(full, index) for index in range(num_shards)]
     assert torch.equal(cut.join(shards), full)
     assert torch.equal(sum(cut.place(s, i) for i, s in enumerate(shards)), full)
@@ -182,7 +182,7 @@ def test_embedding_shards_add_up(padding_idx):
     whole = torch.nn.functional.embedding(ids, weight, None if padding_idx < 0 else padding_idx)
     grad = torch.randn_like(whole)
     (want,) = torch.autograd.grad(whole, weight, grad)
-    cut = Cut(0, 10, (), 4)  # 3, 3, 3, 1
+    cut = DimSharding(0, 10, (), 4)  # 3, 3, 3, 1
     parts = []
     for rank in range(5):  # a fifth shard that holds no row
         rows = cut.take(weight, rank) if rank < 4 else weight[:0]

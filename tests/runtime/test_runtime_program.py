@@ -21,7 +21,7 @@ from autopart.ir.program import Boundary, Output, Program, Stage, StageInput, St
 from autopart.ir.run.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of, stages_at
-from autopart.runtime.gradients.step_reduction import SummedTogether, axis_buckets, sync_gradients_lockstep
+from autopart.runtime.gradients.step_reduction import AllReduceGroup, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.shards.shard_state import join, shard_parameters
@@ -553,8 +553,8 @@ def test_buckets_hold_one_dtype_and_one_set_of_axes():
     tensors = {name: torch.zeros(10) for name in program.parameters}
     tensors["blocks.1.up.bias"] = torch.zeros(10, dtype=torch.float64)
     buckets = axis_buckets(tensors, program, bucket_bytes=100)
-    assert buckets[0] == SummedTogether(("blocks.0.gain", "blocks.1.gain"), ("dp", "tp"))
-    assert SummedTogether(("blocks.1.up.bias",), ("dp",)) in buckets
+    assert buckets[0] == AllReduceGroup(("blocks.0.gain", "blocks.1.gain"), ("dp", "tp"))
+    assert AllReduceGroup(("blocks.1.up.bias",), ("dp",)) in buckets
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(program.parameters)
     assert all(len(bucket.names) <= 2 for bucket in buckets)
 

@@ -227,7 +227,7 @@ def unequal_batches():
     return batches, sum(counts)
 
 
-def summed_loss(model, data):
+def all_reduced_loss(model, data):
     logits = model(data["tokens"])["logits"]
     return F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -241,7 +241,7 @@ def accumulated(mesh, loss_fn=None, **options):
         model.zero_grad()
         pm.zero_grad()
         for data in batches:
-            expected = summed_loss(model, data) / total
+            expected = all_reduced_loss(model, data) / total
             (scale * expected).backward()
             if loss_fn is None:
                 loss, outputs = pm.step(**data, num_tokens=number, loss_scale=scale, outputs=True)

@@ -40,12 +40,12 @@ import autopart
 from autopart.cli.main import main
 from autopart.errors import AutopartError, CheckpointError, OptionError
 from autopart.ir.layout import section_sizes
-from autopart.ir.sharding import Cut, boxes, spans_of
+from autopart.ir.sharding import DimSharding, boxes, spans_of
 from autopart.runtime.sharded_tensor.sharded_tensor import ShardedTensor
 from autopart.runtime.weights import deferred_init
-from autopart.runtime.weights.deferred_init import Constructor, constructor_of, held_tensors
-from autopart.runtime.weights.lazy_tensors import CannotFollow, Unread
-from autopart.runtime.weights.safetensors_files import Files
+from autopart.runtime.weights.deferred_init import Constructor, buffers_and_attributes, constructor_of
+from autopart.runtime.weights.lazy_tensors import LazyTensor, UnsupportedByLazyTensor
+from autopart.runtime.weights.safetensors_files import SafetensorsFiles
 
 ROWS, SEQ, VOCAB = 4, 8, 64
 SIZES = {
@@ -173,16 +173,16 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: dict[str, Tensor] = {}
         self.size_bytes = 0
-        read = Files.read
+        read = SafetensorsFiles.read
 
-        def counting(files: Files, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
+        def counting(files: SafetensorsFiles, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
             value = read(files, file, name, window, size_bytes)
             times = self.times.setdefault(name, torch.zeros(files.tensors[name].shape, dtype=torch.int32))
             times[window] += 1
             self.size_bytes += value.numel() * value.itemsize
             return value
 
-        monkeypatch.setattr(Files, "read", counting)
+        monkeypatch.setattr(SafetensorsFiles, "read", counting)
 
     @property
     def most(self) -> int:
@@ -306,7 +306,7 @@ def said(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, [text for text in texts if "weights" in text or "checkpoint" in text]
 
 
-class Whole(Unread):
+class Whole(LazyTensor):
     """A tensor in memory as one that is not."""
 
     def __init__(self, value: Tensor) -> None:
@@ -340,9 +340,10 @@ def test_boxes_of_what_is_made_of_files_are_those_of_the_tensors() -> None:
 def test_a_shard_is_read_as_it_is_cut() -> None:
     full = torch.randn(12, 10)
     cases = [
-        [], [(Cut(0, 12, (), 4), 3)], [(Cut(1, 10, (8, 2), 2), 1)], [(Cut(1, 10, (), 4), 2)],
-        [(Cut(0, 12, (6, 4, 2), 2), 1), (Cut(0, 6, (), 4), 1)], [(Cut(0, 12, (), 2), 1), (Cut(1, 10, (4, 6), 2), 0)],
-        [(Cut(1, 10, (), 11), 10)],
+        [], [(DimSharding(0, 12, (), 4), 3)], [(DimSharding(1, 10, (8, 2), 2), 1)], [(DimSharding(1, 10, (), 4), 2)],
+        [(DimSharding(0, 12, (6, 4, 2), 2), 1), (DimSharding(0, 6, (), 4), 1)],
+        [(DimSharding(0, 12, (), 2), 1), (DimSharding(1, 10, (4, 6), 2), 0)],
+        [(DimSharding(1, 10, (), 11), 10)],
     ]  # fmt: skip
     for cuts in cases:
         expected = full
@@ -357,7 +358,7 @@ def test_a_shard_is_read_as_it_is_cut() -> None:
 
 def test_what_needs_more_than_moving_is_not_followed() -> None:
     for call in (lambda t: t.reshape(6), lambda t: t @ t, lambda t: t * 2, lambda t: torch.roll(t, 1)):
-        with pytest.raises((CannotFollow, TypeError)):
+        with pytest.raises((UnsupportedByLazyTensor, TypeError)):
             call(Whole(torch.ones(2, 3)))
 
 
@@ -603,12 +604,12 @@ def test_a_constructor_gives_the_same_bits_with_one_tensor_in_memory(build: Call
     model = build()
     torch.manual_seed(5)
     constructor, notes = said(lambda: Constructor(build))
-    cuts = {name: [(Cut(0, p.shape[0], (), 2), 1)] if p.dim() else [] for name, p in model.named_parameters()}
+    cuts = {name: [(DimSharding(0, p.shape[0], (), 2), 1)] if p.dim() else [] for name, p in model.named_parameters()}
     made, more = said(lambda: constructor.read(cuts))
     for name, parameter in model.named_parameters():
         expected = cuts[name][0][0].take(parameter, 1) if parameter.dim() else parameter
         assert torch.equal(made[name], expected), name
-    for name, value in held_tensors(model).items():
+    for name, value in buffers_and_attributes(model).items():
         assert torch.equal(constructor.buffers[name], value), name
     assert torch.equal(torch.get_rng_state(), constructor.random_state)
     whole = [note for note in (*notes, *more) if "every rank stores the full model while" in note]

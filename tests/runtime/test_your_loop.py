@@ -132,7 +132,7 @@ OWN_ROWS = {"dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}, "pp2,dp2": {"micr
 @pytest.mark.parametrize("name", OWN_ROWS)
 def test_own_rows_on_every_rank_equal_one_process(name):
     mesh = autopart.Mesh.parse(name.split()[0])
-    losses, weights = own_rows_in_one_process(mesh.row_ranks, batch_size=4, epochs=2)
+    losses, weights = own_rows_in_one_process(mesh.data_parallel_size, batch_size=4, epochs=2)
     assert len(losses) == 8
     for history in run_ranks(own_rows, mesh.num_ranks, name.split()[0], OWN_ROWS[name], timeout_s=180):
         assert history["loss"] == pytest.approx(losses, rel=1e-10)

@@ -153,7 +153,7 @@ def beside(name: str, mesh: str, options: dict[str, Any], changed: dict[str, Any
     if other.size("pp") == 1:
         asked.pop("schedule", None)
     asked |= {"schedule": "interleaved_1f1b", "virtual_stages": sizes["v"]} if "v" in sizes else {}
-    rows = int(sizes.get("b", plan.cost.table.b) * other.row_ranks * asked["microbatches"])
+    rows = int(sizes.get("b", plan.cost.table.b) * other.data_parallel_size * asked["microbatches"])
     tokens = {"tokens": sizes["s"]} if "s" in sizes else {}
     new = planned(name, str(other), asked, rows=rows, **tokens)
     figures = plan.cost.at(**sizes)

@@ -40,7 +40,7 @@ def plain(seq):
     return Plain().double(), {"ids": torch.randint(0, 32, (2, seq))}
 
 
-SENT = {  # of what a collective is given on each of n ranks, how much it sends
+DISPATCHED = {  # of what a collective is given on each of n ranks, how much it sends
     "all_gather_into_tensor": ("all_gather", lambda n: n - 1),
     "reduce_scatter_tensor": ("reduce_scatter", lambda n: (n - 1) / n),
     "all_to_all_single": ("all_to_all", lambda n: (n - 1) / n),

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopart.compat.torch_internals import tree_flatten, tree_map
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
-from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
+from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     active_operators,
@@ -36,13 +36,13 @@ from autopart.ir.graph import (
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.trace import Call, Trace
-from autopart.passes.choose.solve.layout_pins import FREE, Pinned
-from autopart.passes.choose.stages.stage_partition import crossing_bytes
+from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
+from autopart.passes.choose.stages.stage_partition import boundary_bytes
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.strategies import strategies
 from autopart.passes.normalize import NORMALIZE
 from autopart.passes.pass_pipeline import run_passes
-from autopart.proof.comparison import Arrangement, Subject
+from autopart.proof.comparison import Arrangement, GraphUnderTest
 from autopart.proof.localize.subgraph import Subgraph
 
 aten = torch.ops.aten
@@ -372,7 +372,7 @@ class Drawing:
         target = self.call(aten.reshape.default, self.input(labels), [math.prod(rows)])
         return self.call(aten.cross_entropy_loss.default, flat, target)
 
-    def subject(self) -> Subject:
+    def subject(self) -> GraphUnderTest:
         """The normalised, annotated graph."""
         loss = self.loss()
         outputs = [loss] if loss is not None else self.pool[-1 - self.draw(st.integers(0, 2)) :]
@@ -392,7 +392,7 @@ class Drawing:
         weights = {name: weight for name, weight in self.weights.items() if name in used}
         trace = Trace(self.graph, call, weights, {}, {}, {}, tree_flatten(tuple(outputs))[1], (), "train")
         annotate(trace)
-        return Subject(trace, outputs[0] if loss is not None else None)
+        return GraphUnderTest(trace, outputs[0] if loss is not None else None)
 
 
 STEPS = [
@@ -427,7 +427,7 @@ def cases(draw: Any) -> Subgraph:
     """A random graph in random layouts."""
     mesh_text, microbatches, stages, placement = draw(st.sampled_from(SETTINGS))
     mesh = Mesh.parse(mesh_text, WIDER)
-    drawing = Drawing(draw, mesh.row_ranks * microbatches * draw(st.sampled_from((1, 2))))
+    drawing = Drawing(draw, mesh.data_parallel_size * microbatches * draw(st.sampled_from((1, 2))))
     first = draw(st.sampled_from([(4,), (6,), (3, 4), (4, 6), (2, 4, 4)]))
     drawing.pool.append(drawing.input(floats((drawing.rows, *first), 99)))
     drawing.pool += drawing.linear() or []
@@ -439,7 +439,7 @@ def cases(draw: Any) -> Subgraph:
     return Subgraph(subject, Arrangement(decisions(draw, subject, mesh, microbatches, stages), placement))
 
 
-def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_stages: int) -> Decisions:
+def decisions(draw: Any, subject: GraphUnderTest, mesh: Mesh, microbatches: int, num_stages: int) -> Decisions:
     """Any strategies that can be converted into each other, any cuts that a plan may have."""
     graph = subject.traced.graph
     kinds = draw(st.sampled_from((frozenset({FEATURE}), frozenset({FEATURE, DATA_DIM}))))
@@ -451,23 +451,25 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
             str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")
         }
         chosen[axis] = _choose(draw, graph, mesh.size(axis), kinds, places, True, beside)
-        stored = with_places(stored, axis, places)
+        stored = with_placements(stored, axis, places)
     rows = {}
-    if mesh.row_ranks * microbatches > 1:
-        rows = _choose(draw, graph, mesh.row_ranks * microbatches, frozenset({BATCH}), {}, microbatches == 1, FREE)
+    if mesh.data_parallel_size * microbatches > 1:
+        rows = _choose(
+            draw, graph, mesh.data_parallel_size * microbatches, frozenset({BATCH}), {}, microbatches == 1, FREE
+        )
     nodes = active_operators(graph)
-    places = [i for i, size in enumerate(crossing_bytes(nodes)) if i and math.isfinite(size)]
+    places = [i for i, size in enumerate(boundary_bytes(nodes)) if i and math.isfinite(size)]
     if len(places) < num_stages - 1:
         reject()
     cuts = sorted(draw(st.permutations(places))[: num_stages - 1])
     stage_of = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
-    strategies = {**over_rows(mesh, microbatches, rows), **chosen}
+    strategies = {**data_strategies(mesh, microbatches, rows), **chosen}
     return Decisions(
         mesh, microbatches, strategies, stored, stage_of, num_stages, scatter_sends=draw(st.booleans())
     )  # fmt: skip
 
 
-def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], beside: Pinned) -> Placement:
+def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], beside: AxisConstraints) -> Placement:
     """Where a parameter is stored on an axis: as an operator may read it."""
     read = {
         strategy.inputs[i]
@@ -481,7 +483,7 @@ def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], be
 
 def _choose(
     draw: Any, graph: fx.Graph, num_shards: int, kinds: frozenset[str], stored: dict[str, Placement], moves: bool,
-    beside: Pinned,
+    beside: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
     """A strategy for every operator; without `moves` none that needs a conversion. `beside`: what other axes leave."""
     chosen: dict[fx.Node, Strategy] = {}

@@ -19,9 +19,9 @@ from zoo import ZOO
 import autopart
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.cost.count.memory_peaks import stage_memory
-from autopart.cost.count.stage_footprint import walked
+from autopart.cost.count.stage_footprint import liveness_of
 from autopart.ir.facts import times
-from autopart.ops.stage_masks import with_bands
+from autopart.ops.stage_masks import with_mask_structure
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline_stages import StageModule
 
@@ -98,7 +98,9 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     found = []
     with executable.loaded(inputs, comparison):
         for module in executable.modules:
-            estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.loaded.bands[0]))))
+            estimate = stage_memory(
+                liveness_of(trace, program, with_mask_structure(module.stage, dict(module.loaded.bands[0])))
+            )
             estimated = sum(size * times(node) for node, size in estimate.saved.items())
             found.append((module.stage.index, _saved_of(module), estimated))
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autopart.passes.choose.solve.pairwise_solver import Pairs
+from autopart.passes.choose.solve.pairwise_solver import PairwiseProblem
 
 
 @st.composite
@@ -40,7 +40,7 @@ def least_cost(costs, tables):
 
 
 def pairs_of(costs, tables):
-    pairs = Pairs()
+    pairs = PairwiseProblem()
     for cost in costs:
         pairs.variable(cost)
     for table in tables:

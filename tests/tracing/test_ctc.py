@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.ir.graph import operator_name
-from autopart.tracing.autograd.decompositions import WRITTEN_OUT
+from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 
 TIME, ROWS, CLASSES = 6, 4, 8
 TARGETS = torch.tensor([[1, 2, 3], [4, 4, 0], [5, 0, 0], [1, 1, 1]])
@@ -68,7 +68,7 @@ def test_the_operator_is_torchs(form, reduction, zero_infinity):
     elif form == "lengths as lists":
         call = (*call[:2], call[2].tolist(), call[3].tolist())
     found = []
-    for function in (F.ctc_loss, WRITTEN_OUT[F.ctc_loss]):
+    for function in (F.ctc_loss, TRACE_DECOMPOSITIONS[F.ctc_loss]):
         leaf = call[0].clone().requires_grad_()
         loss = function(leaf, *call[1:], reduction=reduction, zero_infinity=zero_infinity)
         found.append((loss, *torch.autograd.grad(loss.square().sum(), leaf)))

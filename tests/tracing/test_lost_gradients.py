@@ -19,7 +19,7 @@ from autopart.errors import TraceError
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
 from autopart.tracing import gradient_check
-from autopart.tracing.call_signature import Entry
+from autopart.tracing.call_signature import ExportEntry
 from autopart.tracing.gradient_check import with_gradients_checked
 from autopart.tracing.python import eager_semantics
 from autopart.tracing.python.eager_semantics import EagerSemantics
@@ -227,10 +227,10 @@ class Partly(nn.Module):
 
 
 def test_a_gradient_that_a_trace_loses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_torch_does(self: Entry, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def as_torch_does(self: ExportEntry, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         return apply(function, *args, **kwargs)
 
-    monkeypatch.setattr(Entry, "apply_function", as_torch_does)
+    monkeypatch.setattr(ExportEntry, "apply_function", as_torch_does)
     model, x = built("bound")
     with pytest.raises(TraceError) as caught:
         autopart.plan(model, "tp2", example_args=(x,))

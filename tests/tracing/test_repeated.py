@@ -37,13 +37,13 @@ def trace_with_repeats(model: nn.Module, batch: dict[str, Any]) -> tuple[Trace, 
     """A trace, and what was found to repeat in it (None where it had to be made again in full)."""
     found: list[Any] = []
 
-    class Noted(repeated_blocks.Repeats):
+    class Noted(repeated_blocks.RepeatedBlocks):
         def expand(self, graph):
             super().expand(graph)
             found.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracing, "Repeats", Noted)
+        patch.setattr(tracing, "RepeatedBlocks", Noted)
         traced = trace(model, bind_call(model, (), batch))
     return traced, found[0] if found else None
 
@@ -479,7 +479,7 @@ def test_a_fault_in_the_repeats_is_told_and_costs_only_time(monkeypatch):
 
     model, batch = zoo.gpt2(num_layers=LAYERS)
     whole = full_trace(model, batch)
-    monkeypatch.setattr(repeated_blocks.Repeats, "_expand", broken)
+    monkeypatch.setattr(repeated_blocks.RepeatedBlocks, "_expand", broken)
     with pytest.warns(UserWarning, match=r"GPT2LMHeadModel that repeat .* longer: ZeroDivisionError: planted"):
         traced = trace(model, bind_call(model, (), batch))
     assert [str(node) for node in traced.graph.nodes] == [str(node) for node in whole.graph.nodes]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
-from autopart.tracing.autograd.decompositions import WRITTEN_OUT
+from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 
 GAUSSIAN = {
     "as large": ((4, 8), {}),
@@ -23,7 +23,7 @@ GAUSSIAN = {
 def test_the_gaussian_loss_is_torchs(name):
     shape, options = GAUSSIAN[name]
     found = []
-    for function in (F.gaussian_nll_loss, WRITTEN_OUT[F.gaussian_nll_loss]):
+    for function in (F.gaussian_nll_loss, TRACE_DECOMPOSITIONS[F.gaussian_nll_loss]):
         generator = torch.Generator().manual_seed(0)
         source, target = (torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in range(2))
         var = 0.3 if shape is None else torch.rand(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -39,7 +39,9 @@ def test_the_gaussian_loss_is_torchs(name):
 def test_distinct_values_are_torchs(name, dtype):
     for values in (torch.randint(3, (4, 5)).to(dtype), torch.zeros(0).to(dtype), torch.ones(1, 3).to(dtype)):
         for options in ({}, {"return_inverse": True}, {"return_counts": True, "return_inverse": True}):
-            own, torchs = (f(values, **options) for f in (WRITTEN_OUT[getattr(torch, name)], getattr(torch, name)))
+            own, torchs = (
+                f(values, **options) for f in (TRACE_DECOMPOSITIONS[getattr(torch, name)], getattr(torch, name))
+            )
             torch.testing.assert_close(own, torchs, rtol=0, atol=0)
 
 
@@ -50,17 +52,17 @@ def test_distinct_rows_are_torchs(name, dim):
     for values in (torch.randint(2, (7, 3)), torch.randint(2, (2, 6, 2)).double(), torch.ones(3, 1)):
         for options in ({}, {"return_inverse": True, "return_counts": True}):
             torchs = getattr(torch, name)
-            own, expected = (f(values, dim=dim, **options) for f in (WRITTEN_OUT[torchs], torchs))
+            own, expected = (f(values, dim=dim, **options) for f in (TRACE_DECOMPOSITIONS[torchs], torchs))
             torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
 def test_counts_are_torchs():
     values, weights = torch.tensor([1, 3, 1, 0]), torch.tensor([0.5, 2.0, 1.5, 4.0])
     for given in (None, weights, weights.double(), weights.long()):
-        own, expected = (f(values, given, 6) for f in (WRITTEN_OUT[torch.bincount], torch.bincount))
+        own, expected = (f(values, given, 6) for f in (TRACE_DECOMPOSITIONS[torch.bincount], torch.bincount))
         torch.testing.assert_close(own, expected, rtol=0, atol=0)
     with pytest.raises((RuntimeError, IndexError)):
-        WRITTEN_OUT[torch.bincount](values, minlength=3)
+        TRACE_DECOMPOSITIONS[torch.bincount](values, minlength=3)
 
 
 COVARIANCES = {
@@ -81,7 +83,7 @@ def test_covariances_and_combinations_are_torchs(name):
     shapes = ((5,),) if function is torch.combinations else ((3, 5), (5,))
     for shape in shapes:
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        own, expected = (f(x, **options) for f in (WRITTEN_OUT[function], function))
+        own, expected = (f(x, **options) for f in (TRACE_DECOMPOSITIONS[function], function))
         torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
         grads = (torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (own, expected))
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)

@@ -15,7 +15,7 @@ from cost_models import gpt
 import autopart
 from autopart.cli.main import main
 from autopart.cost.hardware import profile
-from autopart.cost.predict.table import Setting, predict
+from autopart.cost.predict.table import RunSetting, predict
 from autopart.errors import InputError, MemoryLimitError, OptionError
 from autopart.tuning.alternatives import reasons, why_others_lose
 from autopart.tuning.search import LayoutKind, space_of
@@ -42,7 +42,7 @@ def test_a_table_of_few_blocks_predicts_the_plan_of_all(space, mesh, options):
     plan = autopart.plan(model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, **asked)
     real, tensor = autopart.simulate(plan), plan.mesh_object().size("tp") > 1
     table = space.table(LayoutKind(tensor, asked["sequence_parallel"] and tensor), options.get("recompute", "none"))
-    found = predict(table, Setting(plan.mesh_object(), plan.schedule, 32, options.get("zero", 0)), space.hardware)
+    found = predict(table, RunSetting(plan.mesh_object(), plan.schedule, 32, options.get("zero", 0)), space.hardware)
     assert found.step_time_s == pytest.approx(real.step_time_s, rel=0.1)
     assert max(found.peak_memory_bytes) == pytest.approx(max(real.peak_memory_bytes), rel=0.1)
     assert found.hfu == pytest.approx(real.hfu, rel=0.1)

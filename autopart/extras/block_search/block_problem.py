@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.send_costs import scattering_pays
+from autopart.cost.predict.send_costs import scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation
-from autopart.cost.predict.table import Priced, Setting, Table, predict
+from autopart.cost.predict.table import RunSetting, Table, TableCost, predict
 from autopart.cost.predict.table_memory import beyond_kept
-from autopart.cost.predict.table_rows import Parameter, Row
+from autopart.cost.predict.table_rows import OperatorRow, Parameter
 from autopart.errors import OptionError
-from autopart.ir.run.recompute_spec import Word
+from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.ir.run.report_terms import TIMING_PARTS
 
 SCHEDULES = (None, "gpipe", "1f1b")
@@ -34,7 +34,7 @@ SCHEDULES = (None, "gpipe", "1f1b")
 class BlockOption(NamedTuple):
     """Recomputation of a block, and True if its matrices are sharded (ZeRO-3)."""
 
-    recompute: Word
+    recompute: RecomputeMode
     cut: bool
 
 
@@ -176,7 +176,7 @@ class Blocks:
     Raises OptionError for schedules with several stages per rank, and if there are too few blocks.
     """
 
-    def __init__(self, tables: Mapping[Word, Table], setting: Setting, hardware: Hardware):
+    def __init__(self, tables: Mapping[RecomputeMode, Table], setting: RunSetting, hardware: Hardware):
         if setting.schedule.name not in SCHEDULES:
             known = ", ".join(filter(None, SCHEDULES))
             raise OptionError(
@@ -198,7 +198,7 @@ class Blocks:
             BlockOption(word, cut) for word in words for cut in cuts
         )  # options that change nothing are left out
         self._all, self._first = _joined(tables)
-        self.priced = Priced(self._all, replace(setting, zero=3), hardware)
+        self.priced = TableCost(self._all, replace(setting, zero=3), hardware)
 
     def problem(self, memory_bytes: float) -> BlockProblem:
         """Return the costs of each option of each block, for ranks with `memory_bytes` bytes."""
@@ -217,7 +217,7 @@ class Blocks:
         flight = np.broadcast_to(flight, pp)
         crossing = self.priced.crossing(self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]])
         scatter_sends, on = self.setting.scatter_sends, (self.setting.mesh, self.hardware)
-        scatters = scattering_pays([crossing], *on) if scatter_sends is None else scatter_sends
+        scatters = scatter_is_cheaper([crossing], *on) if scatter_sends is None else scatter_sends
         sent = crossing.sent_bytes(self.setting.mesh, scatters) if pp > 1 else 0.0
         neighbours = np.array([(i > 0) + (i < pp - 1) for i in range(pp)])
         posted = schedule.microbatches if self.setting.receives_held is None else self.setting.receives_held
@@ -303,12 +303,12 @@ def _blocks(table: Table) -> list[Block]:
     return blocks
 
 
-def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]]:
+def _joined(tables: Mapping[RecomputeMode, Table]) -> tuple[Table, dict[BlockOption, int]]:
     """Concatenate the rows of all tables, once with sharded and once with unsharded parameters.
 
     Returns the table, and the first row of each option.
     """
-    rows, first, parameters = list[Row](), dict[BlockOption, int](), dict[str, Parameter]()
+    rows, first, parameters = list[OperatorRow](), dict[BlockOption, int](), dict[str, Parameter]()
     for word, table in tables.items():
         for cut in (False, True):
             first[BlockOption(word, cut)] = len(rows)

@@ -14,13 +14,13 @@ from autopart.common.text import quantity
 from autopart.cost.hardware.profile import DEFAULT
 from autopart.cost.memory_kinds import parse_size
 from autopart.cost.predict.simulate import Simulation
-from autopart.cost.predict.table import Setting
+from autopart.cost.predict.table import RunSetting
 from autopart.errors import OptionError
 from autopart.extras.block_search.block_problem import BlockOption, Blocks
-from autopart.extras.block_search.search_methods import Found, Method, solve
+from autopart.extras.block_search.search_methods import BlockSearchResult, Method, solve
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.recompute_spec import Recompute, Word
+from autopart.ir.run.recompute_spec import Recompute, RecomputeMode
 from autopart.ir.run.schedules import Schedule, schedule_for
 from autopart.options import Options
 from autopart.tuning.search import LayoutKind, Space, space_of
@@ -32,7 +32,7 @@ class BlockSearch:
     `found`: what the method says of it."""
 
     blocks: Blocks = field(repr=False)
-    found: Found
+    found: BlockSearchResult
     simulation: Simulation = field(repr=False)
     sequence_parallel: bool
     precision: Precision | None = None
@@ -75,7 +75,7 @@ class BlockSearch:
             "pins": self.pins,
         }
         options |= {"schedule": schedule.name} if schedule.name is not None else {}
-        options |= {"sequence_parallel": self.sequence_parallel} if mesh.feature_ranks > 1 else {}
+        options |= {"sequence_parallel": self.sequence_parallel} if mesh.tensor_parallel_size > 1 else {}
         if self.precision is not None:
             options |= {"precision": self.precision.name, "reduce_dtype": self.precision.reduce_name}
         return options | ({"zero": 3 if self._is_cut else 0} if mesh.storing_axis is not None else {})
@@ -153,15 +153,15 @@ def search_blocks(
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
     """The blocks of a model, counted for each recomputation."""
     tables = {
-        word: space.table(LayoutKind.of(mesh, sequence_parallel and mesh.feature_ranks > 1), word)
-        for word in get_args(Word)
+        word: space.table(LayoutKind.of(mesh, sequence_parallel and mesh.tensor_parallel_size > 1), word)
+        for word in get_args(RecomputeMode)
     }
-    return Blocks(tables, Setting(mesh, schedule, space.rows, zero, **space.assumed), space.hardware)
+    return Blocks(tables, RunSetting(mesh, schedule, space.rows, zero, **space.assumed), space.hardware)
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
     """The schedule, with what was left open. Raises OptionError where the rows do not divide."""
-    dp, pp = mesh.row_ranks, mesh.size("pp")
+    dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"
         raise OptionError(f"a batch of {rows} rows cannot be cut into {parts} equal parts")

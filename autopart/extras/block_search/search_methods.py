@@ -28,7 +28,7 @@ Method = Literal["dynamic_programming", "integer_programming", "evolution_strate
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockSearchResult:
     """Result of a method.
 
     Args:
@@ -60,7 +60,7 @@ _METHODS: dict[Method, tuple[Callable[[BlockProblem, int, int], tuple[BlockChoic
 
 def solve(
     problem: BlockProblem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None
-) -> Found:
+) -> BlockSearchResult:
     """Return the best choice that a method finds.
 
     Raises OptionError for an unknown method, MemoryLimitError if it finds nothing that fits.
@@ -77,4 +77,4 @@ def solve(
             hint="more stages or devices, smaller microbatches, or zero=3 for parameters outside blocks",
         )
     assert problem.fits(choice), method
-    return Found(method, choice, problem.step_time_s(choice), evaluations, seconds, bound_s)
+    return BlockSearchResult(method, choice, problem.step_time_s(choice), evaluations, seconds, bound_s)

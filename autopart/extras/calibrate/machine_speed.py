@@ -31,7 +31,7 @@ from autopart.compat.torch_internals import is_gloo
 from autopart.extras.calibrate.gpu_calls import Maker, between, calls, in_turn
 from autopart.extras.calibrate.measurement import ISSUE, Device, Measured
 from autopart.ir.mesh import Mesh
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.process_mesh import Process, connect, reduce_over_all
 
@@ -264,7 +264,7 @@ class Bench:
         def run() -> float:
             count = size // 4 // group.size() * group.size()
             x = self.random(count // group.size() if kind == "all_gather" else count)
-            cuts = () if kind == "all_reduce" else (Cut(0, count, (), group.size()),)
+            cuts = () if kind == "all_reduce" else (DimSharding(0, count, (), group.size()),)
             return self.together(lambda: PRIMITIVES[kind](x, group.group_name, *cuts))
 
         return run

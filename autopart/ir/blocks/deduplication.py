@@ -10,11 +10,11 @@ from autopart.errors import AutopartError
 T = TypeVar("T")
 
 
-class NotFoldable(AutopartError):
+class NotDeduplicable(AutopartError):
     """A request that a deduplicated trace cannot serve. The planner then uses the full trace."""
 
 
-class Fold(NamedTuple):
+class DeduplicatedBlock(NamedTuple):
     """Block `number` of a chain, which represents the blocks `number` to `number + times - 1`.
 
     The blocks of the chain are `path.0`, `path.1`, ...
@@ -60,31 +60,33 @@ class Fold(NamedTuple):
         return (int(rest[:digits]), rest[digits:]) if is_inside else (None, "")
 
 
-Folds = tuple[Fold, ...]
+DeduplicatedBlocks = tuple[DeduplicatedBlock, ...]
 """Deduplicated blocks of a trace. Two chains have no block in common."""
 
 
-def original(folds: Folds, name: str) -> str:
+def original(folds: DeduplicatedBlocks, name: str) -> str:
     """Return the name in the graph that represents this name."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
-def names_of(folds: Folds, name: str) -> list[str]:
+def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
     """Return all names that a name in the graph represents."""
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 
 
-def later(folds: Folds, name: str, blocks: int) -> str:
+def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
     """Return the corresponding name so many blocks later, for a name in a block that represents several."""
     for fold in folds:
         name = fold.later(name, blocks)
     return name
 
 
-def unrolled(folds: Folds, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]) -> Iterator[T]:
+def expand_blocks(
+    folds: DeduplicatedBlocks, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]
+) -> Iterator[T]:
     """Yield the items in order. Repeat those of a representing block for each block that it represents.
 
     Args:
@@ -95,7 +97,7 @@ def unrolled(folds: Folds, items: Sequence[T], name: Callable[[T], str], at: Cal
     Raises NotFoldable if the items of such a block are not consecutive.
     """
     fold_of_item = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
-    start, yielded = 0, set[Fold]()
+    start, yielded = 0, set[DeduplicatedBlock]()
     while start < len(items):
         fold, stop = fold_of_item[start], start + 1
         while stop < len(items) and fold is not None and fold_of_item[stop] == fold:
@@ -103,7 +105,7 @@ def unrolled(folds: Folds, items: Sequence[T], name: Callable[[T], str], at: Cal
         if fold is None:
             yield items[start]
         elif fold in yielded:
-            raise NotFoldable(f"the operators of block {fold.path}.{fold.number} are not consecutive")
+            raise NotDeduplicable(f"the operators of block {fold.path}.{fold.number} are not consecutive")
         else:
             yielded.add(fold)
             yield from (at(item, i) for i in range(fold.times) for item in items[start:stop])

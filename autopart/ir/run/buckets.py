@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 * 2**20
 ALONE_BYTES = 4 * LEAST_BYTES
 """Least size of a gradient that is reduced alone: as soon as it is computed, and in place."""
 
-UNDER_WAY, SUMS_UNDER_WAY = 1, 2
+SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT = 1, 2
 """Buckets of gradients in flight: of reduce-scattered gradients, and of all-reduced gradients.
 
 The limit is for buckets that copy their gradients, or that allocate their reduced shards. A reduce-scatter bucket may
@@ -34,7 +34,7 @@ be a full block; an all-reduce bucket has at most `BUCKET_BYTES`. When the next 
 for an earlier one before it copies."""
 
 
-def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
+def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
     """Return the `names` that a stage graph reads, by their first use."""
     wanted = set(names)
     read = (

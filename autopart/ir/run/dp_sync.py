@@ -39,7 +39,7 @@ FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'
 
 
 @dataclass(frozen=True)
-class Kind:
+class MethodSpec:
     """Specification of a method: what it changes, and its parameters in order.
 
     `takes`: {parameter: default}; None marks a required parameter.
@@ -49,22 +49,22 @@ class Kind:
     takes: Mapping[str, Any] = field(default_factory=dict)
 
 
-METHODS: dict[str, Kind] = {
-    "all_reduce": Kind("gradients"),
-    "parameter_server": Kind("gradients"),
-    "qsgd": Kind("gradients", {"bits": None}),
-    "top_k": Kind("gradients", {"ratio": None, "memory": True}),
-    "sign": Kind("gradients", {"memory": True}),
-    "double_squeeze": Kind("gradients", {"compressor": None}),
-    "ef21": Kind("gradients", {"ratio": None}),
-    "ef21_sgdm": Kind("gradients", {"ratio": None, "momentum": 0.1}),
-    "neolithic": Kind("gradients", {"ratio": None, "rounds": 2}),
-    "powersgd": Kind("gradients", {"rank": None}),
-    "gossip": Kind("models", {"graph": None, "every": 0}),
-    "exact_diffusion": Kind("models", {"graph": None}),
-    "gradient_tracking": Kind("models", {"graph": None}),
-    "local": Kind("models", {"every": None}),
-    "diloco": Kind("models", {"every": None, "outer_lr": 0.7, "outer_momentum": 0.9}),
+METHODS: dict[str, MethodSpec] = {
+    "all_reduce": MethodSpec("gradients"),
+    "parameter_server": MethodSpec("gradients"),
+    "qsgd": MethodSpec("gradients", {"bits": None}),
+    "top_k": MethodSpec("gradients", {"ratio": None, "memory": True}),
+    "sign": MethodSpec("gradients", {"memory": True}),
+    "double_squeeze": MethodSpec("gradients", {"compressor": None}),
+    "ef21": MethodSpec("gradients", {"ratio": None}),
+    "ef21_sgdm": MethodSpec("gradients", {"ratio": None, "momentum": 0.1}),
+    "neolithic": MethodSpec("gradients", {"ratio": None, "rounds": 2}),
+    "powersgd": MethodSpec("gradients", {"rank": None}),
+    "gossip": MethodSpec("models", {"graph": None, "every": 0}),
+    "exact_diffusion": MethodSpec("models", {"graph": None}),
+    "gradient_tracking": MethodSpec("models", {"graph": None}),
+    "local": MethodSpec("models", {"every": None}),
+    "diloco": MethodSpec("models", {"every": None, "outer_lr": 0.7, "outer_momentum": 0.9}),
 }
 """All methods. PSGD: all_reduce, parameter_server. QSGD: Alistarh et al. 2017 (arXiv:1610.02132). top_k, sign: error
 feedback, MEM-SGD (Stich et al. 2018, arXiv:1809.07599). DoubleSqueeze: Tang et al. 2019 (arXiv:1905.05957). EF21:
@@ -151,7 +151,7 @@ class Method:
         return {"strategy": self.name, **shown}
 
 
-def _kind_of(name: str) -> Kind:
+def _kind_of(name: str) -> MethodSpec:
     if name not in METHODS:
         raise OptionError(f"unknown dp_sync='{name}'", why=f"the methods are {', '.join(METHODS)}", hint=FORM)
     return METHODS[name]

@@ -17,33 +17,33 @@ from typing import Any, Literal, get_args
 
 from autopart.errors import OptionError
 
-Word = Literal["none", "selective", "full"]
+RecomputeMode = Literal["none", "selective", "full"]
 """Recompute mode: nothing, the core of attention (from one product of activations to the next), or the full block.
 
 The nodes of a stage graph that are recomputed together share a number, their `region`, from 0 in every stage. All other
 nodes have no region."""
 
-Recompute = Word | Mapping[str, Word]
+Recompute = RecomputeMode | Mapping[str, RecomputeMode]
 
 FORM = "recompute={'model.layers.[0-3]': 'full', '*': 'none'}"
-WORDS = "'none', 'selective' (the core of attention) or 'full' (every repeated block)"
+RECOMPUTE_MODES = "'none', 'selective' (the core of attention) or 'full' (every repeated block)"
 
 
 def parse_recompute(recompute: Any) -> Recompute:
     """Parse a mode, or modes by pattern, as a mapping or as text. Raises OptionError for anything else."""
-    if recompute in get_args(Word):
+    if recompute in get_args(RecomputeMode):
         return recompute
     if isinstance(recompute, str) and "=" in recompute:
         recompute = dict(part.strip().rpartition("=")[::2] for part in recompute.split(","))
     if not isinstance(recompute, Mapping) or not recompute:
-        raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={WORDS}")
+        raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={RECOMPUTE_MODES}")
     for name, word in recompute.items():
-        if not isinstance(name, str) or not name or word not in get_args(Word):
-            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"a mode is {WORDS}", hint=FORM)
+        if not isinstance(name, str) or not name or word not in get_args(RecomputeMode):
+            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"a mode is {RECOMPUTE_MODES}", hint=FORM)
     return dict(recompute)
 
 
-def word_of(recompute: Recompute, block: str) -> Word:
+def recompute_mode_of(recompute: Recompute, block: str) -> RecomputeMode:
     """Return the recompute mode of a block by its name; pass "" for operators outside of blocks.
 
     >>> word_of({"h.[0-3]": "full", "*": "selective"}, "h.4")
@@ -54,7 +54,7 @@ def word_of(recompute: Recompute, block: str) -> Word:
     return next((word for name, word in recompute.items() if fnmatchcase(block, name)), "none")
 
 
-def words_of(recompute: Recompute) -> set[Word]:
+def recompute_modes_of(recompute: Recompute) -> set[RecomputeMode]:
     """Return the recompute modes used in a spec."""
     return {recompute} if isinstance(recompute, str) else set(recompute.values())
 

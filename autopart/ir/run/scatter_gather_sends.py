@@ -17,7 +17,7 @@ from autopart.ir.layout import Layout, Placement, R, shard
 from autopart.ir.mesh import Mesh
 
 
-def in_parts(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] | None:
+def scatter_layout(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] | None:
     """Return the layout in which a traced value is sent, None if it is sent in the layout that it has.
 
     A value is sent as it is if it is not replicated on a feature axis (`R(grad P)` would need a reduce-scatter), or if
@@ -29,7 +29,7 @@ def in_parts(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] 
         return None
     unusable_dims = {place.dim for place in layout.values() if place.is_shard} | {*facts(node).get("shares", ())}
     for dim, size in reversed(list(enumerate(shape(node)))):
-        divides = size > 0 and size % mesh.feature_ranks == 0 and not selections_in(facts(node)["atoms"][dim])
+        divides = size > 0 and size % mesh.tensor_parallel_size == 0 and not selections_in(facts(node)["atoms"][dim])
         if dim not in unusable_dims and divides:
             return {**layout, **dict.fromkeys(axes, shard(dim))}
     return None

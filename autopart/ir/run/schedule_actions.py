@@ -60,25 +60,27 @@ def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(Action(action.stage, action.kind, next(counts[action.kind])) for action in order)
 
 
-class Held(NamedTuple):
+class PeakActivations(NamedTuple):
     """Peak memory of saved activations: its bytes, and the microbatches then in flight by stage."""
 
     size_bytes: int
     in_flight: dict[int, int]
 
 
-def most_held(order: tuple[Action, ...], activations: Mapping[int, int], delayed: Mapping[int, int]) -> Held:
+def peak_activations(
+    order: tuple[Action, ...], activations: Mapping[int, int], delayed: Mapping[int, int]
+) -> PeakActivations:
     """Return the peak memory that a rank saves for backward while it runs its actions.
 
     Args:
         activations: {stage: bytes that a microbatch saves from its forward to the end of its backward}.
         delayed: {stage: bytes of gradients that wait for a separate weight backward}.
     """
-    peak = Held(-1, {})
+    peak = PeakActivations(-1, {})
     for _, in_flight, waiting in _while_running(order, activations):
         size = sum(activations[s] * in_flight[s] + delayed.get(s, 0) * waiting[s] for s in in_flight)
         if size > peak.size_bytes:
-            peak = Held(size, dict(in_flight))
+            peak = PeakActivations(size, dict(in_flight))
     return peak
 
 
@@ -113,7 +115,7 @@ class StageBytes(NamedTuple):
     gradients: int
 
 
-def most_at_once(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
+def peak_stage_bytes(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
     """Return the peak bytes of activations and gradients while a rank runs its actions.
 
     The rank starts without gradients.

@@ -36,7 +36,7 @@ def storing_axes(program: Program) -> list[str]:
     return sorted(axis for axis in axes if axis is not None and mesh.size(axis) > 1)
 
 
-class Way(NamedTuple):
+class ParameterGather(NamedTuple):
     """All-gather of a parameter: its operator, axis and dim.
 
     `size`, `sections`: those of the dim in the rank's shard over the other axes. `dtype`, `grad_dtype`: in mixed
@@ -52,25 +52,25 @@ class Way(NamedTuple):
     grad_dtype: torch.dtype | None
 
 
-def way_of(node: fx.Node) -> Way:
+def gather_of(node: fx.Node) -> ParameterGather:
     """Return how a node gathers a parameter."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
-    return Way(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
+    return ParameterGather(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
 
 
-def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
+def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, ParameterGather]:
     """Return {parameter: its all-gather} for parameters that stay unsharded for a step (ZeRO 1 and 2).
 
     They are those that these stages always read through the same all-gather, unsharded over the storing axes.
     """
     if program.zero not in (1, 2):
         return {}
-    gathers_by_name: dict[str, set[Way | None]] = {}
+    gathers_by_name: dict[str, set[ParameterGather | None]] = {}
     axes = storing_axes(program)
     for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
         for user in node.users:
-            gather = way_of(user) if gathers_stored(user, axes) else None
+            gather = gather_of(user) if gathers_stored(user, axes) else None
             gathers_by_name.setdefault(str(node.target), set()).add(gather)
     return {
         name: gather
@@ -79,12 +79,15 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
     }
 
 
-def check_sent_whole(program: Program) -> None:
+def check_full_gradients(program: Program) -> None:
     """Raise OptionError if a `dp_sync` method needs the full gradient of a parameter gathered per use."""
-    needs_full_gradient = [name for name, one in program.parameters.items() if one.whole_to_send(program.mesh)]
+    needs_full_gradient = [name for name, one in program.parameters.items() if one.unsharded_to_sync(program.mesh)]
     if not needs_full_gradient:
         return
-    graphs, gathers_for_step = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
+    graphs, gathers_for_step = (
+        [stage.graph.graph for stage in program.stages],
+        unsharded_for_step(program, program.stages),
+    )
     read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
     gathered_per_use = [name for name in needs_full_gradient if name in read and name not in gathers_for_step]
     if gathered_per_use:
@@ -97,9 +100,7 @@ def check_sent_whole(program: Program) -> None:
         )
 
 
-def gathered_together(
-    nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False
-) -> list[list[fx.Node]]:
+def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False) -> list[list[fx.Node]]:
     """Group the parameter gathers that run as one collective, in order.
 
     A group contains consecutive gathers of one block, operator, axis, kind and recompute region.

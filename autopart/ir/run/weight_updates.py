@@ -18,7 +18,7 @@ class ByElement:
 
     graph: fx.GraphModule
 
-    def of_whole(self, weight: Tensor, inputs: Sequence[Any]) -> Tensor:
+    def updated_full(self, weight: Tensor, inputs: Sequence[Any]) -> Tensor:
         new: Tensor = self.graph(weight)
         return new
 
@@ -38,7 +38,7 @@ class RowNorms:
     max_norm: float
     norm_type: float
 
-    def of_whole(self, weight: Tensor, inputs: Sequence[Any]) -> Tensor:
+    def updated_full(self, weight: Tensor, inputs: Sequence[Any]) -> Tensor:
         rows = torch.arange(len(weight), device=weight.device)
         return self.scaled(weight, self.powers(weight), torch.isin(rows, self.chosen(inputs)))
 
@@ -83,7 +83,7 @@ def _text(graph: fx.GraphModule) -> str:
 
 
 @torch.no_grad()
-def update_whole_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates, inputs: Sequence[Any]) -> None:
+def update_unsharded_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates, inputs: Sequence[Any]) -> None:
     """Apply the updates to unsharded parameters before a forward on these inputs."""
     for name, update in updates.items():
-        parameters[name].copy_(update.of_whole(parameters[name].detach(), inputs))
+        parameters[name].copy_(update.updated_full(parameters[name].detach(), inputs))

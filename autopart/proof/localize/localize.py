@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
-from autopart.ir.layout import P, Placement, R, cut_together, format_layout, parts_of
+from autopart.ir.layout import P, Placement, R, flattened_shards, format_layout, mesh_axes_of
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.ir.sharding import Cut
-from autopart.proof.comparison import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
+from autopart.ir.sharding import DimSharding
+from autopart.proof.comparison import GRAD_FLOOR, Arrangement, GraphUnderTest, Shards, largest, relative, scale_of
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.lockstep import PerRank
 
@@ -24,7 +24,7 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class GroupShard:
     """Shard of a value on a group of ranks, with their partial sums added.
 
     `entries`: indices of the shard along each dim of the full value.
@@ -47,13 +47,13 @@ class HeldPart:
 
 
 @dataclass(frozen=True)
-class WrongPart:
+class WrongShard:
     """The worst of the wrong shards of a value.
 
     `worst` is a text with its worst entry and the expected value. `num_wrong` of `num_parts` shards are wrong.
     """
 
-    part: HeldPart
+    part: GroupShard
     error: float
     worst: str
     num_wrong: int
@@ -88,7 +88,7 @@ class Mismatch:
     stage: int
     layout: str
     keys: tuple[str, ...]
-    part: WrongPart | None
+    part: WrongShard | None
     node: fx.Node = field(repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -104,16 +104,16 @@ class Mismatch:
 
 
 def first_mismatch(
-    subject: Subject,
+    subject: GraphUnderTest,
     arrangement: Arrangement,
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
     """Return the first wrong value of the step, else of the call, else the worst parameter."""
-    step = _Search(subject, subject.step(arrangement.decisions), arrangement, tolerance)
+    step = _MismatchSearch(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
     if first is None and subject.loss is not None:
-        call = _Search(subject, subject.called(arrangement.decisions), arrangement, tolerance)
+        call = _MismatchSearch(subject, subject.called(arrangement.decisions), arrangement, tolerance)
         first = call.first(gradients=False)
     wrong = {name: error for name, error in errors.items() if name in subject.weights and error > tolerance}
     if first is None and wrong:
@@ -121,10 +121,10 @@ def first_mismatch(
     return first
 
 
-class _Search:
+class _MismatchSearch:
     """Comparison of a lock-step run with the traced graph, value by value, then gradient by gradient."""
 
-    def __init__(self, subject: Subject, program: Program, arrangement: Arrangement, tolerance: float):
+    def __init__(self, subject: GraphUnderTest, program: Program, arrangement: Arrangement, tolerance: float):
         self.subject, self.program, self.arrangement = subject, program, arrangement
         self.tolerance, self.mesh = tolerance, program.mesh
         self.origins = {node.name: node for node in subject.traced.graph.nodes}
@@ -160,7 +160,7 @@ class _Search:
         if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
         # Another value says which expert each dispatched token is for.
-        if any(place.is_routed for place in facts(node)["layout"].values()):
+        if any(place.is_dispatched for place in facts(node)["layout"].values()):
             return
         for v in value.values():
             if v.requires_grad and not v.is_leaf:
@@ -217,7 +217,7 @@ class _Search:
         layout: Mapping[str, Placement],
         whole: Tensor,
         scale: float | None = None,
-    ) -> WrongPart | None:
+    ) -> WrongShard | None:
         """Return the worst shard of a value, if any is wrong."""
         parts = list(self._parts(shard_values, layout, whole.shape))
         scale = scale or scale_of(whole)
@@ -226,14 +226,14 @@ class _Search:
         if not wrong:
             return None
         worst = max(wrong, key=lambda i: errors[i])
-        return WrongPart(
+        return WrongShard(
             parts[worst], errors[worst], _worst_entry(parts[worst], whole), len(wrong), len(parts),
             self._coordinates(parts[worst]),
         )  # fmt: skip
 
     def _parts(
         self, shard_values: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
-    ) -> Iterator[HeldPart]:
+    ) -> Iterator[GroupShard]:
         """Yield the shards of a value.
 
         Shards of ranks or microbatches on an axis with placement `P` are added.
@@ -250,13 +250,13 @@ class _Search:
             at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
             tensors = [shard_values[m][r].detach() for r, m in members]
             same = all(v.shape == tensors[0].shape for v in tensors)
-            yield HeldPart(
+            yield GroupShard(
                 tuple(dict.fromkeys(r for r, _ in members)), tuple(dict.fromkeys(m for _, m in members)),
                 entries_of(shape, layout, at, sizes),
                 torch.stack(tensors).sum(0) if same and len(tensors) > 1 else tensors[0],
             )  # fmt: skip
 
-    def _coordinates(self, part: HeldPart) -> str:
+    def _coordinates(self, part: GroupShard) -> str:
         """Return `dp 1, tp 0, microbatch 2`: the coordinates that all ranks of a shard share."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
@@ -264,7 +264,7 @@ class _Search:
             shared.append(f"microbatch {part.microbatches[0]}")
         return ", ".join(shared)
 
-    def _mismatch(self, node: fx.Node, kind: str, stage: int, wrong: WrongPart) -> Mismatch:
+    def _mismatch(self, node: fx.Node, kind: str, stage: int, wrong: WrongShard) -> Mismatch:
         origin = self.origins[facts(node)["origin"]]
         stored = origin.op == "get_attr"
         name = str(origin.target) if stored else origin.name
@@ -293,7 +293,7 @@ class _Search:
         )  # fmt: skip
 
 
-def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _reference(subject: GraphUnderTest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return every value of the traced graph on the global batch, and its gradient, by node name."""
     values = subject.values(retain_grads=True)
     tensors = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
@@ -314,12 +314,12 @@ def entries_of(
     """
     entries = [torch.arange(size) for size in shape]
     num_shards = [1] * len(entries)  # of each dim over outer axes: a shard has as many fewer sections
-    for axis, place in cut_together(layout).items():
+    for axis, place in flattened_shards(layout).items():
         indices, sections = entries[place.dim], place.sections
         if len(sections) == 1:
             sections = (sections[0] // num_shards[place.dim],)
         ranks, index = _joined(axis, at, sizes)
-        entries[place.dim] = Cut(0, len(indices), sections, ranks).take(indices, index)
+        entries[place.dim] = DimSharding(0, len(indices), sections, ranks).take(indices, index)
         if not place.sections:
             num_shards[place.dim] *= ranks
     return tuple(entries)
@@ -328,7 +328,7 @@ def entries_of(
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the number of ranks of an axis or flattened axes, and the shard index at these coordinates."""
     ranks, index = 1, 0
-    for part in parts_of(axis):
+    for part in mesh_axes_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
     return ranks, index
 
@@ -355,7 +355,7 @@ def _source(node: fx.Node) -> str:
     return source_line(node) or next((source_line(user) for user in node.users if source_line(user)), "")
 
 
-def _worst_entry(part: HeldPart, whole: Tensor) -> str:
+def _worst_entry(part: GroupShard, whole: Tensor) -> str:
     """Return `entry [3, 40] is 0.52, not 0.51`, with the indices of the full value."""
     expected = part.of(whole)
     if part.value.shape != expected.shape:

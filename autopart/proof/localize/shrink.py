@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autopart.errors import AutopartError
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, facts
 from autopart.ir.graph import describe, operators, source_of
-from autopart.proof.comparison import Arrangement, Subject
+from autopart.proof.comparison import Arrangement, GraphUnderTest
 from autopart.proof.localize.localize import BROKEN, Mismatch
 from autopart.proof.localize.subgraph import ROWS, Builder, Subgraph
 
@@ -26,7 +26,7 @@ MAX_RUNS = 300
 
 
 def smallest_failing(
-    subject: Subject, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
+    subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
 ) -> Subgraph | None:
     """Return the smallest subgraph found with an error above `tolerance`; None if no part is wrong alone.
 
@@ -35,17 +35,19 @@ def smallest_failing(
         breaks: the run of the full graph raises. Then a part that raises counts as wrong.
     """
     for recorded in (True, False):  # whether input-only values are recorded or recomputed
-        search = _Search(subject, arrangement, tolerance, recorded, breaks)
+        search = _FaultSearch(subject, arrangement, tolerance, recorded, breaks)
         chosen = search.grown(search.suspects(first))
         if chosen:
             return search.cut(search.reduced(chosen))
     return None
 
 
-class _Search:
+class _FaultSearch:
     """Extraction and runs of parts of one graph."""
 
-    def __init__(self, subject: Subject, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool):
+    def __init__(
+        self, subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool
+    ):
         self.subject, self.arrangement, self.tolerance = subject, arrangement, tolerance
         self.recorded, self.breaks, self.runs = recorded, breaks, 0
         self.active = [n for n in operators(subject.traced.graph) if n in arrangement.decisions.stage_of]
@@ -110,7 +112,7 @@ class _Search:
 
     def cut(self, chosen: set[fx.Node], arrangement: Arrangement | None = None) -> Subgraph:
         """Extract these operators, with the decisions of the full graph."""
-        return _Cut(self.subject, arrangement or self.arrangement, self.values, chosen, self.recorded).subgraph()
+        return _Extraction(self.subject, arrangement or self.arrangement, self.values, chosen, self.recorded).subgraph()
 
 
 class _Planted:
@@ -132,11 +134,11 @@ class _Planted:
         self.is_planted = True
 
 
-class _Cut:
+class _Extraction:
     """Extraction of chosen operators into a separate graph."""
 
     def __init__(
-        self, subject: Subject, arrangement: Arrangement, values: dict[fx.Node, Any], chosen: set[fx.Node],
+        self, subject: GraphUnderTest, arrangement: Arrangement, values: dict[fx.Node, Any], chosen: set[fx.Node],
         recorded: bool,
     ):  # fmt: skip
         self.subject, self.arrangement, self.values = subject, arrangement, values

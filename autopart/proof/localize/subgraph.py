@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 
 from autopart.compat.torch_internals import tree_flatten
 from autopart.errors import LayoutError, PlanError
-from autopart.ir.decisions import Decisions, Strategy, over_rows
+from autopart.ir.decisions import Decisions, Strategy, data_strategies
 from autopart.ir.facts import ACTIVE, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
@@ -37,7 +37,7 @@ from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.trace import Call, Trace
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.strategies import ANY_KIND, strategies
-from autopart.proof.comparison import Arrangement, Subject
+from autopart.proof.comparison import Arrangement, GraphUnderTest
 
 aten = torch.ops.aten
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -54,7 +54,7 @@ class Subgraph:
         >>> assert Subgraph.parse(text).max_error() < 1e-10    # doctest: +SKIP
     """
 
-    subject: Subject
+    subject: GraphUnderTest
     arrangement: Arrangement
 
     def errors(self) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Builder:
         self.graph = fx.Graph()
         self.inputs: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
-        self.parts = {ROWS: mesh.row_ranks * microbatches} | {axis: mesh.size(axis) for axis in mesh.chosen}
+        self.parts = {ROWS: mesh.data_parallel_size * microbatches} | {axis: mesh.size(axis) for axis in mesh.chosen}
         self.chosen: dict[str, dict[fx.Node, Strategy]] = {over: {} for over in self.parts}
         self.stored: dict[str, Layout] = {}
         self.stage_of: dict[fx.Node, int] = {}
@@ -174,17 +174,17 @@ class Builder:
         self.stage_of[node] = stage
         return node
 
-    def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> Subject:
+    def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> GraphUnderTest:
         """Return the graph with these outputs."""
         self.graph.output(tuple(outputs))
         call = Call(
             tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
         )
         spec = tree_flatten(tuple(outputs))[1]
-        return Subject(Trace(self.graph, call, self.weights, {}, {}, {}, spec, (), "train"), loss)
+        return GraphUnderTest(Trace(self.graph, call, self.weights, {}, {}, {}, spec, (), "train"), loss)
 
     def arrangement(self, **options: Any) -> Arrangement:
-        strategies = {**over_rows(self.mesh, self.microbatches, self.chosen[ROWS]), **self.chosen}
+        strategies = {**data_strategies(self.mesh, self.microbatches, self.chosen[ROWS]), **self.chosen}
         del strategies[ROWS]
         decisions = Decisions(
             self.mesh, self.microbatches, strategies, self.stored, self.stage_of, self.num_stages,
@@ -264,7 +264,7 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
 
 def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strategy]], ...]:
     features = ((axis, decisions.mesh.size(axis), on) for axis, on in decisions.features.items())
-    return (ROWS, decisions.row_shards, decisions.rows), *features
+    return (ROWS, decisions.batch_shards, decisions.rows), *features
 
 
 def _stored_over(mesh: Mesh) -> list[str]:

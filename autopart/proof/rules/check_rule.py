@@ -116,7 +116,9 @@ class Proof:
                 rank: {n: nn.Parameter(w.detach().clone(), w.requires_grad) for n, w in self.weights.items()}
                 for rank in range(mesh.num_ranks)
             }
-            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # dropout seeds
+            seeds = [
+                torch.zeros(mesh.data_parallel_size, dtype=torch.int64) for _ in program.input_names
+            ]  # dropout seeds
             ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
             by_rank = {rank: values for rank, (values,) in ran.items()}
             backward([value for values in by_rank.values() for value in values])

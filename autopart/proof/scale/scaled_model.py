@@ -25,7 +25,7 @@ from autopart.ir.blocks.block_index import blocks as blocks_of
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, operators
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.recompute_spec import Recompute, word_of
+from autopart.ir.run.recompute_spec import Recompute, recompute_mode_of
 from autopart.ir.trace import Trace, device_of_weights
 from autopart.passes.choose.stages.stage_partition import partition
 from autopart.plans.plan import Plan
@@ -33,7 +33,7 @@ from autopart.proof.scale.smaller_config import LADDER, Changes, Divisors, is_sc
 from autopart.proof.verify_estimate import (
     MOST_FOR_COPY,
     SHARE_COPY,
-    SHARE_WHOLE,
+    SHARE_FULL_SIZE,
     Estimate,
     available_bytes,
     seconds,
@@ -111,8 +111,8 @@ class ScaledCopy:
             f"{path}.{i}": f"{path}.{was}" for path, (kept, _) in self.kept.items() for i, was in enumerate(kept)
         }
         blocks = filter(None, blocks_of(traced.graph).values())
-        copied = {block: word_of(recompute, numbers.get(block, block)) for block in blocks}
-        return copied | {"*": word_of(recompute, "")}
+        copied = {block: recompute_mode_of(recompute, numbers.get(block, block)) for block in blocks}
+        return copied | {"*": recompute_mode_of(recompute, "")}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
         resized = _with_smaller_sizes(model, arguments, work, fair)
         if resized is not None:
             few, needed = resized
-    if few is None or needed.total > SHARE_WHOLE * free:
+    if few is None or needed.total > SHARE_FULL_SIZE * free:
         raise too_large(model, needed, free)
     announce(f"verifying {few.text}, which needs {needed}; {free / 1e9:.3g} GB are free")
     return few.with_weights()
@@ -182,7 +182,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
             kept = {p: (numbers, len(_blocks(model, p))) for p, numbers in blocks.items()}
             copied = _copy(model, blocks)
             needed = work.estimate(copied, arguments)
-            if needed.total > SHARE_WHOLE * free:
+            if needed.total > SHARE_FULL_SIZE * free:
                 raise too_large(copied, needed, free)
             announce(f"verifying a copy with {_blocks_text(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
             copies.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
@@ -225,14 +225,14 @@ def _with_fewer_blocks(
         kept = {path: (numbers, len(_blocks(model, path))) for path, numbers in blocks.items()}
         stay = [p for name, p in model.named_parameters() if renamed(name, kept) is not None]
         needed = Estimate(weights_bytes(stay, work.mesh, work.steps > 0), 0)
-        if needed.total > SHARE_WHOLE * free:
+        if needed.total > SHARE_FULL_SIZE * free:
             return None, needed
         copied = _copy(model, blocks)
         try:
             if is_small(copied, arguments, work, free):
                 _materialise(copied)
                 with torch.no_grad():
-                    copied(**placed(arguments, device_of(copied)))
+                    copied(**on_device(arguments, device_of(copied)))
             else:
                 needed = work.estimate(copied, arguments)
         except Exception:  # whatever a model's own code raises when its blocks are fewer
@@ -310,7 +310,7 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def placed(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Move the arguments of a call to a device; a data loader leaves a batch on the CPU."""
     return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
@@ -319,7 +319,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+def with_fewest_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """Return a copy of `model` with the fewest repeated blocks of every kind, and an index of blocks.
 
     The second result is {path of a container: index in the copy, for each original block}. Weights stay on their
@@ -373,7 +373,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return True
-    most = SHARE_WHOLE * free
+    most = SHARE_FULL_SIZE * free
     if weights_bytes(model.parameters(), work.mesh, work.steps > 0) > most:
         return False
     needed = work.estimate(model, arguments)
@@ -382,7 +382,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
     return needed.total <= most
 
 
-def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
+def check_memory(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
     """Raise InputError if the verification of a model at full size needs more memory than is free."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
@@ -394,7 +394,7 @@ def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad)
         raise too_large(model, needed, free)
 
 
-def fewest(kinds: Sequence[Any]) -> tuple[int, ...]:
+def blocks_to_keep(kinds: Sequence[Any]) -> tuple[int, ...]:
     """Return the indices of the blocks to keep: at most two periods of each repetition.
 
     >>> fewest("AAAA"), fewest("ABBBB"), fewest("ABABABAB")
@@ -412,7 +412,11 @@ def _repeated(model: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[int
     """Yield the outermost containers of blocks from which some blocks can be dropped."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
-        kept = fewest([_kind(block) for block in child]) if isinstance(child, (nn.ModuleList, nn.Sequential)) else ()
+        kept = (
+            blocks_to_keep([_kind(block) for block in child])
+            if isinstance(child, (nn.ModuleList, nn.Sequential))
+            else ()
+        )
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(kept) < len(child):
             yield inner, kept
         else:

@@ -74,17 +74,17 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
             changes[name] = (was, size)
 
     for name in _present(config, VOCABULARY):
-        size = alike(getattr(config, name), divisors.vocabulary, num_ranks, SMALLEST["vocabulary"])
+        size = scaled_size(getattr(config, name), divisors.vocabulary, num_ranks, SMALLEST["vocabulary"])
         change(name, size)
         _keep_tokens_below(copied, size)
     if divisors.width > 1:
         for name, size in _widths(config, divisors.width, num_ranks):
             change(name, size)
         for name in _present(config, INNER):
-            change(name, alike(getattr(config, name), divisors.width, num_ranks, SMALLEST["width"]))
+            change(name, scaled_size(getattr(config, name), divisors.width, num_ranks, SMALLEST["width"]))
         chosen = max([1, *(getattr(config, name) for name in _present(config, CHOSEN))])
         for name in _present(config, EXPERTS):
-            change(name, alike(getattr(config, name), divisors.width, num_ranks, 2 * chosen))
+            change(name, scaled_size(getattr(config, name), divisors.width, num_ranks, 2 * chosen))
     return copied, changes
 
 
@@ -109,14 +109,17 @@ def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, in
     if own_dim is not None:
         yield own_dim[0], head_dim // narrower
     exact = heads * head_dim == width
-    yield width_name, width // (fewer * narrower) if exact else alike(width, divisor, num_ranks, SMALLEST["width"])
+    yield (
+        width_name,
+        width // (fewer * narrower) if exact else scaled_size(width, divisor, num_ranks, SMALLEST["width"]),
+    )
 
 
 def _remains(size: int, other: int, num_ranks: int) -> bool:
     return math.gcd(size, num_ranks) == math.gcd(other, num_ranks)
 
 
-def alike(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
+def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
     """Return a size about `divisor` times smaller, with an equal remainder by the number of ranks.
 
     >>> alike(50257, 16, 8, 256), alike(14336, 4, 8, 64), alike(100, 4, 8, 256)
@@ -155,6 +158,6 @@ def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, nu
             continue
         if name not in ROWS or value.dim() != 2:
             return None
-        value = value[:, : alike(value.shape[1], divisor, num_ranks, SMALLEST["sequence"])]
+        value = value[:, : scaled_size(value.shape[1], divisor, num_ranks, SMALLEST["sequence"])]
         shorter[name] = torch.where(value >= 0, value % vocabulary, value) if name in TOKENS else value
     return shorter

@@ -19,25 +19,25 @@ from autopart.compat.torch_internals import tree_flatten
 from autopart.errors import OptionError
 from autopart.ir.program import Program
 from autopart.ir.run.schedules import DELAYED
-from autopart.ir.run.weight_updates import update_whole_weights
+from autopart.ir.run.weight_updates import update_unsharded_weights
 from autopart.passes.choose.plan_codec import decided_by, decode
 from autopart.proof.comparison import (
     FLOOR,
     GRAD_FLOOR,
     SEED,
     Arrangement,
-    Subject,
-    buffers_restored,
-    one_seed,
-    whole_loss,
+    GraphUnderTest,
+    fixed_seed,
+    global_loss,
+    restore_buffers,
 )
 from autopart.proof.reference import Reference
-from autopart.proof.steps.step_comparison import Compared, StepReport
+from autopart.proof.steps.step_comparison import StepComparison, StepReport
 from autopart.proof.steps.training_options import SCALER_DEFAULTS, Named, Training, check_optimizer
 from autopart.recipe.make_plan import find_loss
 from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
-from autopart.runtime.shards.shard_state import settled
+from autopart.runtime.shards.shard_state import merge_stored
 from autopart.runtime.training.gradient_norms import grad_norm_lockstep
 from autopart.tracing.call_cache import call_key
 from autopart.tracing.trace_model import flatten_call
@@ -54,7 +54,7 @@ class _Outcome:
     skips: dict[int, bool]
 
 
-class _OneDevice:
+class _SingleDeviceTraining:
     """Single-device training of the model, with torch's scaler, clipping and optimizer.
 
     If the model does not compute in float64, its trace is trained.
@@ -68,7 +68,7 @@ class _OneDevice:
         settings = {"enabled": False} if training.scaler is None else dict(training.scaler)
         self.scaler = torch.amp.GradScaler("cpu", **settings)
 
-    def backward(self, subject: Subject, arguments: Mapping[str, Any]) -> _Outcome:
+    def backward(self, subject: GraphUnderTest, arguments: Mapping[str, Any]) -> _Outcome:
         loss = subject.seed(self._forward(subject, arguments))
         self.scaler.scale(loss).backward()
         for parameter in self.parameters.values():
@@ -84,13 +84,13 @@ class _OneDevice:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_norm)
         return _Outcome({0: loss.detach()}, {0: norm}, {0: scale}, {0: self.scaler.is_enabled() and not finite})
 
-    def _forward(self, subject: Subject, arguments: Mapping[str, Any]) -> list[Any]:
-        if not self.reference.is_lifted:
-            with one_seed(subject.random_seed):
+    def _forward(self, subject: GraphUnderTest, arguments: Mapping[str, Any]) -> list[Any]:
+        if not self.reference.is_upcast:
+            with fixed_seed(subject.random_seed):
                 return tree_flatten(call(self.reference.model, dict(arguments)))[0]
         traced = subject.traced
-        update_whole_weights(traced.parameters, traced.weight_updates, traced.call.tensors)
-        subject = Subject(replace(traced, weight_updates={}), subject.loss, subject.random_seed)
+        update_unsharded_weights(traced.parameters, traced.weight_updates, traced.call.tensors)
+        subject = GraphUnderTest(replace(traced, weight_updates={}), subject.loss, subject.random_seed)
         values = subject.values()
         with torch.no_grad():
             for name, node in subject.traced.buffer_updates.items():
@@ -111,7 +111,7 @@ class _OneDevice:
 
 
 @dataclass
-class _Scale:
+class _LossScale:
     """Loss scale of a rank, updated by the rule of `torch.amp.GradScaler`."""
 
     value: float
@@ -121,10 +121,10 @@ class _Scale:
     steps: int = 0
 
     @staticmethod
-    def of(settings: Mapping[str, Any] | None) -> _Scale:
+    def of(settings: Mapping[str, Any] | None) -> _LossScale:
         if settings is None:
-            return _Scale(1.0)
-        return _Scale(*(settings[name] for name in SCALER_DEFAULTS))
+            return _LossScale(1.0)
+        return _LossScale(*(settings[name] for name in SCALER_DEFAULTS))
 
     def update(self, infinite: bool) -> None:
         self.steps = 0 if infinite else self.steps + 1
@@ -134,7 +134,7 @@ class _Scale:
             self.value, self.steps = self.value * self.growth_factor, 0
 
 
-def shared_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
+def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
     """Return for all ranks whether any rank has found an infinity."""
     return dict.fromkeys(infinite, any(infinite.values()))
 
@@ -142,27 +142,27 @@ def shared_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
 class _AllRanks:
     """Training of all ranks: their shards of the weights, with an optimizer each."""
 
-    def __init__(self, subject: Subject, arrangement: Arrangement, training: Training):
+    def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training):
         self.arrangement, self.training = arrangement, training
         self.program = subject.step(arrangement.decisions)
         self.shards = subject.shards(self.program, arrangement, trained=True)
         self.buffers = _copies(subject.traced.buffers)
         self.optimizers = {rank: training.optimizer(_named(local)) for rank, local in self.shards.items()}
-        self.scales = {rank: _Scale.of(training.scaler) for rank in self.shards}
+        self.scales = {rank: _LossScale.of(training.scaler) for rank in self.shards}
 
-    def backward(self, subject: Subject) -> _Outcome:
+    def backward(self, subject: GraphUnderTest) -> _Outcome:
         stage_style = self.arrangement.stage_style
         new_buffers: dict[int, dict[str, Tensor]] = {}
-        subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
+        subject = GraphUnderTest(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
         results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
         # Clone: a new buffer value may be a weight, which the optimizer changes.
         self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
         scale = scales[min(results)]  # the last stage computes the loss
         torch.autograd.backward([seed * scale for seed in seeds])
-        losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
+        losses = {0: global_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
         sync_gradients_lockstep(self.shards, self.program, stage_style=stage_style)
-        self.infinite = shared_infinity({rank: self._unscale(rank) for rank in self.shards})
+        self.infinite = any_infinity({rank: self._unscale(rank) for rank in self.shards})
         norms = self._norms()
         self._clip(norms)
         skips = {rank: self.training.scaler is not None and infinite for rank, infinite in self.infinite.items()}
@@ -210,7 +210,7 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
-class _Late:
+class _DelayedGradients:
     """Delay of gradients by one batch, as under PipeDream-2BW."""
 
     def __init__(self) -> None:
@@ -234,11 +234,11 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
     """
     reports: list[StepReport] = []
     with _as_before(reference):
-        one, ranks = _OneDevice(reference, training), _AllRanks(reference.subject, arrangement, training)
-        calls = _Calls(reference, arrangement, training)
+        one, ranks = _SingleDeviceTraining(reference, training), _AllRanks(reference.subject, arrangement, training)
+        calls = _TracedBatches(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
         plan = arrangement.plan
-        late = _Late() if plan is not None and plan.schedule.name in DELAYED else None
+        late = _DelayedGradients() if plan is not None and plan.schedule.name in DELAYED else None
         if late is not None and training.scaler is not None:
             raise OptionError("a scaler with schedule='1f1b_2bw'", why="the gradient of a step is of an earlier scale",
                               hint="precision='bf16', or schedule='1f1b'")  # fmt: skip
@@ -246,7 +246,7 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
             phase(f"training step {step} of {training.steps}")
             of_step, program = calls.of(step)
             ranks.program = program
-            compared = Compared(step, program, tolerance, rounding)
+            compared = StepComparison(step, program, tolerance, rounding)
             reports.append(_step(of_step, training.batch(step), one, ranks, compared, late))
             if reports[-1].first is not None:
                 break
@@ -259,7 +259,7 @@ def _as_before(reference: Reference) -> Iterator[None]:
     traced = reference.traced
     before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
     try:
-        with buffers_restored(reference.base):
+        with restore_buffers(reference.base):
             yield
     finally:
         with torch.no_grad():
@@ -268,17 +268,17 @@ def _as_before(reference: Reference) -> Iterator[None]:
                 tensor.grad = None
 
 
-class _Calls:
+class _TracedBatches:
     """The trace and program of each batch, cached by shapes and options."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
         self.first = reference.subject.step(arrangement.decisions)
-        self.cache: dict[Hashable, tuple[Subject, Program]] = {
+        self.cache: dict[Hashable, tuple[GraphUnderTest, Program]] = {
             self._key(training.example): (reference.subject, self.first)
         }
 
-    def of(self, step: int) -> tuple[Subject, Program]:
+    def of(self, step: int) -> tuple[GraphUnderTest, Program]:
         """Return the subject and program of a step, with the inputs and random seed of that step."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
@@ -286,25 +286,26 @@ class _Calls:
             self.cache[key] = self._traced(arguments)
         subject, program = self.cache[key]
         call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
-        return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
+        return GraphUnderTest(replace(subject.traced, call=call), subject.loss, SEED + step), program
 
     def _key(self, arguments: Mapping[str, Any]) -> Hashable:
         return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
 
-    def _traced(self, arguments: Mapping[str, Any]) -> tuple[Subject, Program]:
+    def _traced(self, arguments: Mapping[str, Any]) -> tuple[GraphUnderTest, Program]:
         """Trace a call under the same plan and parameter storage, like the runtime's compiler."""
         assert self.arrangement.plan is not None
         traced = self.reference.trace(arguments)
         decided = decided_by(self.reference.traced, self.arrangement.decisions)
         decisions = decode(traced, self.arrangement.plan, self.arrangement.decisions.mesh, decided)
-        subject = Subject(traced, find_loss(traced))
+        subject = GraphUnderTest(traced, find_loss(traced))
         program = subject.step(decisions)
-        return subject, replace(program, parameters=settled(program.parameters, self.first.parameters))
+        return subject, replace(program, parameters=merge_stored(program.parameters, self.first.parameters))
 
 
 def _step(
-    subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared,
-    late: _Late | None,
+    subject: GraphUnderTest, arguments: Mapping[str, Any], one: _SingleDeviceTraining, ranks: _AllRanks,
+    compared: StepComparison,
+    late: _DelayedGradients | None,
 ) -> StepReport:  # fmt: skip
     expected, actual = one.backward(subject, arguments), ranks.backward(subject)
     skipped, scale = expected.skips[0], expected.scales[0]
@@ -356,7 +357,7 @@ def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Ten
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
-def _state_keys(one: _OneDevice) -> list[str]:
+def _state_keys(one: _SingleDeviceTraining) -> list[str]:
     """Return the keys of optimizer state that has the shape of its parameter."""
     keys = [
         key

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from autopart.ir.program import Program
-from autopart.ir.sharding import Cut, part_of
+from autopart.ir.sharding import DimSharding, local_shard_of
 from autopart.proof.comparison import largest, relative
-from autopart.proof.finite_values import held
-from autopart.runtime.shards.shard_state import cuts_at
+from autopart.proof.finite_values import bad_entries
+from autopart.runtime.shards.shard_state import splits_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
@@ -81,7 +81,7 @@ class StepReport:
         return f"{head}: {'exact' if self.first is None else 'WRONG'}, largest error {self.max_error:.3g}"
 
 
-class Compared:
+class StepComparison:
     """The errors of one step, in the order in which they are found."""
 
     def __init__(self, step: int, program: Program, tolerance: float, rounding: dict[str, Tensor]):
@@ -164,11 +164,11 @@ class Compared:
                     part.data.copy_(torch.where(where, whole.detach(), part.detach()))
 
     def _cut(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
-        return None if whole is None else part_of(whole, self._cuts(name, rank))
+        return None if whole is None else local_shard_of(whole, self._cuts(name, rank))
 
-    def _cuts(self, name: str, rank: int) -> list[tuple[Cut, int]]:
+    def _cuts(self, name: str, rank: int) -> list[tuple[DimSharding, int]]:
         mesh = self.program.mesh
-        return list(cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank)))
+        return list(splits_at(self.program.parameters[name], mesh, mesh.coordinates(rank)))
 
     def _part(self, kind: str, name: str, rank: int, part: Tensor | None, whole: Tensor | None, scale: float) -> None:
         if part is None and whole is None:
@@ -185,7 +185,7 @@ class Compared:
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
         """Note a value that is not finite as an error, even if both sides agree: it proves nothing."""
-        self._note(kind, name, None, float("inf"), f"not finite on one device: it {held(expected)}")
+        self._note(kind, name, None, float("inf"), f"not finite on one device: it {bad_entries(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
         entry = f"{kind} {name}" if name else kind

@@ -57,7 +57,7 @@ class LoopMismatch:
 
 
 @dataclass
-class Event:
+class LoopEvent:
     """One event of the function. `values`: by parameter name; None if there is nothing to compare."""
 
     kind: str
@@ -67,7 +67,7 @@ class Event:
 
 
 @dataclass
-class Compared:
+class RankResult:
     """Result of a rank. `events`: number of compared events."""
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Recorder:
     Use it in a process that ends with the run: its patches are not removed.
     """
 
-    def __init__(self, fn: Callable[..., Any], sink: Callable[[int, Event], None]):
+    def __init__(self, fn: Callable[..., Any], sink: Callable[[int, LoopEvent], None]):
         self.code = getattr(fn, "__code__", None)
         self.sink, self.count, self.steps, self.busy = sink, 0, 1, False
         self.model: Any = None
@@ -105,7 +105,7 @@ class Recorder:
         self.event("returned", values, "the end of the function")
 
     def event(self, kind: str, values: dict[str, Any] | None, where: str = "") -> None:
-        self.sink(self.count, Event(kind, self.steps, where or self.line(), values))
+        self.sink(self.count, LoopEvent(kind, self.steps, where or self.line(), values))
         self.count += 1
 
     def line(self) -> str:
@@ -177,7 +177,7 @@ def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | No
     return f"line {line} of {Path(file).name}, in {chosen[0].co_name}" + (f": {source}" if source else "")
 
 
-class Comparison:
+class EventComparison:
     """Comparison of a rank's events with those of one process, as they occur.
 
     Args:
@@ -186,16 +186,16 @@ class Comparison:
     """
 
     def __init__(
-        self, rank: int, expected: Callable[[int], Event | None], tolerance: float, skips_losses: bool,
+        self, rank: int, expected: Callable[[int], LoopEvent | None], tolerance: float, skips_losses: bool,
         load: Callable[[dict[str, Tensor]], Any],
     ):  # fmt: skip
         self.rank, self.expected, self.tolerance, self.skips_losses = rank, expected, tolerance, skips_losses
         self.load = load
         self.rounding: dict[str, Tensor] = {}
-        self.found = Compared()
+        self.found = RankResult()
         self.where, self.step = "", 1
 
-    def event(self, index: int, actual: Event) -> None:
+    def event(self, index: int, actual: LoopEvent) -> None:
         """Compare an event with that of one process."""
         wanted = self.expected(index)
         self.where, self.step, self.found.events = actual.where, actual.step, index + 1
@@ -223,7 +223,7 @@ class Comparison:
             self.load(equal)
         return {**actual, **equal}
 
-    def _values(self, index: int, event: Event, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    def _values(self, index: int, event: LoopEvent, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         floor = {"gradient": GRAD_FLOOR, "weight": FLOOR}.get(event.kind)
         scale = None
         if floor is not None:
@@ -232,7 +232,7 @@ class Comparison:
             here, there = actual.get(name), expected.get(name)
             self._note(index, event, event.kind, name, *_apart(here, there, scale))
 
-    def _note(self, index: int, event: Event, kind: str, name: str, error: float, detail: str) -> None:
+    def _note(self, index: int, event: LoopEvent, kind: str, name: str, error: float, detail: str) -> None:
         entry = f"{kind} {name}".strip()
         self.found.errors[entry] = max(self.found.errors.get(entry, 0.0), error)
         if self.found.first is None and not error <= self.tolerance:

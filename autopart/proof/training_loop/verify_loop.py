@@ -26,7 +26,7 @@ from autopart.ir.mesh import Mesh
 from autopart.proof.comparison import SEED
 from autopart.proof.training_loop.forked_ranks import Failure, Report, run_forked
 from autopart.proof.training_loop.plain_module import with_plain_methods
-from autopart.proof.training_loop.recorded_loop import Compared, Comparison, Event, LoopMismatch, Recorder
+from autopart.proof.training_loop.recorded_loop import EventComparison, LoopEvent, LoopMismatch, RankResult, Recorder
 from autopart.proof.verify import check_weights
 
 REFUSED = {
@@ -85,7 +85,7 @@ def prove(
     if not example and listed:
         example = _example(model, listed[0])
     with tempfile.TemporaryDirectory(prefix="verify-loop-") as folder:
-        run = _Run(fn, model, batches, folder)
+        run = _LoopRun(fn, model, batches, folder)
         (report,) = run_forked(run.plain, 1, time_limit_s, folder, run.where, connected=False).values()
         if report.failure is not None:
             raise _plain_failure(report.failure)
@@ -94,7 +94,7 @@ def prove(
             raise InputError("the function trains nothing", why="no loss, no optimizer step, and no weight changes",
                              hint="fn(model, batches) calls model.step(...) and optimizer.step()")  # fmt: skip
 
-        def on_a_rank(rank: int) -> Compared:
+        def on_a_rank(rank: int) -> RankResult:
             made = parallelize(model, mesh, **example, **options)
             return run.compared(made, rank, tolerance, count, local_batch)
 
@@ -132,9 +132,9 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
     Entries of a dict that the model accepts are keyword arguments; a tuple or tensor is all arguments.
     """
     signature = inspect.signature(model.forward)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    needs_full_sequence = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if isinstance(batch, Mapping):
-        kwargs = {name: v for name, v in batch.items() if takes_all or name in signature.parameters}
+        kwargs = {name: v for name, v in batch.items() if needs_full_sequence or name in signature.parameters}
         args: tuple[Any, ...] = ()
     else:
         kwargs, args = {}, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -146,13 +146,13 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"example_kwargs": kwargs} if kwargs else {"example_args": args}
 
 
-class _Run:
+class _LoopRun:
     """One run of the function in a child process, with its recorder."""
 
     def __init__(self, fn: Function, model: nn.Module, batches: Any, folder: str):
         self.fn, self.model, self.batches, self.folder = fn, model, batches, Path(folder)
         self.recorder = Recorder(fn, self._save)
-        self.comparison: Comparison | None = None
+        self.comparison: EventComparison | None = None
 
     def plain(self, rank: int) -> tuple[int, int, bool]:
         """Run with the plain model.
@@ -165,10 +165,12 @@ class _Run:
         changed = any(not torch.equal(v, after[name]) for name, v in before.items())
         return self.recorder.count, self.recorder.steps - 1, changed or self.recorder.count > 2
 
-    def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> Compared:
+    def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> RankResult:
         """Run with the partitioned model and compare with the recorded plain run."""
         load = partial(model.load_state_dict, strict=False)
-        self.comparison = Comparison(rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load)
+        self.comparison = EventComparison(
+            rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load
+        )
         self.recorder.sink = self.comparison.event
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("default")
@@ -195,11 +197,11 @@ class _Run:
         self.recorder.begin(model)
         self.recorder.end(self.fn(model, self.batches))
 
-    def _save(self, index: int, event: Event) -> None:
+    def _save(self, index: int, event: LoopEvent) -> None:
         torch.save(event, self.folder / f"event{index}")
 
-    def _load(self, index: int) -> Event:
-        event: Event = torch.load(self.folder / f"event{index}", weights_only=False)
+    def _load(self, index: int) -> LoopEvent:
+        event: LoopEvent = torch.load(self.folder / f"event{index}", weights_only=False)
         return event
 
 
@@ -210,7 +212,7 @@ def _plain_failure(failure: Failure) -> AutopartError:
                       hint="run it in one process first")  # fmt: skip
 
 
-def _together(run: _Run, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool) -> LoopVerification:
+def _together(run: _LoopRun, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool) -> LoopVerification:
     """Merge the results of all ranks.
 
     Raises the first autopart error of a rank, with the rank and line as a note.

@@ -32,7 +32,7 @@ from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.tracing.python.python_state import random_state
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import LostInTrace
 
 NAMESPACE = "autograd_function"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -97,8 +97,8 @@ class UserFunction:
         """Return the results of the Function."""
         remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
-        is_lifted = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
-        precise = default_dtype(torch.float64) if is_lifted else nullcontext()
+        is_upcast = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
+        precise = default_dtype(torch.float64) if is_upcast else nullcontext()
         cast = torch.autocast(tensors[0].device.type, self.autocast) if self.autocast else nullcontext()
         with variable(_running, True), precise, cast:
             return self.function.apply(*arguments)
@@ -148,14 +148,14 @@ def made_for(node: fx.Node) -> Made | None:
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
-def name_functions(graph: fx.Graph) -> None:
+def name_function_nodes(graph: fx.Graph) -> None:
     """Name the nodes of such operators after their Functions."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
 
 
-class _Writes(Exception):
+class _WritesArguments(Exception):
     """Raised if a Function writes to tensors that it was passed."""
 
     def __init__(self, tensors: frozenset[int]):
@@ -192,7 +192,7 @@ def apply_as_operator(
     user = UserFunction(function, arguments, autocast, tuple(t.dtype for t in tensors))
     try:
         user_operator = _operator(user, tensors, wanted)
-    except _Writes as writes:
+    except _WritesArguments as writes:
         user = replace(user, written=writes.tensors)
         user_operator = _operator(user, tensors, wanted)
     outputs = user_operator.operator(*tensors)
@@ -210,7 +210,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
     try:
         user = UserFunction(function, (Tensor,) * len(tensors), None, tuple(t.dtype for t in tensors))
         return _examined(user, tensors, wanted).code
-    except _Writes:
+    except _WritesArguments:
         raise _lost(function, _WRITES) from None
 
 
@@ -230,8 +230,10 @@ def _check_plain(function: type, argument: Any) -> None:
             raise _lost(function, f"it is given {_a(leaf)}, and may be given tensors, numbers and text")
 
 
-def _lost(function: type, why: str) -> Lost:
-    return Lost(f"{function.__qualname__} is an autograd.Function that cannot be traced", why, _HINT, Refusal.FUNCTION)
+def _lost(function: type, why: str) -> LostInTrace:
+    return LostInTrace(
+        f"{function.__qualname__} is an autograd.Function that cannot be traced", why, _HINT, Refusal.FUNCTION
+    )
 
 
 def _a(value: Any) -> str:
@@ -307,7 +309,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
         with torch.no_grad():
             outputs = user.outputs(inputs)
         if written := _changed(before, _versions(inputs)):
-            raise _Writes(written)
+            raise _WritesArguments(written)
         for output in _as_tuple(outputs):
             if not isinstance(output, Tensor):
                 raise _lost(user.function, f"it returns {_a(output)}, and may return tensors")

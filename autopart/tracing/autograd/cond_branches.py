@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autopart.compat.torch_internals import Tracing, tree_flatten, tree_map, tree_unflatten
 from autopart.errors import Refusal
 from autopart.ir.graph import draws_random_numbers
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import LostInTrace
 
 Branch = Callable[..., Any]
 
@@ -83,6 +83,6 @@ def _form(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _lost(why: str) -> Lost:
+def _lost(why: str) -> LostInTrace:
     hint = "torch.where and plain operations, or parallelize the modules inside"
-    return Lost("torch.cond holds branches that cannot both be computed", why, hint, Refusal.REGION)
+    return LostInTrace("torch.cond holds branches that cannot both be computed", why, hint, Refusal.REGION)

@@ -238,7 +238,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]
 
 
-WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
+TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.ctc_loss: _ctc_loss,

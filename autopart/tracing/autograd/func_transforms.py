@@ -19,7 +19,7 @@ from autopart.compat.export_internals import noted, trace_inside
 from autopart.compat.torch_internals import GRAD_MODE, Tracing, tree_flatten, tree_unflatten
 from autopart.errors import Refusal
 from autopart.ir.graph import operator_name, short_name
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import LostInTrace
 
 _VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
 _DETACHING = (Tensor.detach, torch.detach, Tensor.detach_, cast(Any, Tensor.data).__get__)
@@ -41,7 +41,8 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is GRAD_MODE and not args[0]:
-            raise Lost("torch.no_grad() inside of a torch.func transform", "what has no gradient there is not traced",
+            raise LostInTrace("torch.no_grad() inside of a torch.func transform", "what has no gradient there is not "
+            "traced",
                        "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
         if func in _DETACHING:
             return noted(lambda: func(*args, **(kwargs or {})), _OWN)
@@ -102,11 +103,12 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 
     try:
         traced = trace_inside(run, tensors)
-    except Lost:
+    except LostInTrace:
         raise
     except Exception as error:  # whatever torch or the model's code makes of tensors without values
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-        raise Lost("a torch.func transform cannot be traced", reason, "grad, vjp or jacrev in place of jvp and jacfwd, "
+        raise LostInTrace("a torch.func transform cannot be traced", reason, "grad, vjp or jacrev in place of jvp "
+        "and jacfwd, "
                    "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
     _attach(traced.graph)
     values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
@@ -134,7 +136,7 @@ def _attach(graph: fx.Graph) -> None:
         name = operator_name(node)
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         if name in _STRIDED or (name.endswith(("_backward", "_backward_data")) and not (name in _KEPT or is_pointwise)):
-            raise Lost("a torch.func transform cannot be traced", f"it needs the gradient of {short_name(node)}",
+            raise LostInTrace("a torch.func transform cannot be traced", f"it needs the gradient of {short_name(node)}",
                        "plain operations there, or the gradient outside of the model", Refusal.GRADIENT)  # fmt: skip
 
 

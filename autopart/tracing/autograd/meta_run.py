@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopart.compat.symbolic_shape_internals import all_selected
 from autopart.compat.torch_internals import TorchDispatchMode, exporting, tree_map
-from autopart.tracing.autograd.decompositions import WRITTEN_OUT
-from autopart.tracing.dynamic.branch_source import skipped_by
-from autopart.tracing.python.concrete_constants import UNKNOWN, KnownValues, tensors_in, written_by
+from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
+from autopart.tracing.dynamic.branch_source import skipped_code_of
+from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, passing_answer
 
 _SMALL = 2**16
@@ -45,7 +45,7 @@ class _Placed(TorchFunctionMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.known = KnownValues()
+        self.known = ConcreteConstants()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -59,7 +59,7 @@ class _Placed(TorchFunctionMode):
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
-            if func is Tensor.__bool__ and (skipped := skipped_by(asking_frame(sys._getframe(1)))) is not None:
+            if func is Tensor.__bool__ and (skipped := skipped_code_of(asking_frame(sys._getframe(1)))) is not None:
                 return skipped.runs_if
             if func in (Tensor.item, Tensor.__float__):
                 return torch.ones((), dtype=args[0].dtype).item()
@@ -71,7 +71,7 @@ class _Placed(TorchFunctionMode):
             return source[mask]
         kwargs = dict(self.known.sized((func, args, kwargs)))
         self.known.forget(written_by(func, args, kwargs))
-        result = WRITTEN_OUT.get(func, func)(*args, **kwargs)
+        result = TRACE_DECOMPOSITIONS.get(func, func)(*args, **kwargs)
         self.known.note((func, args, kwargs), tensors, result)
         if func == _DEVICE:
             return self.device if result.type == "meta" else result
@@ -86,7 +86,7 @@ class _Listed(int):
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
     def compared(self: _Listed, other: Any) -> bool:
-        skipped = skipped_by(sys._getframe(1))
+        skipped = skipped_code_of(sys._getframe(1))
         return skipped.runs_if if skipped is not None else compare(int(self), other)
 
     return compared

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autopart.compat.torch_internals import Tracing
 from autopart.errors import Refusal
 from autopart.tracing.autograd.autograd_functions import apply_as_operator, code_of
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import LostInTrace
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
 """{name and computation of a hook: its first Function}"""
@@ -28,7 +28,7 @@ class Rewrites(Exception):
     """Raised if a forward changes what was traced before, so that repeated blocks cannot be traced once."""
 
 
-class Removable:
+class TracedHookHandle:
     """Return value of `register_hook` in a trace."""
 
     def remove(self) -> None:
@@ -58,7 +58,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
     with torch.enable_grad():
         try:
             code = code_of(function, tensors)
-        except Lost as error:
+        except LostInTrace as error:
             raise _lost(error.why, error.hint) from error
         except Exception as error:  # whatever the hook's code makes of a gradient without values
             text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
@@ -75,8 +75,8 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
 _HINT = "the same change of the gradient by operations in forward()"
 
 
-def _lost(why: str, hint: str) -> Lost:
-    return Lost("a tensor has a hook on its gradient", why, hint, Refusal.HOOK)
+def _lost(why: str, hint: str) -> LostInTrace:
+    return LostInTrace("a tensor has a hook on its gradient", why, hint, Refusal.HOOK)
 
 
 def _name(hook: Callable[..., Any]) -> str:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import describe, draws_random_numbers, operator_name, shape
 from autopart.ir.run.weight_updates import ByElement, RowNorms, WeightUpdate
-from autopart.ir.subgraphs import made_for
+from autopart.ir.subgraphs import ancestors_of
 
 if TYPE_CHECKING:
     from autopart.ir.trace import Trace
@@ -50,7 +50,7 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
     if (scaled := _row_norms(graph, weight, new)) is not None:
         return scaled
-    steps, read = made_for([new]), made_for([graph.output_node()])
+    steps, read = ancestors_of([new]), ancestors_of([graph.output_node()])
     elsewhere = [n for n in steps if n is not weight and not (n.op == "call_function" and _is_elementwise(n, weight))]
     before = [user for node in steps - {new} for user in node.users if user in read - steps]
     if elsewhere or before:
@@ -97,7 +97,7 @@ def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.Graph
     """Return the graph from given values to the output, a node or a tuple of nodes."""
     part = fx.Graph()
     values = {node: part.placeholder(node.name) for node in given}
-    made = made_for(output if isinstance(output, tuple) else [output])
+    made = ancestors_of(output if isinstance(output, tuple) else [output])
     for node in graph.nodes:
         if node in made and node not in values:
             values[node] = part.node_copy(node, values.__getitem__)
@@ -106,7 +106,7 @@ def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.Graph
 
 
 def _of_inputs_alone(ids: fx.Node) -> bool:
-    made = made_for([ids])
+    made = ancestors_of([ids])
     return all(n.op == "placeholder" or (n.op == "call_function" and not draws_random_numbers(n)) for n in made)
 
 

@@ -38,7 +38,7 @@ class Differs(Exception):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RecordedStep:
     """One call of an operator: its comparison key, and its results by index.
 
     `is_factory`: it reads no tensor.
@@ -60,7 +60,7 @@ class Template:
     number: int
     key: tuple
     path: str
-    steps: list[_Step]
+    steps: list[_RecordedStep]
     targets: list[Any]
     reads: list[list[Ref]]
     leaves: list[Any]
@@ -154,7 +154,7 @@ class Recording(_Comparing):
 
     def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)
-        self.steps: list[_Step] = []
+        self.steps: list[_RecordedStep] = []
         self.stand_ins: list[Tensor] = []
         self.nodes_given = [self.tracing.node_of(tensor) for tensor in call.given]
 
@@ -170,7 +170,9 @@ class Recording(_Comparing):
         try:
             if not self.failed:
                 is_factory = not any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0])
-                self.steps.append(_Step(key, self._placed(output) if is_operator(function) else None, is_factory))
+                self.steps.append(
+                    _RecordedStep(key, self._placed(output) if is_operator(function) else None, is_factory)
+                )
         except Differs:
             self.failed = True
         return output

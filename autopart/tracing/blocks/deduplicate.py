@@ -1,9 +1,9 @@
 """Deduplication of equal blocks in the trace of a deep model: one block represents those that are left out.
 
-Equal blocks found by `Repeats` form a chain: each reads the result of the previous one, its own parameters, and values
-that all of them read. The first three, the last three and one between are kept. Choices, programs and counts of that
-one hold for each block that it represents. If pipeline stages begin inside a chain, the blocks around are kept too,
-and one represents others of its stage.
+Equal blocks found by `RepeatedBlocks` form a chain: each reads the result of the previous one, its own parameters, and
+values that all of them read. The first three, the last three and one between are kept. Choices, programs and counts of
+that one hold for each block that it represents. If pipeline stages begin inside a chain, the blocks around are kept
+too, and one represents others of its stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.ir.blocks.deduplication import Fold
+from autopart.ir.blocks.deduplication import DeduplicatedBlock
 from autopart.ir.facts import facts
 from autopart.ir.graph import tuple_values
 from autopart.ir.trace import Trace
@@ -42,21 +42,27 @@ class _Block(NamedTuple):
         return f"{self.path}.{self.number}."
 
 
-def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
+def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
     """Return the trace with deduplicated blocks, if it has enough equal ones; else the trace itself.
 
     Args:
         apart: operators whose blocks are kept, and separate the blocks before from those after.
     """
-    if traced.weight_updates or traced.checkpointed or traced.by_chance:
+    if traced.weight_updates or traced.checkpointed or traced.has_random_branches:
         return traced
     chains = (chain for chain in _chains(traced.graph) if _is_foldable(traced, chain))
     runs = [run for chain in chains for run in _alike_in(chain, apart)]
     if not runs:
         return traced
-    graph, folds, replaced, stands_for, left_out = fx.Graph(), [], dict[fx.Node, fx.Node](), dict[fx.Node, Fold](), []
+    graph, folds, replaced, stands_for, left_out = (
+        fx.Graph(),
+        [],
+        dict[fx.Node, fx.Node](),
+        dict[fx.Node, DeduplicatedBlock](),
+        [],
+    )
     for kept, *others in runs:
-        folds.append(Fold(kept.path, kept.number, 1 + len(others)))
+        folds.append(DeduplicatedBlock(kept.path, kept.number, 1 + len(others)))
         stands_for |= dict.fromkeys(kept.calls, folds[-1])
         for block in others:
             left_out.append(block.prefix)
@@ -75,7 +81,7 @@ def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
 def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
     """Yield runs of blocks of a chain of which one can represent all."""
     path = chain[0].path
-    touched = {Fold(path, 0, 1).block(name) for name in apart}
+    touched = {DeduplicatedBlock(path, 0, 1).block(name) for name in apart}
     run: list[_Block] = []
     for block in (*chain[_ENDS:-_ENDS], None):
         if block is not None and touched.isdisjoint(range(block.number - _BEHIND, block.number + 2)):

@@ -1,11 +1,11 @@
 """Repeated blocks of a model, traced once.
 
-While `torch.export` runs a model's forward, the first call of a block (`Repeats`) is traced as usual and recorded. A
-later block of its kind also runs its own Python, but each operator call is only compared with the recorded one
-(`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs, own parameters,
+While `torch.export` runs a model's forward, the first call of a block (`RepeatedBlocks`) is traced as usual and
+recorded. A later block of its kind also runs its own Python, but each operator call is only compared with the recorded
+one (`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs, own parameters,
 earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the entire block, and
-`Repeats.expand` replaces it by copies of the first block's operators. If anything differs, the block is traced as
-usual; if that is detected too late, the entire model is (`NotAlike`).
+`RepeatedBlocks.expand` replaces it by copies of the first block's operators. If anything differs, the block is traced
+as usual; if that is detected too late, the entire model is (`NotARepeat`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autopart.tracing.blocks.block_recording import (
     frames_to,
     relative_path,
 )
-from autopart.tracing.python.concrete_constants import KnownValues
+from autopart.tracing.python.concrete_constants import ConcreteConstants
 
 _MOST = 4
 """Maximum recorded kinds of calls of one kind of block; further kinds are traced without a comparison."""
@@ -45,14 +45,14 @@ _DEFINED = torch.library.Library("autopart_trace", "FRAGMENT")
 _DEFINED.define("repeated_block(Tensor[] inputs) -> Tensor[]")
 _BLOCK = torch.ops.autopart_trace.repeated_block.default
 _REPEAT: Final = "repeated_block"
-"""Metadata key of a node that represents a block: its index in `Repeats.repeats`."""
+"""Metadata key of a node that represents a block: its index in `RepeatedBlocks.repeats`."""
 _ROOT = "_export_root."
 """Prefix of module paths in a torch.export trace."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class NotAlike(Exception):
-    """Raised if a block was taken for a repeat and is none: the model must be traced without `Repeats`."""
+class NotARepeat(Exception):
+    """Raised if a block was taken for a repeat and is none: the model must be traced without `RepeatedBlocks`."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class _Repeat:
     path: str
 
 
-class Repeats:
+class RepeatedBlocks:
     """The blocks of one model that may be equal, during its trace."""
 
-    def __init__(self, model: nn.Module, known: KnownValues):
+    def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
         alike = list(_alike(model))
         self.blocks = {id(vars(block)): (kind, list(block.modules())) for block, kind in alike}
@@ -148,7 +148,7 @@ class Repeats:
         self.known.drop(template.stand_ins)
         if state.changed() or not call.is_intact() or call.tracing.last is not replay.last or replay.leaked():
             self.lost = True
-            raise NotAlike
+            raise NotARepeat
         if not alike:
             call.tracing.restore(counts)
             return False, None
@@ -167,12 +167,12 @@ class Repeats:
         Raises NotAlike if the recorded block has lost a part.
         """
         if self.lost:
-            raise NotAlike
+            raise NotARepeat
         tagged: dict[tuple[int, int], fx.Node] = {}
         for node in graph.nodes:
             place = facts(node).pop(TEMPLATE, None)
             if place is not None and place in tagged:
-                raise NotAlike
+                raise NotARepeat
             if place is not None:
                 tagged[place] = node
                 facts(node)["custom"] = {**(facts(node).get("custom") or {}), "copied": (place[0], 0, place[1])}
@@ -193,7 +193,7 @@ class Repeats:
 
         def of(ref: Ref) -> fx.Node:
             if ref[0] and ref[1] not in copies:
-                raise NotAlike
+                raise NotARepeat
             return copies[ref[1]] if ref[0] else inputs[ref[1]]
 
         with graph.inserting_before(node):
@@ -202,10 +202,10 @@ class Repeats:
                 if first is None:
                     continue
                 if first.target is not target or len(tensor_inputs(first)) != len(reads):
-                    raise NotAlike
+                    raise NotARepeat
                 for source, (is_own, number) in zip(tensor_inputs(first), reads, strict=True):
                     if is_own and tagged.get((template.number, number)) is not source:
-                        raise NotAlike
+                        raise NotARepeat
                 refs = iter(reads)
                 args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
                 copies[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))

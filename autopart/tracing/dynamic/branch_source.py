@@ -53,7 +53,7 @@ class _Condition(NamedTuple):
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
-def skipped_by(frame: FrameType | None) -> Skipped | None:
+def skipped_code_of(frame: FrameType | None) -> Skipped | None:
     """Return the code that the condition of a frame skips; None if it affects more than writes."""
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
@@ -92,7 +92,7 @@ def _conditions(code: CodeType) -> list[_Condition]:
         is_on_lines_of_its_own = bool(skipped) and skipped[0].lineno > (statement.test.end_lineno or 0)
         if not (is_one_question and is_on_lines_of_its_own):
             continue
-        writes = _Writes(function, skipped, statement)
+        writes = _OnlyWrites(function, skipped, statement)
         if not writes.only:
             continue
         first, last = above + skipped[0].lineno, above + (skipped[-1].end_lineno or 0)
@@ -147,7 +147,7 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
     return statement.body
 
 
-class _Writes:
+class _OnlyWrites:
     """Analysis of skipped statements: `only` is True if they only write to parts of tensors, and read their other
     results.
     """

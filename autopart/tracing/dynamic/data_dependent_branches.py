@@ -22,8 +22,8 @@ from autopart.compat.symbolic_shape_internals import as_tensor
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, short_name, source_text, value
 from autopart.ir.selection import is_selection, positions_of
-from autopart.ir.subgraphs import made_for
-from autopart.tracing.dynamic.branch_source import OUT_OF_PLACE, Skipped, skipped_by, skipped_by_length
+from autopart.ir.subgraphs import ancestors_of
+from autopart.tracing.dynamic.branch_source import OUT_OF_PLACE, Skipped, skipped_by_length, skipped_code_of
 
 _DEFINED = torch.library.Library("autopart_skipped", "FRAGMENT")
 _DEFINED.define("begins(Tensor runs, int turn, int lines) -> Tensor")
@@ -43,7 +43,7 @@ _NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", 
                     "linalg_vector_norm", "std", "var", "acos", "asin", "atanh", "acosh", "atan2"}  # fmt: skip
 
 
-class SkippedWrites:
+class DataDependentBranches:
     """The lines of a model that skip writes, during its trace."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class SkippedWrites:
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
         """Return the truth value for a frame of the model that asks for one; None if it affects more than writes."""
-        return self._marked(frame, skipped_by(frame), truth) if frame is not None else None
+        return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
         """Return True if a length is data-dependent, and the asking frame only skips writes if it is 0."""
@@ -247,7 +247,7 @@ def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, 
                 inside.setdefault(mark, []).append(node)
     for mark, nodes in inside.items():
         _SkippedCode(mark, nodes, marks, selected).check()
-    asked = made_for(marks.empty)
+    asked = ancestors_of(marks.empty)
     for node in reversed(graph.nodes):
         is_unread = node in asked and node.op == "call_function" and not node.users and not draws_random_numbers(node)
         if node.target in (_BEGINS, _ENDS) or is_unread:
@@ -283,7 +283,7 @@ class _SkippedCode:
 
     def _is_told(self, node: fx.Node) -> bool:
         """Return True if a value depends on the condition: it may be infinite when the code is skipped."""
-        made = made_for([node])
+        made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:

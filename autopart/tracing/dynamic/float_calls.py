@@ -21,7 +21,7 @@ from torch import Tensor
 _AS_DTYPE = re.compile(r"dtype\s*=\s*float\b|\b(to|type|astype|view)\(\s*float\s*[,)]")
 
 
-class _Kind(type):
+class _FloatMeta(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, (builtins.float, torch.SymFloat))
 
@@ -33,7 +33,7 @@ class _Kind(type):
         return builtins.float(*args)
 
 
-class _Float(builtins.float, metaclass=_Kind):
+class _Float(builtins.float, metaclass=_FloatMeta):
     """Replacement of `float` during a trace."""
 
 

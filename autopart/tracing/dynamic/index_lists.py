@@ -14,12 +14,12 @@ from torch import Tensor
 
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import Refusal
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import LostInTrace
 
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__, torch.tensor, torch.as_tensor})
 
 
-class Places:
+class IndexList:
     """Stand-in for the list of a tensor's integers.
 
     It is not a subclass of list, because C code reads lists without a call. Any use but indexing raises Lost.
@@ -29,7 +29,7 @@ class Places:
         self.tensor = tensor
 
     def lost(self, *_: Any) -> Any:
-        raise Lost(
+        raise LostInTrace(
             "tolist() makes a list that is as long as the values in a tensor say",
             "a trace knows neither how many places there are nor which, and can only index by them",
             "the tensor itself in the place of its list",
@@ -44,10 +44,10 @@ class Places:
         return self.lost()
 
 
-def as_places(tensor: Tensor) -> Places | None:
+def as_places(tensor: Tensor) -> IndexList | None:
     """Return the stand-in for `tolist()` of 1-d integers with a data-dependent length; None for other tensors."""
     is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
-    return Places(tensor) if is_open and not tensor.is_floating_point() else None
+    return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 
 
 def indexed(func: Callable[..., Any], args: tuple) -> tuple:
@@ -56,8 +56,8 @@ def indexed(func: Callable[..., Any], args: tuple) -> tuple:
     Raises Lost for another call with one.
     """
     if func in _INDEXING:
-        return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Places) else leaf, args)
+        return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, IndexList) else leaf, args)
     for argument in args:
-        if isinstance(argument, Places):
+        if isinstance(argument, IndexList):
             argument.lost()
     return args

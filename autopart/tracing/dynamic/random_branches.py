@@ -21,8 +21,8 @@ from autopart.compat.torch_internals import Tracing
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers, value
-from autopart.ir.subgraphs import made_for
-from autopart.tracing.trace_errors import Lost
+from autopart.ir.subgraphs import ancestors_of
+from autopart.tracing.trace_errors import LostInTrace
 
 _DEFINED = torch.library.Library("autopart_chance", "FRAGMENT")
 _DEFINED.define("decided(Tensor condition) -> Tensor")
@@ -32,7 +32,7 @@ keep_calls(_DECIDED)
 _INEXACT = "a decision by a random number leaves out others that are drawn here"
 
 
-class Chances:
+class RandomBranches:
     """The random branches of one forward. `answers`: answers of the first ones; the others get False.
 
     `lines`: their source lines. `skips_draws`: whether the skipped code draws random numbers.
@@ -48,21 +48,21 @@ class Chances:
         """Return the answer for a truth value; None if it depends on more than random numbers."""
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
-        if node is None or not is_by_chance(node):
+        if node is None or not depends_only_on_random(node):
             return None
         _DECIDED(condition)
         self.count += 1
         return self.answers[self.count - 1] if self.count <= len(self.answers) else False
 
 
-def is_by_chance(node: fx.Node) -> bool:
+def depends_only_on_random(node: fx.Node) -> bool:
     """Return True if a value depends on random numbers, and on nothing that differs between calls."""
-    nodes = made_for([node])
+    nodes = ancestors_of([node])
     drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
     return drawn and all(made.op == "call_function" for made in nodes)
 
 
-def with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
+def with_random_branches(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
     """Return an exported program with both sides of every random branch. `again`: traces once more.
 
     Raises Lost if the branches do not affect separate parts.
@@ -70,11 +70,11 @@ def with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> An
     lines = next(iter(chances.lines), "")
     try:
         return _with_chances(program, chances, again)
-    except Lost as error:
-        raise Lost(error.what, f"{error.why}: {lines}", error.hint, error.refusal) from error
+    except LostInTrace as error:
+        raise LostInTrace(error.what, f"{error.why}: {lines}", error.hint, error.refusal) from error
 
 
-def _with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
+def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
     count, draws = chances.count, random.Random(0)
 
     def traced(answers: Sequence[bool]) -> Any:
@@ -103,8 +103,8 @@ def _with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> A
     return program
 
 
-def _lost(why: str) -> Lost:
-    return Lost(
+def _lost(why: str) -> LostInTrace:
+    return LostInTrace(
         "the forward decides by random numbers in a way that no graph holds", why,
         "torch.where(torch.rand(()) < p, a, b), or the decision outside of forward()", Refusal.RANDOM,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def _form(node: fx.Node) -> Any:
 _SLOT: Any = "a value of the graph"
 
 
-def note_chances(chances: Chances, graph: fx.Graph) -> list[str]:
+def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
     """Return notes on the random branches of a trace, and mark draws that the model would not repeat."""
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT

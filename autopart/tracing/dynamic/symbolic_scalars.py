@@ -55,7 +55,7 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
     return node
 
 
-class Numbers:
+class SymbolicScalars:
     """The scalars of a graph as tensors, written on first use.
 
     `count`: returns the tensor of a torch symbol that stands for a size.

@@ -22,10 +22,10 @@ from autopart.compat.torch_internals import is_operator
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, operator_name, shape, source_text, tensor_inputs, tuple_values, value
-from autopart.ir.selection import POSITIONS, is_counted
+from autopart.ir.selection import POSITIONS, is_data_dependent
 from autopart.tracing.dynamic.branch_source import Skipped
 from autopart.tracing.dynamic.data_dependent_branches import Marks, check_only_writes
-from autopart.tracing.dynamic.symbolic_scalars import Numbers, added, is_number, is_open
+from autopart.tracing.dynamic.symbolic_scalars import SymbolicScalars, added, is_number, is_open
 from autopart.tracing.python.concrete_constants import tensors_in
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ _SELECTING = {"aten::where", "aten::nonzero", "aten::nonzero_numpy", "aten::argw
 _NONE, _MEAN = 0, 1
 
 
-def with_known_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
+def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
     """Give every selection of a traced graph its maximum size, and make scalars tensors.
 
     Args:
@@ -60,7 +60,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph
         self.marks = Marks(skipped, lambda one, other: self._number(one) == self._number(other))
-        self.numbers = Numbers(graph, self._count)
+        self.numbers = SymbolicScalars(graph, self._count)
         self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
         self.sizes: dict[Symbol, int] = {}
         self.selections: dict[Symbol, fx.Node] = {}
@@ -86,7 +86,7 @@ class _Rewriter:
         traced = value(node)
         if operator_name(node) == "aten::masked_fill":
             node.args = (node.args[0], self._guarded(node, node.args[1]), *node.args[2:])
-        reads_counted = any(map(is_counted, node.all_input_nodes))
+        reads_counted = any(map(is_data_dependent, node.all_input_nodes))
         if (
             not _selects(node)
             and not reads_counted

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.errors import Refusal, TraceError
-from autopart.tracing.python.concrete_constants import KnownValues
+from autopart.tracing.python.concrete_constants import ConcreteConstants
 
 
-class _Form(NamedTuple):
+class _BufferMetadata(NamedTuple):
     size: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -32,10 +32,10 @@ class AssignedBuffers:
 
     def __init__(self, model: nn.Module):
         self.model, self.are_filled = model, False
-        self.caches: dict[tuple[nn.Module, str], _Form] = {}
+        self.caches: dict[tuple[nn.Module, str], _BufferMetadata] = {}
 
     @contextmanager
-    def written(self, known: KnownValues | None) -> Iterator[None]:
+    def written(self, known: ConcreteConstants | None) -> Iterator[None]:
         """Turn assignments to buffer names into in-place writes, around a forward.
 
         Args:
@@ -60,7 +60,7 @@ class AssignedBuffers:
                 module._buffers.update(buffers)
                 module._non_persistent_buffers_set = names
 
-    def _write(self, module: nn.Module, before: Mapping[str, Tensor | None], known: KnownValues | None) -> None:
+    def _write(self, module: nn.Module, before: Mapping[str, Tensor | None], known: ConcreteConstants | None) -> None:
         for name in {**before, **module._buffers}:
             buffer, new = before.get(name), module._buffers.get(name)
             if new is buffer:
@@ -79,7 +79,7 @@ class AssignedBuffers:
             with torch.no_grad():
                 buffer.copy_(new)
 
-    def _note_cache(self, module: nn.Module, name: str, new: Tensor, known: KnownValues | None) -> None:
+    def _note_cache(self, module: nn.Module, name: str, new: Tensor, known: ConcreteConstants | None) -> None:
         if self.are_filled or known is None:
             return
         if not known.is_fixed(new):
@@ -90,7 +90,7 @@ class AssignedBuffers:
                 "are: the next call would find the value of this one",
                 hint=f"register_buffer('{name}', ...) with a value in __init__; or a call of the model before",
             )
-        self.caches[module, name] = _Form(new.shape, new.dtype, new.device)
+        self.caches[module, name] = _BufferMetadata(new.shape, new.dtype, new.device)
 
 
 def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Tensor]:

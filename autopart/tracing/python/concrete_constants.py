@@ -54,14 +54,14 @@ class _Made:
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
+class _Metadata:
     """Metadata of a tensor whose values are not read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class KnownValues:
+class ConcreteConstants:
     """The constant tensors of a trace, and how they were created.
 
     `of_model`: parameters, buffers and inputs, whose values may differ in the next call. `read`: the constants whose
@@ -72,7 +72,7 @@ class KnownValues:
         self._made = WeakIdKeyDictionary()
         self._changing = {memory_of(tensor) for tensor in of_model} | {None}
         self.read: list[Tensor] = []
-        self._held: list[tuple[Tensor, _Form]] = []
+        self._held: list[tuple[Tensor, _Metadata]] = []
 
     def _is_known(self, tensor: Tensor) -> bool:
         if tensor not in self._made and self._is_constant(tensor):
@@ -162,7 +162,7 @@ class KnownValues:
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
         """Record tensors whose values a trace does not know, but which are equal in every call until one is written."""
-        self._held = [(buffer, _Form(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
+        self._held = [(buffer, _Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
 
@@ -186,7 +186,7 @@ class KnownValues:
         while todo:
             leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
             seen |= {id(leaf) for leaf in leaves if isinstance(leaf, _Made)}
-            forms |= {id(leaf) for leaf in leaves if isinstance(leaf, _Form)}
+            forms |= {id(leaf) for leaf in leaves if isinstance(leaf, _Metadata)}
             todo += [(leaf.args, leaf.kwargs) for leaf in leaves if isinstance(leaf, _Made)]
         return forms
 
@@ -196,7 +196,7 @@ class KnownValues:
         def one(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return torch.device("cpu")
-            if isinstance(leaf, _Form):
+            if isinstance(leaf, _Metadata):
                 return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
             if isinstance(leaf, Tensor):
                 self.read.append(leaf)
@@ -222,7 +222,7 @@ def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[t
     shape = tuple(like.shape) if name in _SHAPED_LIKE else ()
     if not all(isinstance(size, int) for size in shape):
         return args, kwargs
-    form = _Form(shape, like.dtype)
+    form = _Metadata(shape, like.dtype)
     if place < len(args):
         return (*args[:place], form, *args[place + 1 :]), kwargs
     return args, {**kwargs, keyword: form}

@@ -38,15 +38,15 @@ from autopart.errors import Refusal
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.tracing.autograd.autograd_functions import apply_as_operator
 from autopart.tracing.autograd.cond_branches import both_branches
-from autopart.tracing.autograd.decompositions import WRITTEN_OUT
-from autopart.tracing.autograd.tensor_hooks import Removable, Rewrites, hook_gradient
-from autopart.tracing.dynamic.data_dependent_branches import SkippedWrites
+from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
+from autopart.tracing.autograd.tensor_hooks import Rewrites, TracedHookHandle, hook_gradient
+from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranches
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
 from autopart.tracing.dynamic.index_lists import as_places, indexed
-from autopart.tracing.dynamic.random_branches import Chances, is_by_chance
-from autopart.tracing.python.concrete_constants import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
+from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
+from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
-from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
+from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
 from autopart.tracing.with_loss import check_criterion
 
 _ASKING = frozenset(
@@ -93,7 +93,7 @@ class EagerSemantics(TorchFunctionMode):
         self.origins = WeakIdKeyDictionary()  # {tensor: its ancestors among inputs and module outputs}
         self.asked = ""  # ancestors of the tensor whose values Python read last
         self.data = WeakIdKeyDictionary()  # results of `.data`
-        self.known = KnownValues(tensors)
+        self.known = ConcreteConstants(tensors)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
@@ -101,8 +101,8 @@ class EagerSemantics(TorchFunctionMode):
         self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
         self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: the value that it replaced}
         self.hook_notes: dict[str, None] = {}
-        self.chances = Chances()
-        self.skipped = SkippedWrites()
+        self.chances = RandomBranches()
+        self.skipped = DataDependentBranches()
         self.numbers_drawn = False  # whether forward takes a random number out of its tensor
         self.numbers_stay = False  # whether it gets the tensor instead
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
@@ -142,7 +142,7 @@ class EagerSemantics(TorchFunctionMode):
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         kwargs = dict(self.known.sized((func, args, kwargs)))
-        output = self._run(WRITTEN_OUT.get(func, func), args, kwargs)
+        output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
@@ -163,7 +163,7 @@ class EagerSemantics(TorchFunctionMode):
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
         """Raise Lost if such a tensor is read."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
-            raise Lost(
+            raise LostInTrace(
                 "a tensor is read that an autograd.Function has written to",
                 "the Function does not say so (ctx.mark_dirty), and its gradient would be that of the value before",
                 "a Function that writes to a copy: x = x.clone()",
@@ -182,9 +182,9 @@ class EagerSemantics(TorchFunctionMode):
             self.data[alias] = None
             return alias
         if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
-            raise Lost(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
+            raise LostInTrace(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise Lost(
+            raise LostInTrace(
                 f"{func.__name__} draws from a torch.Generator of the model's own",
                 "its state is no tensor that a graph could hold, and ranks that draw the same number would have to "
                 "share it",
@@ -194,7 +194,8 @@ class EagerSemantics(TorchFunctionMode):
         if func == Tensor.register_hook and args[0].requires_grad:
             return self._hook(*args, **kwargs)
         if func == Tensor.detach_ and args[0].requires_grad:
-            raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
+            raise LostInTrace("detach_() cuts a tensor off in place", "a trace loses that: what was made of it "
+            "before would "
                        "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
             _check_unchanged(args[0], *args[1:], **kwargs)
@@ -206,14 +207,16 @@ class EagerSemantics(TorchFunctionMode):
         self.differentiates |= func is torch.autograd.grad
         if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
             did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
-            raise Lost("a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK)
+            raise LostInTrace(
+                "a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK
+            )
         if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:
             if target.requires_grad and not target.is_leaf:
-                raise Lost(
+                raise LostInTrace(
                     f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
                     "its gradient would be that of the value before",
                     f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
@@ -237,7 +240,7 @@ class EagerSemantics(TorchFunctionMode):
     def _is_drawn(self, number: Tensor) -> bool:
         tracing = Tracing.current()
         node = tracing.node_of(number) if tracing is not None and number.is_floating_point() else None
-        return node is not None and is_by_chance(node)
+        return node is not None and depends_only_on_random(node)
 
     def condition(self, *arguments: Any) -> Any:
         """Return the result of `torch.cond` in a trace."""
@@ -246,7 +249,7 @@ class EagerSemantics(TorchFunctionMode):
         self.both = True
         return both_branches(*arguments)
 
-    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Removable:
+    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> TracedHookHandle:
         if not self.may_rewrite:
             raise Rewrites
         note = hook_gradient(tensor, hook, self.hooks)
@@ -254,13 +257,13 @@ class EagerSemantics(TorchFunctionMode):
             self.hook_notes[note] = None
         else:
             self.hooked.add(memory_of(tensor))
-        return Removable()
+        return TracedHookHandle()
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
     """Raise Lost if `requires_grad` of a parameter changes."""
     if parameter.requires_grad != requires_grad:
-        raise Lost(
+        raise LostInTrace(
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
             "a program has one answer for the whole call: whether it needs a gradient",
             "requires_grad_() outside of forward(), or weight.detach() in it",
@@ -312,7 +315,7 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         floats = tensor.is_floating_point() or tensor.is_complex()
         if not all(_is_on(tensor, device) for device in devices) or (floats and any(tensor.dtype != d for d in dtypes)):
-            raise Lost(
+            raise LostInTrace(
                 f"forward() moves or casts a {type(module).__name__}",
                 f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
                 "cannot replace them",

@@ -24,7 +24,7 @@ from autopart.tracing.python.recorded_reads import (
     MISSING,
     Cell,
     Computed,
-    Reads,
+    RecordedReads,
     entries_of,
     identity_of,
     is_absent,
@@ -65,7 +65,7 @@ class Guards:
     """
 
     def __init__(
-        self, reads: Reads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = (),
+        self, reads: RecordedReads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = (),
         device: torch.device | None = None,
     ):  # fmt: skip
         self._reads, self._device = reads, device
@@ -90,11 +90,11 @@ class Guards:
             self._value("", cell, Cell(cell), name, Cell(cell).get(name, MISSING))
         while self._todo:
             self._attributes(*self._todo.pop())
-        self._of_modules: list[_Values] = []
-        self._others: list[_Values | _Entries] = [*self._containers]
+        self._of_modules: list[_GuardedValues] = []
+        self._others: list[_GuardedValues | _Entries] = [*self._containers]
         for key, found in self._by_mapping.items():
             is_module = isinstance(self._mappings[key], weakref.ref)
-            (self._of_modules if is_module else self._others).append(_Values(self._mappings[key], found))
+            (self._of_modules if is_module else self._others).append(_GuardedValues(self._mappings[key], found))
         self._parents = [weakref.ref(module) for _, module in users_modules(model) if module._modules]
         self._children = [_no_layer if layer is None else weakref.ref(layer) for layer in self._layers()]
         self._parameters = {id(p) for p in model.parameters()}
@@ -278,7 +278,7 @@ def _no_layer() -> None:
     """Stand in for a reference to a child that is None."""
 
 
-class _Values:
+class _GuardedValues:
     """Values of some names of one mapping."""
 
     def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):

@@ -31,7 +31,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
-class Kept(NamedTuple):
+class ReplacedTensor(NamedTuple):
     """A tensor that was in a place before a forward, and is not there after it. `name`: the place."""
 
     name: str
@@ -47,7 +47,7 @@ class Left(NamedTuple):
     value: Any
 
 
-class Caches:
+class HiddenTensors:
     """Let a forward keep tensors in its places for a `with` block, and remove them at the end.
 
     Other values stay.
@@ -60,11 +60,11 @@ class Caches:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.replaced: list[Kept] = []
+        self.replaced: list[ReplacedTensor] = []
         self.left: list[Left] = []
         self.start: list[Left] = []
 
-    def __enter__(self) -> Caches:
+    def __enter__(self) -> HiddenTensors:
         self.replaced.clear()
         self.left.clear()
         self._before = [(place, _content(place)) for place in places_of(self.model)]
@@ -89,7 +89,7 @@ class Caches:
         for key in changed:
             value = before.get(key)
             if isinstance(value, Tensor):
-                self.replaced.append(Kept(f"{_name_of(place)}{key}", value))
+                self.replaced.append(ReplacedTensor(f"{_name_of(place)}{key}", value))
             elif not _holds_tensors(value) and _holds_tensors(now.get(key)):
                 self.left.append(Left(f"{_name_of(place)}{key}", place, key, now[key]))
         _refill(place, before, changed)

@@ -14,7 +14,7 @@ from autopart.common.scoped import attributes
 from autopart.tracing.python.recorded_reads import PLAIN
 
 
-class Setting(NamedTuple):
+class LayerSetting(NamedTuple):
     """A plain attribute of the layer at `path`.
 
     `text` is its `repr`: 1, 1.0 and True are different settings.
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     """
 
     layers: tuple[str, ...] = ()
-    values: tuple[Setting, ...] = ()
+    values: tuple[LayerSetting, ...] = ()
 
 
 NO_SETTINGS = Settings()

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name
-from autopart.tracing.python.concrete_constants import KnownValues, tensors_in
-from autopart.tracing.python.hidden_tensors import Caches
+from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
+from autopart.tracing.python.hidden_tensors import HiddenTensors
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -44,7 +44,7 @@ class PythonState:
         """{attribute: its value inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: its value before and after}"""
-        self.caches = Caches(model)
+        self.caches = HiddenTensors(model)
         self.word: int | None = None
         """Value to fill the states of Python's and numpy's generators with; None keeps them"""
         self.drawn = ""
@@ -253,7 +253,7 @@ def _zeros(leaf: Any) -> Any:
 
 
 def check_attributes(
-    model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any],
+    model: nn.Module, state: PythonState, program: Any, known: ConcreteConstants, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Raise TraceError if forward reads an attribute that it also changes: the next call would differ.

@@ -48,7 +48,7 @@ class Name(NamedTuple):
     attributes: tuple[str, ...]
 
 
-class Reads:
+class RecordedReads:
     """Names that the user's code read in one trace.
 
     Attributes:
@@ -156,13 +156,13 @@ class _OutsideTorch(TorchFunctionMode):
 
 
 class _Recording:
-    reads: Reads | None = None
+    reads: RecordedReads | None = None
 
 
 @contextmanager
-def record_reads() -> Iterator[Reads]:
+def record_reads() -> Iterator[RecordedReads]:
     """Record what models read when they are called for traces inside."""
-    before, _Recording.reads = _Recording.reads, Reads()
+    before, _Recording.reads = _Recording.reads, RecordedReads()
     try:
         yield _Recording.reads
     finally:
@@ -187,7 +187,7 @@ def watched_frames() -> Iterator[None]:
         sys.settrace(debugger)
 
 
-def _with_debugger(reads: Reads, debugger: Callable[..., Any]) -> Callable[..., Any]:
+def _with_debugger(reads: RecordedReads, debugger: Callable[..., Any]) -> Callable[..., Any]:
     def on_call(frame: types.FrameType, event: str, argument: Any) -> Any:
         local, of_debugger = reads.on_call(frame, event, argument), debugger(frame, event, argument)
         if local is None or of_debugger is None:

@@ -21,7 +21,7 @@ from autopart.compat.torch_internals import other_checkpoints, redirected_functi
 from autopart.tracing.with_loss import users_modules
 
 
-class OwnCheckpoints:
+class UserCheckpoints:
     """Make `torch.utils.checkpoint` a plain call, and record the modules that it was called for."""
 
     def __init__(self, model: nn.Module):

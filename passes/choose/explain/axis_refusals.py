@@ -10,13 +10,13 @@ from autopart.errors import LayoutError
 from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import active_operators, describe, reads_weights, shape, spoken_name, tensor_inputs
+from autopart.ir.graph import active_operators, describe, display_name, reads_weights, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
-from autopart.passes.choose.explain.sequence_notes import check_positions, products_of
-from autopart.passes.facts.strategies import divides_positions, output_atoms
+from autopart.passes.choose.explain.sequence_notes import check_context_axis, matrix_products
+from autopart.passes.facts.strategies import can_shard_sequence, output_atoms
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
@@ -27,7 +27,7 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
 
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
     """Return products of a weight with tokens that a mask selects: experts that a loop runs one by one."""
-    return [n for n in products_of(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
+    return [n for n in matrix_products(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
@@ -44,7 +44,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
     """Raise LayoutError if an expert axis shards no experts, or not those of every mixture."""
-    ranks, products = mesh.size(axis), [node for node in products_of(trace) if facts(node)["pattern"].lookup]
+    ranks, products = mesh.size(axis), [node for node in matrix_products(trace) if facts(node)["pattern"].lookup]
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",
@@ -54,7 +54,7 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
     whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # input 1: the weights
     if whole:
         counts = expert_counts(trace.graph)
-        fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
+        fits = [n for n in range(2, min(counts) + 1) if all(can_shard_sequence(count, n) for count in counts)]
         if ranks in fits:
             raise LayoutError(
                 f"{axis}={ranks} cannot shard the experts of the model",
@@ -73,7 +73,7 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
         )  # fmt: skip
 
 
-def check_divides(
+def check_axes_divide(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
@@ -84,13 +84,13 @@ def check_divides(
     """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
-            check_positions(trace, mesh, name, strategies, named)
+            check_context_axis(trace, mesh, name, strategies, named)
         if mesh.axis(name).cuts == "experts" and not pinned:
             check_experts(trace, mesh, name, strategies)
     axis = next((axis for axis in chosen if mesh.axis(axis).cuts == "features"), None)
     if axis is None:
         return
-    products = products_of(trace)
+    products = matrix_products(trace)
     ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
     if not products and any(_cuts_table(n, chosen[axis][n]) for n in active_operators(trace.graph)):
         return
@@ -113,7 +113,7 @@ def check_divides(
     if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
     if divides:
-        kinds = list(dict.fromkeys(spoken_name(n) for n in products))
+        kinds = list(dict.fromkeys(display_name(n) for n in products))
         raise LayoutError(
             f"{axis}={ranks} divides no matrix product of the model",
             why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} in full",

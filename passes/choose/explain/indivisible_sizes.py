@@ -92,7 +92,7 @@ def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, floa
 
 def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, axis: str) -> float:
     source, index = source_of(used)
-    chosen, ranks, rows = decisions.strategies[axis], decisions.mesh.size(axis), decisions.row_shards
+    chosen, ranks, rows = decisions.strategies[axis], decisions.mesh.size(axis), decisions.batch_shards
     place = chosen[source].outputs[index] if source in chosen else R
     step = conversion(place, wanted)
     if step is None or not is_direct(place, wanted, shape(used), ranks):

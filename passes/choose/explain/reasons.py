@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from autopart.common.text import quantity
-from autopart.cost.count.gradient_communication import carried_by
+from autopart.cost.count.gradient_communication import exchanged_by_method
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import Carried, break_even_bytes_per_s, exact_s, sync_s
+from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exact_s, sync_s
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, name_of, on_parameters, operator_name, parents, pattern_of, size_bytes
@@ -23,10 +23,15 @@ from autopart.ir.program import Program
 from autopart.ir.run.dp_sync import EXACT
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.expert_axes import Stacks, check_expert_axes, mixtures
-from autopart.passes.choose.solve.layout_pins import near_names, pinned_layouts, pinned_parts, solve_pinned
+from autopart.passes.choose.solve.layout_pins import data_axis_pins, near_names, pinned_layouts, solve_pinned
 from autopart.passes.choose.solve.pairwise_solver import NoSolution
-from autopart.passes.choose.solve.shard_axis import Choice, Converted, Sharding, ShardingProblem
-from autopart.passes.choose.solve.sharding_costs import Price, Step, stored_parts, summed_share
+from autopart.passes.choose.solve.shard_axis import Choice, ForcedConversion, Sharding, ShardingProblem
+from autopart.passes.choose.solve.sharding_costs import (
+    CostedStep,
+    ShardingCost,
+    reduce_bytes_ratio,
+    sharded_storage_cost,
+)
 from autopart.passes.choose.storage.parameter_storage import Storage
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why
@@ -104,15 +109,15 @@ class Reasons:
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
         trained = [name for name, parameter in self.trace.parameters.items() if parameter.requires_grad]
-        carried = carried_by(self.trace, self.program, trained)
+        carried = exchanged_by_method(self.trace, self.program, trained)
         if not carried:
             none = f"the mesh {self.mesh} has no data-parallel ranks"
             reason = "gradients are reduced exactly" if ranks > 1 else none
             return Why("dp_sync", str(sync), reason)
         stages = self.mesh.size("pp")
-        parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
+        parts = [MethodParameters(one.method, *(size / stages for size in one[1:])) for one in carried]
         method_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
-        is_scattered = any(stored.whole_to_send(self.mesh) for stored in self.program.parameters.values())
+        is_scattered = any(stored.unsharded_to_sync(self.mesh) for stored in self.program.parameters.values())
         kind = "reduce_scatter" if is_scattered else "all_reduce"
         summed_s = sum(exact_s(one, ranks, stride, hardware, kind) for one in parts)
         thresholds_per_s = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
@@ -155,15 +160,15 @@ class Reasons:
             if axis not in self.solved:
                 return Why(name, wanted, "the plan has this layout already")
             problem, chosen = self.solved[axis]
-            as_asked = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
+            requested = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        price = _extra_cost(as_asked, self.solved[axis])
+        price = _extra_cost(requested, self.solved[axis])
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
-            for weight, place in as_asked[1].parameters.items() if place != chosen.parameters[weight]
+            for weight, place in requested[1].parameters.items() if place != chosen.parameters[weight]
         )  # fmt: skip
-        if as_asked[1].strategies == chosen.strategies and not changed:
+        if requested[1].strategies == chosen.strategies and not changed:
             return Why(name, wanted, "the plan has this layout already")
         others = {wanted: "; ".join([_cost_text(price), *(["with " + ", ".join(changed)] if changed else [])])}
         is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
@@ -179,23 +184,23 @@ class Reasons:
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
-        storage, price, added = Storage(mesh, self.program.zero), Price(), 0.0
-        layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, mesh, asked)}
+        storage, price, added = Storage(mesh, self.program.zero), ShardingCost(), 0.0
+        layouts = {name: self.program.parameters[name].layout for name in data_axis_pins(self.trace, mesh, asked)}
         changed = {name: layout for name, layout in layouts.items()
                    if layout.get(mesh.stored_over(layout) or data_axis, R) != place}  # fmt: skip
         for weight, layout in changed.items():
             parameter, before = self.trace.parameters[weight], mesh.stored_over(layout)
             others = {axis: lies for axis, lies in layout.items() if axis != before}
-            after, why = storage.over_which(place, tuple(parameter.shape), others)
+            after, why = storage.storing_axes_for(place, tuple(parameter.shape), others)
             if why:
                 return Why(name, f"not {wanted}", f"{weight}: {why}")
             cuts = [mesh.size(other) for other, lies in others.items() if lies.is_shard]
             read = self.program.parameters[weight].compute_dtype or parameter.dtype
             size, stored = (parameter.numel() * dtype.itemsize / math.prod(cuts) for dtype in (read, parameter.dtype))
-            step = Step(self.program.microbatches, summed=summed_share(self.trace))
+            step = CostedStep(self.program.microbatches, summed=reduce_bytes_ratio(self.trace))
             for sign, axis in ((1, after), (-1, before or "")):
                 trained = parameter.requires_grad
-                parts_price = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
+                parts_price = sharded_storage_cost(size, axis, trained, storage, step, self.problem.hardware)
                 price += parts_price * sign
                 added += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
@@ -232,7 +237,7 @@ class Reasons:
         """Return the cheapest sharding that avoids a conversion of a value; None if it cannot be avoided."""
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
-            return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
+            return problem.solve(forbidden=ForcedConversion(value, source, target)) if value is not None else None
         except NoSolution:
             return None
 
@@ -258,13 +263,13 @@ class Reasons:
             raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
-    def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
+    def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
         """Return the other options of a choice with their extra costs, cheapest first.
 
         The solver adapts all other choices to each option.
         """
         problem, chosen = solved
-        priced: list[tuple[float, str, Price]] = []
+        priced: list[tuple[float, str, ShardingCost]] = []
         for i, option in enumerate(choice.options):
             if i != chosen.options[id(choice)]:
                 try:
@@ -275,7 +280,7 @@ class Reasons:
         return {option: price for _, option, price in sorted(priced, key=lambda entry: entry[:2])}
 
 
-class LaterReasons:
+class DeferredReasons:
     """Reasons of a plan made from a deduplicated trace. The first question plans the full model."""
 
     def __init__(self, find: Callable[[], Reasons]):
@@ -285,21 +290,21 @@ class LaterReasons:
         return type(None), ()
 
     @cached_property
-    def of_whole(self) -> Reasons:
+    def of_full_model(self) -> Reasons:
         return self._find()
 
     def why(self, name: str) -> Why:
-        return self.of_whole.why(name)
+        return self.of_full_model.why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        return self.of_whole.why_not(name, layout)
+        return self.of_full_model.why_not(name, layout)
 
 
 def _solved(problem: ShardingProblem) -> Solved:
     return problem, problem.solve()
 
 
-def _extra_cost(other: Solved, chosen: Solved) -> Price:
+def _extra_cost(other: Solved, chosen: Solved) -> ShardingCost:
     """Return how much more one solution costs than another, in the costs that the solver minimises."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
@@ -316,7 +321,7 @@ def _placement_text(place: Placement) -> str:
     return words.get(place.kind, "replicated, with a partial sum of its gradient on every rank")
 
 
-def _terms(price: Price) -> list[tuple[float, str]]:
+def _terms(price: ShardingCost) -> list[tuple[float, str]]:
     """Return the terms of a cost difference as (amount, text), most important first.
 
     Negligible terms are left out.
@@ -332,10 +337,10 @@ def _terms(price: Price) -> list[tuple[float, str]]:
     return terms
 
 
-def _cost_text(price: Price) -> str:
+def _cost_text(price: ShardingCost) -> str:
     return ", ".join(text for _, text in _terms(price)) or "equal cost"
 
 
-def _reason(price: Price, other: str) -> str:
+def _reason(price: ShardingCost, other: str) -> str:
     worse = [text for more, text in _terms(price) if more > 0]
     return f"{other} would have {worse[0]}" if worse else "it is the first of several equally cheap choices"

@@ -13,21 +13,21 @@ from autopart.ir.decisions import Decisions, Strategy
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, describe, operator_name, reads_weights, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.ir.sharding import Cut
+from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace
-from autopart.passes.facts.sequence_dims import check_can_be_cut, inputs_text, lengths_of
-from autopart.passes.facts.strategies import divides_positions, output_atoms, ways
+from autopart.passes.facts.sequence_dims import check_can_be_sharded, inputs_text, lengths_of
+from autopart.passes.facts.strategies import can_shard_sequence, output_atoms, strategies_on_axis
 
 _UNEVEN = 0.05
 """Relative excess of the largest shard over the mean, up to which a plan has no note."""
 
 
-def products_of(trace: Trace) -> list[fx.Node]:
+def matrix_products(trace: Trace) -> list[fx.Node]:
     with_patterns = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
     return [node for node, pattern in with_patterns if pattern is not None and pattern.flops]
 
 
-def check_positions(
+def check_context_axis(
     trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
 ) -> None:  # fmt: skip
     """Raise LayoutError if an axis for sequences divides no work of the model.
@@ -35,8 +35,8 @@ def check_positions(
     Args:
         named: sequence dims that the user gives, by input. Each must be shardable.
     """
-    check_can_be_cut(trace, named)
-    products = products_of(trace)
+    check_can_be_sharded(trace, named)
+    products = matrix_products(trace)
     nodes = list(filter(reads_weights, products)) or products or active_operators(trace.graph)
     if any(chosen[node].factor for node in nodes):
         return
@@ -50,14 +50,14 @@ def check_positions(
             f"inputs are {inputs}",
             hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
-    if divides_positions(longest, ranks):
+    if can_shard_sequence(longest, ranks):
         if any(strategy.is_sharded for strategy in chosen.values()):
             return
         raise LayoutError(
             f"{axis}={ranks} cuts nothing of the model", why="its operators need the full sequence at once",
             where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp shards any batch",
         )  # fmt: skip
-    fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
+    fits = max(n for n in range(1, ranks) if can_shard_sequence(longest, n))
     raise LayoutError(
         f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a part of the longest "
         f"sequence, of {inputs}",
@@ -65,14 +65,14 @@ def check_positions(
     )  # fmt: skip
 
 
-def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
+def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
     """Yield the notes of a plan on axes that shard the sequence.
 
     They name an axis that divides no matrix product, operators on the full sequence, and unequal shards.
     """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
-        products = [node for node in products_of(trace) if node in chosen]
+        products = [node for node in matrix_products(trace) if node in chosen]
         if products and not any(chosen[node].factor for node in products):
             yield (
                 f"{axis}={ranks} divides no matrix product of the model, whose inputs are {inputs_text(trace)}: every "
@@ -80,21 +80,21 @@ def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
             )
         taken = Counter[str]()
         for node in chosen:
-            taken[operator_name(node).partition("::")[2]] += times(node) if takes_all(node, ranks) else 0
+            taken[operator_name(node).partition("::")[2]] += times(node) if needs_full_sequence(node, ranks) else 0
         if taken := +taken:
             named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
             yield f"{axis}: every rank gathers the full sequence for {named}"
         yield from _uneven(axis, ranks, [(node, chosen[node]) for node in products])
 
 
-def takes_all(node: fx.Node, ranks: int) -> bool:
+def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
     """Return True if an operator has a sequence input that none of its strategies shards."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
     if not any(atom.kind == DATA_DIM and atom.size >= ranks for dim in dims for atom in dim):
         return False
-    atoms_cut = (atoms.get(way.factor, ()) for way in ways(node, ranks, "positions"))
+    atoms_cut = (atoms.get(way.factor, ()) for way in strategies_on_axis(node, ranks, "positions"))
     return not any(atom.kind == DATA_DIM for of in atoms_cut for atom in of)
 
 
@@ -105,7 +105,7 @@ def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iter
         place = strategy.outputs[0]
         if place.is_shard and [atom.kind for atom in output_atoms(node)[place.dim]] == [DATA_DIM]:
             size = shape(node)[place.dim]
-            excesses.append((Cut(place.dim, size, place.sections, ranks).longest * ranks / size - 1, size))
+            excesses.append((DimSharding(place.dim, size, place.sections, ranks).longest * ranks / size - 1, size))
     more, size = max(excesses, default=(0.0, 0))
     if more > _UNEVEN:
         yield (

@@ -26,7 +26,7 @@ from autopart.ir.layout import Placement, conversion
 from autopart.ir.pattern import Pattern
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.trace import Trace
-from autopart.passes.choose.explain.sequence_notes import takes_all
+from autopart.passes.choose.explain.sequence_notes import needs_full_sequence
 from autopart.passes.choose.solve.batch_axis import placement
 from autopart.passes.rules import has_rule
 from autopart.passes.rules.notation import Rule
@@ -103,7 +103,7 @@ def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     axis = next(iter(chosen))
     ranks = decisions.mesh.size(axis)
     weights = _weight_sizes(node, pattern)
-    if decisions.mesh.axis(axis).cuts == "positions" and takes_all(node, ranks):
+    if decisions.mesh.axis(axis).cuts == "positions" and needs_full_sequence(node, ranks):
         return "it needs the full sequence of its values", ""
     sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
     if not weights:

@@ -15,17 +15,17 @@ from torch import fx
 
 from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
-from autopart.ir.decisions import Decisions, Strategy, over_rows
+from autopart.ir.decisions import Decisions, Strategy, data_strategies
 from autopart.ir.facts import PARAMETER, facts
 from autopart.ir.graph import (
     describe,
+    display_name,
     is_tensor,
     on_parameters,
     operator_name,
     shape,
     size_bytes,
     source_of,
-    spoken_name,
     tensor_inputs,
     value,
 )
@@ -35,7 +35,7 @@ from autopart.ir.run.schedules import Schedule, can_run, schedule_for
 from autopart.ir.selection import is_selection
 from autopart.ir.trace import Trace, batch_size
 from autopart.passes.choose.stages.stage_partition import check_batch
-from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
+from autopart.passes.facts.strategies import can_compute_sharded, sharded_selections, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
 """Conversions that need no data of other microbatches."""
@@ -87,7 +87,7 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
-    return any(not selections_cut(operand, place).isdisjoint(selections) for operand, place in values)
+    return any(not sharded_selections(operand, place).isdisjoint(selections) for operand, place in values)
 
 
 def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
@@ -97,12 +97,14 @@ def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_s
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
             if at is None:
-                selections |= set() if can_make_rows(source, target, num_shards) else selections_cut(source, target)
+                selections |= (
+                    set() if can_compute_sharded(source, target, num_shards) else sharded_selections(source, target)
+                )
             elif at != target:
-                selections |= selections_cut(source, at) | selections_cut(source, target)
+                selections |= sharded_selections(source, at) | sharded_selections(source, target)
     for output in tensor_inputs(graph.output_node()):
         at = placement(output, chosen)
-        selections |= selections_cut(output, at) if at is not None else set()
+        selections |= sharded_selections(output, at) if at is not None else set()
     return selections
 
 
@@ -136,7 +138,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], g
     return moved, order
 
 
-def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
+def first_batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
     """Return the first operator that needs the full batch at once, with the input it needs; or None."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -151,7 +153,7 @@ def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.
 
 def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
     """Raise StageError if the model mixes samples, so that microbatches would change the result."""
-    mixed = mixed_rows(graph, chosen)
+    mixed = first_batch_mixing(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
         reason = "a statistic of the batch"
@@ -160,7 +162,7 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
         reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
         raise StageError(
             f"the batch cannot be split into {microbatches} microbatches",
-            why=f"{spoken_name(node)} needs all samples of a value of shape {list(value(source).shape)} at "
+            why=f"{display_name(node)} needs all samples of a value of shape {list(value(source).shape)} at "
             f"once: {reason}",
             where=describe(node),
             hint="microbatches=1 (on a pipeline with schedule='gpipe')",
@@ -172,7 +174,7 @@ def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.
     # Without samples nothing is split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
-    chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
+    chosen = _row_strategies(trace, mesh.data_parallel_size * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
     return chosen
 
@@ -184,11 +186,11 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
     """Return the same decisions for a call that runs its batch as one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
-    rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
+    rows = data_strategies(mesh, 1, _row_strategies(trace, 1 if copied else mesh.data_parallel_size), copied)
     return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
 
 
-class Rows(NamedTuple):
+class BatchSplit(NamedTuple):
     """Split of a batch into microbatches and over data-parallel ranks.
 
     `copied`: the batch is not sharded over `dp`; every rank of `dp` computes all samples.
@@ -199,7 +201,7 @@ class Rows(NamedTuple):
     copied: bool
 
 
-def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
+def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
     """Split the batch of a call whose size differs from the plan's.
 
     The number of microbatches is the nearest to the schedule's that divides the batch and that the schedule can run,
@@ -208,14 +210,14 @@ def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
-    inside = mesh.batch_parts // mesh.row_ranks
+    inside = mesh.batch_divisor // mesh.data_parallel_size
     inside = inside if rows % inside == 0 else 1  # else every expert rank has all samples
-    for ranks in dict.fromkeys((mesh.row_ranks, 1)):
+    for ranks in dict.fromkeys((mesh.data_parallel_size, 1)):
         for microbatches in (m for m in nearest if rows % (ranks * m * inside) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
             if name is not None and not can_run(name, num_stages, pp, microbatches):
                 continue
             chosen = _row_strategies(trace, ranks * microbatches)
-            if microbatches == 1 or mixed_rows(trace.graph, chosen) is None:
-                return Rows(microbatches, chosen, ranks < mesh.row_ranks)
+            if microbatches == 1 or first_batch_mixing(trace.graph, chosen) is None:
+                return BatchSplit(microbatches, chosen, ranks < mesh.data_parallel_size)
     raise AssertionError("one microbatch can always be run")

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, FEATURE, factor_atoms
-from autopart.ir.decisions import Strategy, goes_around
+from autopart.ir.decisions import Strategy, is_ring_strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, dropout_probability, reads_weights, tensor_inputs
 from autopart.ir.mesh import Context
@@ -23,12 +23,12 @@ from autopart.ir.pattern import Pattern
 from autopart.ops.stage_masks import is_attention
 
 
-def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
+def context_options(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
     """Filter an operator's options on a context axis to those that `context` allows for attention.
 
     Raises LayoutError if no option is left.
     """
-    rings = [option for option in options if is_attention(node) and goes_around(node, option)]
+    rings = [option for option in options if is_attention(node) and is_ring_strategy(node, option)]
     if context == "ring":
         return rings or _without_ring(node, options, axis)
     options = [option for option in options if option not in rings]

@@ -24,8 +24,8 @@ from autopart.ir.graph import argument, describe, tensor_inputs
 from autopart.ir.layout import Placement, num_sections, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.trace import Trace
-from autopart.passes.choose.solve.nested_shards import Taken
-from autopart.passes.facts.strategies import divides_positions
+from autopart.passes.choose.solve.nested_shards import InnerSharding
+from autopart.passes.facts.strategies import can_shard_sequence
 
 Stacks = Mapping[fx.Node | str, int]
 """{operator of a mixture, or name of one of its weights: its number of experts}."""
@@ -93,7 +93,7 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
     return list(views), list(names)
 
 
-def stacks_on(
+def mixtures_on_axis(
     all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
     """Return the mixtures whose experts an axis may shard, as `{operator or weight: number of experts}`.
@@ -113,31 +113,31 @@ def stacks_on(
     return stacks
 
 
-def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
+def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> bool:
     """Return True if two axes shard the experts of an operator in the same way.
 
     Both have dispatched tokens, or both shard a view of stacked weights by expert.
     """
-    if option.is_routed or other.is_routed:
-        return option.is_routed and other.is_routed
+    if option.is_dispatched or other.is_dispatched:
+        return option.is_dispatched and other.is_dispatched
     return facts(node)["role"] == WEIGHT and {*option.places} == {*other.places} == {shard(0)}
 
 
-def cuts_experts_again(
-    node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[Taken], ranks: int
+def can_shard_experts_again(
+    node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[InnerSharding], ranks: int
 ) -> bool:  # fmt: skip
     """Return True if an axis of `ranks` ranks may shard a mixture's operator further than `taken`.
 
     All these axes must shard experts, the experts must divide over all their ranks, and so must tokens that two of them
     shard.
     """
-    if not all(cuts_alike(node, option, one.strategy) for one in taken):
+    if not all(shards_experts_equally(node, option, one.strategy) for one in taken):
         return False
     parts = math.prod(one.ranks for one in taken) * ranks
-    return divides_positions(num_experts, parts) and cuts_tokens_again(node, option, taken, ranks)
+    return can_shard_sequence(num_experts, parts) and can_shard_tokens_again(node, option, taken, ranks)
 
 
-def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
+def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> bool:
     """Return True if the tokens of a dispatch or combine also divide over `ranks` more ranks."""
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)
@@ -156,17 +156,17 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
     """Raise LayoutError if the experts of a mixture do not divide over the axes that shard them.
 
     Args:
-        asked: result of `stacks_on`, by axis.
+        asked: result of `mixtures_on_axis`, by axis.
     """
     for mixture in all_mixtures:
         axes = [axis for axis, stacks in asked.items() if mixture.product in stacks and mesh.size(axis) > 1]
         folded = [axis for axis in axes if mesh.axis(axis).cuts != "experts"]
-        if not folded or divides_positions(mixture.num_experts, _ranks(mesh, axes)):
+        if not folded or can_shard_sequence(mixture.num_experts, _ranks(mesh, axes)):
             continue
         fixed = [axis for axis in axes if axis not in folded]
         fewer = (
             left for number in range(len(folded) - 1, -1, -1) for left in itertools.combinations(folded, number)
-            if divides_positions(mixture.num_experts, _ranks(mesh, (*left, *fixed)))
+            if can_shard_sequence(mixture.num_experts, _ranks(mesh, (*left, *fixed)))
         )  # fmt: skip
         left = next(fewer, None)
         rest = " and ".join(axis for axis in axes if left is not None and axis in (*left, *fixed))
@@ -184,7 +184,7 @@ def _ranks(mesh: Mesh, axes: Iterable[str]) -> int:
     return math.prod(map(mesh.size, axes))
 
 
-def is_by_expert(text: str) -> bool:
+def has_dispatched_tokens(text: str) -> bool:
     """Return True if the placements in an operator's pin include dispatched tokens."""
     sides = text.replace("->", ",").split(",")
-    return any(Placement.parse(side).is_routed for side in sides if side.strip())
+    return any(Placement.parse(side).is_dispatched for side in sides if side.strip())

@@ -38,21 +38,21 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.expert_axes import (
     Mixture,
     Stacks,
-    cuts_alike,
-    cuts_experts_again,
-    cuts_tokens_again,
-    is_by_expert,
+    can_shard_experts_again,
+    can_shard_tokens_again,
+    has_dispatched_tokens,
     mixtures,
-    stacks_on,
+    mixtures_on_axis,
+    shards_experts_equally,
 )
-from autopart.passes.choose.solve.nested_shards import Taken, cut_inside, positions_divide
+from autopart.passes.choose.solve.nested_shards import InnerSharding, sequence_divides, shard_inside
 from autopart.passes.choose.solve.pairwise_solver import NoSolution
 from autopart.passes.facts.strategies import (
-    divides_positions,
+    can_shard_sequence,
     output_atoms,
     possible,
-    ways,
-    ways_without_cuts_of_values,
+    strategies_on_axis,
+    strategies_on_weight_dims,
 )
 from autopart.plans.pins import LayoutPin, Pin, Pins
 
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pinned:
+class AxisConstraints:
     """Constraints on the axis being solved: layout pins, and the shardings of the axes solved before.
 
     Except for experts and divisible sequences, one axis alone shards a dim.
@@ -82,32 +82,32 @@ class Pinned:
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
-    factors: Mapping[fx.Node, Mapping[str, Sequence[Taken]]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, Mapping[str, Sequence[InnerSharding]]] = field(default_factory=dict)
     dims: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     ranks: int = 1
     context: Context = "auto"
     stacks: Stacks = field(default_factory=dict)
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
-    def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+    def strategies_on_axis(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
         """Return all strategies of an operator on an axis of `num_shards` ranks, ignoring axes and pins."""
-        return ways(node, num_shards, self.cuts, node in self.stacks)
+        return strategies_on_axis(node, num_shards, self.cuts, node in self.stacks)
 
-    def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+    def strategies_on_weight_dims(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
         """Return the strategies that shard only dims that come from weights."""
-        return ways_without_cuts_of_values(node, num_shards, self.cuts, node in self.stacks)
+        return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """Return the options that an operator's pins and the other axes leave."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
-        if self.is_routed(node):  # by inner axes: each rank has some of this axis's experts
+        if self.is_dispatched(node):  # by inner axes: each rank has some of this axis's experts
             lookup = facts(node)["pattern"].lookup
             left = [option for option in left if not option.factor or option.factor != lookup]
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
-    def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> Strategy | None:
+    def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
         """Adapt an option to inner axes that shard the same factor.
 
         The option stays as it is if each inner shard lies within one shard of this axis. Otherwise it shards inside
@@ -115,9 +115,9 @@ class Pinned:
         """
         if self._divides_again(node, option, taken):
             return option
-        return cut_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
+        return shard_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
-    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> bool:
+    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
         """Return True if this axis can shard a factor that inner axes shard in the same way.
 
         The factor is experts or the sequence, of a size that divides over all these ranks. Each inner shard is then
@@ -125,54 +125,54 @@ class Pinned:
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
-        if node in self.stacks and any(cuts_alike(node, option, one.strategy) for one in taken):
-            return cuts_experts_again(node, self.stacks[node], option, taken, self.ranks)
-        if option.is_routed or self.cuts != "positions":
+        if node in self.stacks and any(shards_experts_equally(node, option, one.strategy) for one in taken):
+            return can_shard_experts_again(node, self.stacks[node], option, taken, self.ranks)
+        if option.is_dispatched or self.cuts != "positions":
             return False
         if option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
-        if any(one.strategy.is_routed for one in taken):  # each rank of this axis dispatches its local tokens
-            return cuts_tokens_again(node, option, taken, self.ranks)
+        if any(one.strategy.is_dispatched for one in taken):  # each rank of this axis dispatches its local tokens
+            return can_shard_tokens_again(node, option, taken, self.ranks)
         places = [[place.in_order for place in o.places] for o in (option, *(t.strategy for t in taken))]
         alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
                     if a.is_shard or b.is_shard)  # fmt: skip
         parts = math.prod(one.ranks for one in taken) * self.ranks
-        return alike and is_innermost(pattern, option.factor) and positions_divide(node, option.factor, parts)
+        return alike and is_innermost(pattern, option.factor) and sequence_divides(node, option.factor, parts)
 
-    def is_routed(self, node: fx.Node) -> bool:
+    def is_dispatched(self, node: fx.Node) -> bool:
         """Return True if an axis solved before has dispatched the operator's tokens to experts."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
-        return any(place.is_routed for places in outputs for place in places)
+        return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """Return the placements that a parameter's pins and the other axes leave."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
-                if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
+                if not (place.is_shard and place.dim in taken and not self.can_shard_again(name, place))]  # fmt: skip
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
-    def cuts_again(self, name: str, place: Placement) -> bool:
+    def can_shard_again(self, name: str, place: Placement) -> bool:
         """Return True if `place` may shard a weight's experts over this axis after the axes solved before."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
-        return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
+        return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
-    ) -> Pinned:  # fmt: skip
+    ) -> AxisConstraints:  # fmt: skip
         """Return these constraints with the shardings of the axes solved before.
 
         Args:
             before: strategies by axis and operator.
             stored: layout so far, by parameter.
         """
-        factors: dict[fx.Node, dict[str, list[Taken]]] = defaultdict(dict)
+        factors: dict[fx.Node, dict[str, list[InnerSharding]]] = defaultdict(dict)
         done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
         for axis, chosen in before.items():
             for node, strategy in chosen.items():
                 done[node] = (*done.get(node, ()), (strategy, mesh.size(axis)))
                 if factor := strategy.factor:
-                    factors[node].setdefault(factor, []).append(Taken(strategy, mesh.size(axis)))
+                    factors[node].setdefault(factor, []).append(InnerSharding(strategy, mesh.size(axis)))
         dims: dict[str, dict[int, int]] = defaultdict(dict)
         for name, places in stored.items():
             for axis, place in places.items():
@@ -183,11 +183,13 @@ class Pinned:
     def _agrees_with(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
             other = Placement.parse(pin.text)
-            return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
+            return (
+                not place.is_shard or place.dim != other.dim or (place == other and self.can_shard_again(name, place))
+            )
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
-FREE = Pinned()
+FREE = AxisConstraints()
 
 _LEAVE = "leave it out, or another name or layout", "leave one of them out"
 
@@ -224,7 +226,7 @@ def cannot_hold(pins: Sequence[Pin]) -> str:
 # Layouts
 
 
-def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
+def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> AxisConstraints:
     """Resolve the layout pins that concern the axis being solved.
 
     Raises for a pin that no plan can follow.
@@ -246,7 +248,7 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
     cuts: Cuts = mesh.axis(axis).cuts if axis else "features"
     stacks = stacks_pinned(mixtures(trace), mesh, parameters, nodes, axis)
     variants = _variants(trace, parameters, nodes)
-    return Pinned(axis, cuts, parameters, nodes, variants, ranks=mesh.size(axis), stacks=stacks)
+    return AxisConstraints(axis, cuts, parameters, nodes, variants, ranks=mesh.size(axis), stacks=stacks)
 
 
 def stacks_pinned(
@@ -256,11 +258,11 @@ def stacks_pinned(
     """Return the mixtures whose experts these pins let an axis shard."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
-    routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
-    return stacks_on(all_mixtures, mesh.axis(axis).cuts if axis else "", cut, routed)
+    routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
+    return mixtures_on_axis(all_mixtures, mesh.axis(axis).cuts if axis else "", cut, routed)
 
 
-def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
+def data_axis_pins(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
     """Map each parameter to its pins on the data axis, which stores parameters sharded (ZeRO).
 
     These pins apply to all axes that are flattened with the data axis. They may shard or replicate.
@@ -368,7 +370,9 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
     if pin.axis not in mesh.chosen:
         return
-    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts, is_by_expert(pin.text)))
+    options = possible(
+        node, strategies_on_axis(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts, has_dispatched_tokens(pin.text))
+    )
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
@@ -399,13 +403,15 @@ def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
     return f"{describe(node)} has no such strategy on {axis}"
 
 
-def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
+def solve_pinned(
+    trace: Trace, mesh: Mesh, pinned: AxisConstraints, pins: Pins, solve: Callable[[AxisConstraints], T]
+) -> T:
     """Return `solve(pinned)`.
 
     Raises LayoutError with a minimal set of conflicting pins if it has no solution.
     """
 
-    def has_solution(pinned: Pinned) -> bool:
+    def has_solution(pinned: AxisConstraints) -> bool:
         try:
             solve(pinned)
         except NoSolution:
@@ -419,7 +425,7 @@ def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Ca
 
 
 def _layout_conflict(
-    trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[Pinned], bool]
+    trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[AxisConstraints], bool]
 ) -> LayoutError:  # fmt: skip
     """Return the error for layout pins that conflict.
 
@@ -434,14 +440,14 @@ def _layout_conflict(
     pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(conflict)), axis), mesh.size(axis)
     if len(conflict) == 1:
         for node in pinned.operators if pinned.cuts == "features" else ():
-            if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
+            if not pinned.strategies(node, pinned.strategies_on_weight_dims(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _conflict_reason(trace, pinned, ranks)
     return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
-def _conflict_reason(trace: Trace, pinned: Pinned, ranks: int) -> str:
+def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
     """Name the first weight or operator at which the pins conflict."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
@@ -450,7 +456,7 @@ def _conflict_reason(trace: Trace, pinned: Pinned, ranks: int) -> str:
             return f"{_all_names_text(trace, name)}: only one axis can shard a dim"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, pinned.ways(node, ranks))
+        options = pinned.strategies(node, pinned.strategies_on_axis(node, ranks))
         if not options:
             return f"{describe(node)} can run in one way only"
         for weight, how in _on_weights(trace, node, options):

@@ -16,14 +16,14 @@ from autopart.ir.layout import Placement, num_sections, shard
 from autopart.ir.pattern import Pattern
 
 
-class Taken(NamedTuple):
+class InnerSharding(NamedTuple):
     """Strategy on an axis solved before that shards a factor of the operator, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
 
 
-def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
+def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
     """Return True if the innermost atom of a factor is a sequence whose length is a multiple of `parts`."""
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
@@ -31,7 +31,7 @@ def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
     return bool(atoms) and atoms[-1].kind == DATA_DIM and atoms[-1].size % parts == 0
 
 
-def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> Strategy | None:
+def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
     """Adapt an option to shard features (such as heads) inside the shards of other axes.
 
     If both options shard different atoms of the factor, the option stays as it is. If they shard the same atom, it gets

@@ -40,7 +40,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _EliminatedVariable:
     """An eliminated variable: its options, their costs, and its pairwise tables at elimination."""
 
     variable: int
@@ -57,7 +57,7 @@ class _Decided:
 
 
 @dataclass
-class Pairs:
+class PairwiseProblem:
     """A problem, built variable by variable. `solve` consumes it.
 
     >>> pairs = Pairs()
@@ -99,14 +99,14 @@ class Pairs:
         """
         original = self.costs.copy(), [dict(tables) for tables in self.tables]
         kept = [np.arange(len(cost)) for cost in self.costs]  # the remaining options of each variable
-        decided: list[_Decided] = []
+        decided: list[_EliminatedVariable] = []
         left = set(range(len(self.costs)))
         waiting = sorted(left) if collapse else []
         while waiting:
             for v in waiting:
                 if v in left and self._is_simple(v):
                     around = {w: (table, kept[w]) for w, table in self.tables[v].items()}
-                    decided.append(_Decided(v, self.costs[v], kept[v], around))
+                    decided.append(_EliminatedVariable(v, self.costs[v], kept[v], around))
                     waiting.extend(around)  # they have lost a neighbour
                     self._decide(v)
                     left.remove(v)

@@ -21,10 +21,10 @@ from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, facts, times
 from autopart.ir.graph import on_parameters, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
-from autopart.passes.choose.solve.context_strategies import as_asked
-from autopart.passes.choose.solve.layout_pins import FREE, Pinned
-from autopart.passes.choose.solve.pairwise_solver import NoSolution, Pairs
-from autopart.passes.choose.solve.sharding_costs import Price, Prices, Step, is_latency_bound
+from autopart.passes.choose.solve.context_strategies import context_options
+from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
+from autopart.passes.choose.solve.pairwise_solver import NoSolution, PairwiseProblem
+from autopart.passes.choose.solve.sharding_costs import CostedStep, ShardingCost, ShardingCosts, is_latency_bound
 from autopart.passes.facts.find_blocks import BlockPosition
 from autopart.passes.facts.strategies import possible
 
@@ -33,17 +33,17 @@ SequenceParallel = bool | Literal["auto"]
 
 True: wherever possible. False: never. "auto": if it is faster."""
 
-Between = Literal["whole", "cut", "free"]
+ValuePlacement = Literal["whole", "cut", "free"]
 """Placement of values between matrix products.
 
 "whole": replicated. "cut": sharded along a dim of no weight wherever possible. "free": the cheapest.
 """
 
-_TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
+_TRIED: Mapping[SequenceParallel, tuple[ValuePlacement, ...]] = {
     True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")
 }  # fmt: skip
 
-ONE_BATCH = Step()
+ONE_BATCH = CostedStep()
 
 _FREE_BLOCKS = 2
 """Number of repeated blocks at either end that choose independently when the cost of sharing is measured."""
@@ -68,7 +68,7 @@ class Choice:
 
 
 @dataclass
-class _Uses:
+class _Consumer:
     """One consumer of a value, and the indices of the inputs that read it."""
 
     choice: Choice
@@ -80,7 +80,7 @@ class _Uses:
 
 
 @dataclass
-class _Value:
+class _SharedValue:
     """Output `index` of the members of a choice that have the same consumers.
 
     `node` is one of these outputs as its consumer reads it.
@@ -89,7 +89,7 @@ class _Value:
     node: fx.Node
     producer: Choice
     index: int
-    uses: dict[int, _Uses] = field(default_factory=dict)
+    uses: dict[int, _Consumer] = field(default_factory=dict)
     members: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -108,10 +108,10 @@ class _Value:
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
 
-class Converted(NamedTuple):
+class ForcedConversion(NamedTuple):
     """A value that is converted from one placement to another."""
 
-    value: _Value
+    value: _SharedValue
     source: Placement
     target: Placement
 
@@ -143,8 +143,8 @@ def cheapest(
     num_shards: int,
     hardware: Hardware,
     sequence_parallel: SequenceParallel,
-    step: Step,
-    pinned: Pinned,
+    step: CostedStep,
+    pinned: AxisConstraints,
 ) -> tuple[ShardingProblem, Sharding]:
     """Return the cheapest sharding over an axis of `num_shards` ranks, and the problem that it solves.
 
@@ -156,7 +156,7 @@ def cheapest(
         graph: annotated graph.
         pinned: options that the user's pins and the axes solved before leave.
     """
-    best: tuple[Price, ShardingProblem, Sharding] | None = None
+    best: tuple[ShardingCost, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
         if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
             break
@@ -175,7 +175,7 @@ def cheapest(
 
 def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
-    fixed: Mapping[fx.Node, Strategy], pinned: Pinned = FREE,
+    fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return the cheapest strategies around stored parameters and the operators in `fixed`.
 
@@ -184,8 +184,8 @@ def fit_around(
     Args:
         pinned: options that other axes leave.
     """
-    is_whole = all(s in pinned.ways_without_cuts_of_values(node, num_shards) for node, s in fixed.items())
-    between: Between = "whole" if is_whole else "free"
+    is_whole = all(s in pinned.strategies_on_weight_dims(node, num_shards) for node, s in fixed.items())
+    between: ValuePlacement = "whole" if is_whole else "free"
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
 
@@ -203,9 +203,9 @@ class ShardingProblem:
     hardware: Hardware
     stored: Mapping[str, Placement]
     fixed: Mapping[fx.Node, Strategy]
-    pinned: Pinned = FREE
-    between: Between = "whole"
-    step: Step = ONE_BATCH
+    pinned: AxisConstraints = FREE
+    between: ValuePlacement = "whole"
+    step: CostedStep = ONE_BATCH
     is_shared: bool = True
 
     def __post_init__(self) -> None:
@@ -213,18 +213,18 @@ class ShardingProblem:
         self.choice_of: dict[fx.Node, Choice] = {}
         self._collect()
         self.values = self._find_values()
-        self.prices = Prices(
+        self.prices = ShardingCosts(
             list(self.choice_of), self.num_shards, self.hardware, self.step, self.between == "whole",
             not self.stored and self.pinned.cuts != "positions", self.pinned.before,
         )  # fmt: skip
-        self.real_prices = self.prices.with_all_latency()
+        self.real_prices = self.prices.with_full_latency()
         for choice in self.choices.values():
             number = choice.times
             ties = 1e-9 * self.prices.scale * number
             prices = [self.prices.option(choice.node, o) for o in choice.options]
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
-    def pinned_by(self, pinned: Pinned) -> ShardingProblem:
+    def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
         """Return the same problem with other pins; facts from the axes solved before stay."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
@@ -261,13 +261,13 @@ class ShardingProblem:
         If values are to be sharded, replicated strategies are dropped where the operator can shard a dim that no weight
         has.
         """
-        plain = self.pinned.ways_without_cuts_of_values(node, self.num_shards)
+        plain = self.pinned.strategies_on_weight_dims(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
             return self.pinned.strategies(node, plain)
-        all_ways = self.pinned.ways(node, self.num_shards)
+        all_ways = self.pinned.strategies_on_axis(node, self.num_shards)
         left = self.pinned.strategies(node, all_ways)
         if self.pinned.cuts == "positions":
-            left = as_asked(node, left, self.pinned.context, self.pinned.axis)
+            left = context_options(node, left, self.pinned.context, self.pinned.axis)
         may_be_whole = (
             facts(node)["moves"] and self.pinned.cuts != "features"
         )  # such as heads that are repeated after a gather
@@ -285,7 +285,7 @@ class ShardingProblem:
         choice.members.append(node)
         self.choice_of[node] = choice
 
-    def _find_values(self) -> list[_Value]:
+    def _find_values(self) -> list[_SharedValue]:
         """Return every value that one choice produces and others consume."""
         reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
@@ -295,40 +295,40 @@ class ShardingProblem:
                 source, index = source_of(used)
                 if source in self.choice_of:
                     reads.setdefault((source, index), []).append((used, choice, i))
-        by_key: dict[object, _Value] = {}
+        by_key: dict[object, _SharedValue] = {}
         for (source, index), readers in reads.items():
             producer = self.choice_of[source]
             key = id(producer), index, frozenset((id(choice), i) for _, choice, i in readers)
-            value = by_key.setdefault(key, _Value(readers[0][0], producer, index))
+            value = by_key.setdefault(key, _SharedValue(readers[0][0], producer, index))
             value.members.append(source)
             for _, choice, i in readers:
-                value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
+                value.uses.setdefault(id(choice), _Consumer(choice)).inputs.add(i)
         return list(by_key.values())
 
-    def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
+    def conversion_costs(self, value: _SharedValue, targets: Sequence[Placement]) -> np.ndarray:
         """Return conversion costs of a value, shape [options of its producer, targets].
 
         Tokens that another axis has dispatched to experts have data-dependent positions, so they can be neither sharded
         nor gathered.
         """
         number, node = value.times, value.node
-        is_routed = self.pinned.is_routed(source_of(node)[0])
+        is_dispatched = self.pinned.is_dispatched(source_of(node)[0])
 
         def cost(place: Placement, target: Placement) -> float:
-            if is_routed and place != target and (place.is_shard or target.is_shard):
+            if is_dispatched and place != target and (place.is_shard or target.is_shard):
                 return float("inf")
             return number * self.prices.conversion_s(place, target, node)
 
         return np.array([[cost(place, target) for target in targets] for place in value.places()])
 
-    def solve(self, forced: Mapping[int, int] | None = None, forbidden: Converted | None = None) -> Sharding:
+    def solve(self, forced: Mapping[int, int] | None = None, forbidden: ForcedConversion | None = None) -> Sharding:
         """Return the exact optimum. Raises NoSolution.
 
         Args:
             forced: `{id of a choice: index of its option}`.
             forbidden: a conversion that the solution must avoid.
         """
-        pairs = Pairs()
+        pairs = PairwiseProblem()
         variables: dict[int, int] = {}
         for choice in self.choices.values():
             costs = np.array(choice.costs)
@@ -351,14 +351,14 @@ class ShardingProblem:
         bound = solution.cost - solution.gap * abs(solution.cost)
         return Sharding(chosen, stored, options, solution.cost, bound)
 
-    def price(self, options: Mapping[int, int], prices: Prices) -> Price:
+    def price(self, options: Mapping[int, int], prices: ShardingCosts) -> ShardingCost:
         """Return the cost of a solution, by term.
 
         Args:
             options: `{id of a choice: index of its option}`.
             prices: `self.prices` (minimised), or `self.real_prices` (with all latency).
         """
-        total = Price()
+        total = ShardingCost()
         for choice in self.choices.values():
             option = choice.options[options[id(choice)]]
             total += prices.option(choice.node, option) * choice.times
@@ -366,11 +366,15 @@ class ShardingProblem:
             place = value.places()[options[id(value.producer)]]
             for target in {p for use in value.uses.values() for p in use.wanted()[options[id(use.choice)]]}:
                 seconds = prices.conversion_s(place, target, value.node)
-                total += Price(communication_s=seconds * value.times)
+                total += ShardingCost(communication_s=seconds * value.times)
         return total
 
     def _add_value(
-        self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Converted | None
+        self,
+        pairs: PairwiseProblem,
+        variables: Mapping[int, int],
+        value: _SharedValue,
+        forbidden: ForcedConversion | None,
     ) -> None:
         """Add the conversion costs of a value: each needed placement is paid once.
 

@@ -21,10 +21,21 @@ from torch import fx
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import conversion_time_s, time_s
 from autopart.ir.atoms import BATCH, Atom
-from autopart.ir.decisions import Strategy, goes_around
+from autopart.ir.decisions import Strategy, is_ring_strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import operators, shape, size_bytes, source_of, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, inside, is_direct, parts_of
+from autopart.ir.layout import (
+    DISPATCHED,
+    MIN_DIMS,
+    R_GRAD_P,
+    Layout,
+    Placement,
+    R,
+    conversion,
+    is_direct,
+    mesh_axes_of,
+    relative_placement,
+)
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.trace import Trace
 from autopart.ops.stage_masks import is_attention
@@ -44,11 +55,11 @@ _ACCURACY = 0.01
 
 
 @dataclass(frozen=True)
-class Step:
+class CostedStep:
     """Properties of a training step that costs depend on.
 
     Args:
-        row_shards: number of shards of the batch, over ranks and microbatches.
+        batch_shards: number of shards of the batch, over ranks and microbatches.
         storage: how parameters are stored over the other axes.
         stride: distance in rank numbers between neighbours on `axis`.
         summed: bytes of a gradient that are reduced per byte of the parameter that is read (mixed precision).
@@ -57,7 +68,7 @@ class Step:
     """
 
     microbatches: int = 1
-    row_shards: int = 1
+    batch_shards: int = 1
     storage: Storage = field(default_factory=Storage)
     stride: int = 1
     summed: float = 1.0
@@ -66,7 +77,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Price:
+class ShardingCost:
     """Cost of a sharding, by term.
 
     `work`, `weights`: the share of all matrix work, and of its weights, on one rank (1 / n if n ranks divide them all).
@@ -79,14 +90,14 @@ class Price:
     memory_traffic_s: float = 0.0
     gradient_sync_s: float = 0.0
 
-    def __add__(self, other: Price) -> Price:
-        return Price(*map(add, vars(self).values(), vars(other).values()))
+    def __add__(self, other: ShardingCost) -> ShardingCost:
+        return ShardingCost(*map(add, vars(self).values(), vars(other).values()))
 
-    def __sub__(self, other: Price) -> Price:
+    def __sub__(self, other: ShardingCost) -> ShardingCost:
         return self + other * -1
 
-    def __mul__(self, times: float) -> Price:
-        return Price(*(times * a for a in vars(self).values()))
+    def __mul__(self, times: float) -> ShardingCost:
+        return ShardingCost(*(times * a for a in vars(self).values()))
 
     @property
     def undivided(self) -> float:
@@ -96,7 +107,7 @@ class Price:
     def seconds(self) -> float:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
-    def is_less(self, other: Price) -> bool:
+    def is_less(self, other: ShardingCost) -> bool:
         """Return True if this cost is lower by more than a prediction can resolve.
 
         Undivided matrix work and weights count first, then the seconds of a step.
@@ -106,7 +117,7 @@ class Price:
         return self.seconds < other.seconds * (1 - _ACCURACY)
 
 
-def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> bool:
+def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: CostedStep) -> bool:
     """Return True if latency dominates the all-reduce of a typical value.
 
     Such a model is a toy. Its cheapest plan is not that of the full-size model (for example, its logits are gathered).
@@ -118,8 +129,8 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
     return time_s("all_reduce", num_shards, typical, hardware, step.stride) < 2 * latency_s
 
 
-def _row_shards(node: fx.Node, step: Step) -> int:
-    return step.row_shards if _has_rows(facts(node)["atoms"]) else 1
+def _row_shards(node: fx.Node, step: CostedStep) -> int:
+    return step.batch_shards if _has_rows(facts(node)["atoms"]) else 1
 
 
 def _has_rows(atoms: Any) -> bool:
@@ -130,7 +141,7 @@ def _has_rows(atoms: Any) -> bool:
 class _ConvertedValue(NamedTuple):
     """Properties of a value that its conversion cost depends on.
 
-    `size_bytes`: as `Prices.bytes`. `others`: placements of the value on other axes, with their sizes.
+    `size_bytes`: as `ShardingCosts.bytes`. `others`: placements of the value on other axes, with their sizes.
     """
 
     shape: tuple[int, ...]
@@ -141,7 +152,7 @@ class _ConvertedValue(NamedTuple):
     others: tuple[tuple[Placement, int], ...]
 
 
-class Prices:
+class ShardingCosts:
     """Costs of the operators and weights of a graph on an axis of `num_shards` ranks.
 
     Args:
@@ -154,7 +165,7 @@ class Prices:
     """
 
     def __init__(
-        self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, whole: bool,
+        self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: CostedStep, whole: bool,
         weights_chosen: bool, before: Mapping[fx.Node, Sequence[tuple[Strategy, int]]],
     ):  # fmt: skip
         self.num_shards, self.hardware, self.step = num_shards, hardware, step
@@ -171,19 +182,19 @@ class Prices:
         self.flops = sum(_flops(n) * times(n) for n in nodes) or 1
         self.table = sum(_weight_bytes(n) * times(n) for n in nodes) or 1
 
-    def with_all_latency(self) -> Prices:
+    def with_full_latency(self) -> ShardingCosts:
         """Return a copy that counts all latency and does not prefer replicated values."""
         other = copy(self)
         other.whole, other.links, other._seconds = False, self.hardware, {}
         return other
 
-    def weigh(self, price: Price) -> float:
+    def weigh(self, price: ShardingCost) -> float:
         """Return the scalar that the solver minimises."""
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
         """Return the size of a value's shard for one microbatch on one rank, before this axis shards it."""
-        parts = math.prod(ranks for place, ranks in self._others(node) if place.is_divided)
+        parts = math.prod(ranks for place, ranks in self._others(node) if place.is_partitioned)
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
     def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
@@ -191,32 +202,32 @@ class Prices:
         source, index = source_of(node)
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
-    def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
+    def option(self, node: fx.Node, option: Strategy | Placement) -> ShardingCost:
         """Return the cost of an option, without conversions."""
         if not isinstance(option, Strategy):
             over = self._stored_over(node, option)
-            partial = option == R_GRAD_P and not (over and self.step.axis in parts_of(over))
+            partial = option == R_GRAD_P and not (over and self.step.axis in mesh_axes_of(over))
             summed_s = gradient_sync_s(
                 size_bytes(node) * self.step.summed, self.num_shards, self.hardware, self.step.stride
             )
-            return self.in_parts(node, option) + Price(gradient_sync_s=summed_s if partial else 0.0)
+            return self.storage_cost(node, option) + ShardingCost(gradient_sync_s=summed_s if partial else 0.0)
         work, weights = self._undivided(node, option)
-        return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
+        return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
-    def in_parts(self, node: fx.Node, place: Placement) -> Price:
+    def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
         """Return the cost of a parameter with this placement over the axes that may store it sharded (ZeRO).
 
         If ZeRO is requested and no dim divides, the undivided share counts as weights left on every rank.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
-            return Price()
+            return ShardingCost()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
         cut = self._stored_over(node, place)
-        price = stored_parts(size, cut, facts(node)["needs_grad"], storage, self.step, self.links)
+        price = sharded_storage_cost(size, cut, facts(node)["needs_grad"], storage, self.step, self.links)
         is_left = bool(storage.zero) and not cut and len(shape(node)) >= MIN_DIMS
         left = size * (1 - 1 / storage.mesh.size(over[0])) / self.table if is_left else 0.0
-        return price + Price(weights=left)
+        return price + ShardingCost(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
         """Return the flattened axes that store a parameter of this placement sharded; "" if none."""
@@ -251,9 +262,11 @@ class Prices:
         if facts(node)["role"] == WEIGHT:
             return 0.0
         fullest = self.step.balance
-        shares = [(fullest if p.is_routed else 1) / self.num_shards if p.is_divided else 1 for p in option.outputs]
+        shares = [
+            (fullest if p.is_dispatched else 1) / self.num_shards if p.is_partitioned else 1 for p in option.outputs
+        ]
         share = math.prod(facts(node).get("shares", {}).values())
-        parts = [math.prod(n for s, n in self.before.get(node, ()) if s.outputs[i].is_divided)
+        parts = [math.prod(n for s, n in self.before.get(node, ()) if s.outputs[i].is_partitioned)
                  for i in range(len(option.outputs))]  # fmt: skip
         sizes = [v.numel() * v.element_size() * share / n for v, n in zip(tuple_values(node), parts, strict=True)]
         written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
@@ -266,9 +279,9 @@ class Prices:
         combine.
         """
         pattern = facts(node)["pattern"]
-        if pattern is not None and pattern.routes and SENT in (option.inputs[0], option.outputs[0]):
+        if pattern is not None and pattern.routes and DISPATCHED in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
-        if is_attention(node) and goes_around(node, option):
+        if is_attention(node) and is_ring_strategy(node, option):
             return self._ring_s(node)
         if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
             return 0.0
@@ -302,13 +315,13 @@ class Prices:
         return self._seconds[key]
 
     def _new_conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
-        if (place.is_routed or target.is_routed) and place != target:
+        if (place.is_dispatched or target.is_dispatched) and place != target:
             return float("inf")  # only dispatch and combine move tokens to experts and back
         if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
             return 0.0
         if target.is_shard and (value.is_chosen_weight or (place.is_shard and value.role == PARAMETER)):
             return float("inf")  # a weight is stored as it is used: sharding a replicated weight saves no memory
-        place, target = inside(place, value.others), inside(target, value.others)
+        place, target = relative_placement(place, value.others), relative_placement(target, value.others)
         if not is_direct(place, target, value.shape, self.num_shards):
             whole = R_GRAD_P if value.needs_grad else R
             return self._conversion_s(place, whole, value) + self._conversion_s(whole, target, value)
@@ -342,15 +355,15 @@ def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
-def summed_share(trace: Trace) -> float:
+def reduce_bytes_ratio(trace: Trace) -> float:
     """Return the bytes of gradient reduced per byte of parameter read (reduce dtype over compute dtype)."""
     precision = trace.precision
     return 1.0 if precision is None else precision.reduce.itemsize / precision.compute.itemsize
 
 
-def stored_parts(
-    size: float, over: str, trained: bool, storage: Storage, step: Step, hardware: Hardware
-) -> Price:  # fmt: skip
+def sharded_storage_cost(
+    size: float, over: str, trained: bool, storage: Storage, step: CostedStep, hardware: Hardware
+) -> ShardingCost:  # fmt: skip
     """Return the cost of storing `size` bytes of a parameter over the data axes.
 
     A sharded parameter is gathered and its gradient reduce-scattered in every microbatch. ZeRO 1 does both once a step,
@@ -364,14 +377,16 @@ def stored_parts(
     mesh, axis = storage.mesh, over or storage.mesh.data_axis
     ranks, stride = mesh.size(axis), mesh.stride(axis)
     if ranks == 1:
-        return Price()
+        return ShardingCost()
     if not over:
-        return Price(gradient_sync_s=gradient_sync_s(size * step.summed, ranks, hardware, stride) if trained else 0.0)
+        return ShardingCost(
+            gradient_sync_s=gradient_sync_s(size * step.summed, ranks, hardware, stride) if trained else 0.0
+        )
     gathers = 1 if storage.zero in (1, 2) else step.microbatches * (2 if trained else 1)
     scatters = (1 if storage.zero == 1 else step.microbatches) if trained else 0
     moved = gathers * time_s("all_gather", ranks, size, hardware, stride)
     moved += scatters * time_s("reduce_scatter", ranks, size * step.summed, hardware, stride)
-    return Price(communication_s=moved)
+    return ShardingCost(communication_s=moved)
 
 
 def _flops(node: fx.Node) -> int:

@@ -13,17 +13,19 @@ from torch import fx
 
 from autopart.common.names import layer_of
 from autopart.cost.flops import work
-from autopart.cost.predict.stage_balance import SLACK, Partition, balance
+from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, Partition, balance
 from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
-from autopart.ir.blocks.deduplication import Folds, unrolled
+from autopart.ir.blocks.deduplication import DeduplicatedBlocks, expand_blocks
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.passes.normalize.batch_norm_forms import INNER
 
 
-def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float = SLACK) -> Partition:
+def partition(
+    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), slack: float = IMBALANCE_TOLERANCE
+) -> Partition:
     """Return the best partition of an annotated graph into `num_stages` stages.
 
     Raises StageError if the model has too few legal boundaries.
@@ -35,7 +37,7 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float 
     nodes = active_operators(graph)
     best = find_partition(nodes, num_stages, folds=folds, slack=slack)
     if best is None:
-        places = num_places(nodes)
+        places = num_boundaries(nodes)
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
@@ -47,7 +49,7 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float 
 
 def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
-    folds: Folds = (), slack: float = SLACK,
+    folds: DeduplicatedBlocks = (), slack: float = IMBALANCE_TOLERANCE,
 ) -> Partition | None:  # fmt: skip
     """Return the best partition of the active operators, or None if there are too few legal boundaries.
 
@@ -57,22 +59,22 @@ def find_partition(
         folds: deduplicated blocks of the trace.
         slack: imbalance tolerance, as in `balance`.
     """
-    order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
+    order, sent, works = full_model_indices(nodes, folds), boundary_bytes(nodes), [work(n) for n in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
     return balance([works[index] for index in order], crossing, num_stages, begins, slack)
 
 
-def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:
+def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
     """Return the index in `nodes` that represents each active operator of the full model."""
-    return [*unrolled(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
+    return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
-def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
+def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
     """Return the number of legal stage boundaries."""
-    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(crossing_bytes(nodes)) if i)
+    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes)) if i)
 
 
-def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
+def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
     """Return the bytes of the boundary tensors before each operator.
 
     Infinite marks an illegal boundary: a live value there has no gradient or a data-dependent size.
@@ -126,9 +128,9 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
 
 def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
     """Raise StageError if the batch does not divide over data-parallel ranks and microbatches."""
-    parts = mesh.batch_parts * microbatches
+    parts = mesh.batch_divisor * microbatches
     if batch % parts:
-        fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_parts * m) == 0]
+        fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_divisor * m) == 0]
         axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
         over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
         inside = f", or {mesh.innermost('positions')} in the place of {axes[0]}: it cuts the positions of a row"
@@ -137,5 +139,5 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.batch_parts} rows{inside * (batch < mesh.batch_parts)}",
+            else f"a batch of a multiple of {mesh.batch_divisor} rows{inside * (batch < mesh.batch_divisor)}",
         )

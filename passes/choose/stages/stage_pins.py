@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.cost.predict.stage_balance import SLACK, Partition
+from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, Partition
 from autopart.errors import OptionError, StageError
-from autopart.ir.blocks.deduplication import Folds
+from autopart.ir.blocks.deduplication import DeduplicatedBlocks
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, describe, parents
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.solve.layout_pins import cannot_hold, no_match, smallest_conflict
-from autopart.passes.choose.stages.stage_partition import crossing_bytes, find_partition, num_places, partition
+from autopart.passes.choose.stages.stage_partition import boundary_bytes, find_partition, num_boundaries, partition
 from autopart.plans.pins import CutPin, Pins, TogetherPin
 
 StagePin = CutPin | TogetherPin
@@ -31,7 +31,8 @@ class StagePins:
 
 
 def pinned_partition(
-    graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = (), slack: float = SLACK
+    graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: DeduplicatedBlocks = (),
+    slack: float = IMBALANCE_TOLERANCE
 ) -> Partition:  # fmt: skip
     """Return the best partition that the pins allow.
 
@@ -96,7 +97,7 @@ def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pi
     """Return the first of the indices. Raise StageError if no stage can begin there."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
-    if crossing_bytes(nodes)[first] == float("inf"):
+    if boundary_bytes(nodes)[first] == float("inf"):
         why = "a value without gradient would have to be sent to the next stage"
     if why:
         raise StageError(
@@ -127,7 +128,7 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     elif len(pinned.begins) >= num_stages:
         why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
     else:
-        left = num_places(nodes, pinned.inside)
+        left = num_boundaries(nodes, pinned.inside)
         why = "what runs between modules that are kept together is kept with them; "
         why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopart.ir.decisions import Decisions
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, parts_of, shard
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_sharded, mesh_axes_of, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.ir.trace import Trace
@@ -48,18 +48,18 @@ class Storage:
         """
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
-            axis, _ = self.over_which(place, sizes, others)
+            axis, _ = self.storing_axes_for(place, sizes, others)
             return (axis, place) if axis else None
         if not self.zero or len(sizes) < self.min_dims:
             return None
-        places = ((axis, fitting_cut(sizes, self.mesh.size(axis), others)) for axis in self.over(others))
+        places = ((axis, first_divisible_shard(sizes, self.mesh.size(axis), others)) for axis in self.over(others))
         return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
         """Return the flattened axes over which a parameter of this layout may be sharded, largest first."""
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
-    def over_which(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
+    def storing_axes_for(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
         """Return the flattened axes that can store a parameter with this placement, or the reason if none.
 
         The first item is "" if there are none. Without `zero` only the data axis can store.
@@ -68,7 +68,7 @@ class Storage:
             return "", ""
         why = ""
         for axis in (axis for axis in self.over(others) if self.zero or axis == self.mesh.data_axis):
-            why = cannot_store_parts(place, sizes, axis, self.mesh.size(axis), others)
+            why = cannot_store_sharded(place, sizes, axis, self.mesh.size(axis), others)
             if not why:
                 return axis, ""
         return "", why
@@ -82,16 +82,18 @@ class Storage:
         return MIN_DIMS if self.zero == 3 else 1
 
 
-def fitting_cut(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
+def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
     """Return a shard of the first dim that divides and that no other axis shards; None if there is none."""
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)
 
 
-def fitting_parts(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
+def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
     """Return the placements a parameter can have on the storing axis, as `S(0), S(1) or R`, for errors."""
-    fits = [f"S({dim})" for dim in range(len(sizes)) if not cannot_store_parts(shard(dim), sizes, axis, ranks, others)]
+    fits = [
+        f"S({dim})" for dim in range(len(sizes)) if not cannot_store_sharded(shard(dim), sizes, axis, ranks, others)
+    ]
     return f"{', '.join(fits)} or R" if fits else "R"
 
 
@@ -110,7 +112,7 @@ def stored_tensors(
     stored, features = {}, decisions.mesh.chosen
     for name, parameter in trace.parameters.items():
         joined = {axis: place for axis, place in decisions.stored.get(name, {}).items() if axis not in axes}
-        inside = {part for axis in joined for part in parts_of(axis)}
+        inside = {part for axis in joined for part in mesh_axes_of(axis)}
         layout = {**joined, **{axis: decisions.place(name, axis) for axis in axes if axis not in inside}}
         partial = [axis for axis, place in layout.items() if place == R_GRAD_P or (axis not in features and place == R)]
         shown = {axis: R if place == R_GRAD_P else place for axis, place in layout.items()

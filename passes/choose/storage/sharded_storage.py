@@ -14,13 +14,18 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.explain.node_notes import layout_notes
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.layout_pins import cannot_hold, smallest_conflict
-from autopart.passes.choose.storage.parameter_storage import MIN_DIMS, Storage, fitting_cut, fitting_parts
+from autopart.passes.choose.storage.parameter_storage import (
+    MIN_DIMS,
+    Storage,
+    first_divisible_shard,
+    storable_placements,
+)
 from autopart.passes.pass_pipeline import driven
 from autopart.plans.pins import LayoutPin
 
 
 @driven(notes=layout_notes)
-def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
+def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
     """Return `stored` with placements on the storing axes.
 
     Pinned parameters follow their pins. With `zero` all parameters that divide are sharded; with `zero=3` matrices
@@ -76,10 +81,10 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
     place = Placement.parse(name_pins[0].text)
-    _, why = storage.over_which(place, sizes, others)
+    _, why = storage.storing_axes_for(place, sizes, others)
     if why:
         mesh, axis = storage.mesh, storage.mesh.data_axis
-        hint = fitting_parts(sizes, axis, mesh.size(axis), others)
+        hint = storable_placements(sizes, axis, mesh.size(axis), others)
         if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
             over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
             why += f"; over {axis} a weight is stored sharded and used unsharded"
@@ -107,7 +112,7 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
         if parameter.dim() < MIN_DIMS or not over or axis == over[0]:
             continue
         others = {a: place for a, place in layout.items() if a != axis}
-        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
+        if first_divisible_shard(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin is the cause
             most, why = f"{over[0]}={mesh.size(over[0])}", "no dim that tp leaves unsharded divides"
             how = f"is sharded over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays replicated on {most}"
             notes.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")

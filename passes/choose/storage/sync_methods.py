@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopart.errors import OptionError
 from autopart.ir.decisions import Decisions
-from autopart.ir.layout import Layout, parts_of
+from autopart.ir.layout import Layout, mesh_axes_of
 from autopart.ir.run.dp_sync import EXACT, Method
 from autopart.ir.trace import Trace
 
@@ -21,7 +21,7 @@ def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence
     """
     sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
     method = sync.of(name)
-    scattered = parts_of(over) if over is not None and decisions.zero == 1 else ()
+    scattered = mesh_axes_of(over) if over is not None and decisions.zero == 1 else ()
     return method if method != EXACT and sync.axis(decisions.mesh) in (*summed, *scattered) else None
 
 
@@ -34,7 +34,7 @@ def check_methods(trace: Trace, decisions: Decisions) -> None:
     sync.check_names(trace.parameters)
     axis = sync.axis(mesh)
     over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.of(name) != EXACT}
-    cut = [name for name, stored in over.items() if stored is not None and axis in parts_of(stored)]
+    cut = [name for name, stored in over.items() if stored is not None and axis in mesh_axes_of(stored)]
     if axis and cut and (sync.changes_models or decisions.zero != 1):
         why, less = "its gradient is reduce-scattered, and no rank has all of it", "zero=1"
         if sync.changes_models:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopart.ir.decisions import goes_around
+from autopart.ir.decisions import is_ring_strategy
 from autopart.ir.graph import argument, shape
 from autopart.ops.operators import autopart_ops
 from autopart.passes.rules.local_forms import LocalCall
@@ -15,7 +15,7 @@ def ring(call: LocalCall) -> fx.Node | None:
 
     The local queries attend the keys of one rank at a time.
     """
-    axis = next((axis for axis, strategy in call.strategies.items() if goes_around(call.node, strategy)), "")
+    axis = next((axis for axis, strategy in call.strategies.items() if is_ring_strategy(call.node, strategy)), "")
     if not axis:
         return None
     query, key, value, *rest = call.args

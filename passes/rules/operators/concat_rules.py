@@ -8,13 +8,13 @@ from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
-from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_place, output_shapes, pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_dim, output_shapes, pattern
 from autopart.passes.rules.local_forms import LocalCall
 
 
 def cut(node: fx.Node) -> Pattern:
     """Rule of `slice`, `narrow`, `select`, `unbind`: the sliced dim cannot be sharded."""
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     after = output_shapes(node)
     removed = any(len(sizes) < len(dims) for sizes in after)
     output = [("cut",) if i == at else d for i, d in enumerate(dims) if not (removed and i == at)]
@@ -26,7 +26,7 @@ def split(node: fx.Node) -> Pattern | None:
 
     Its factor is `joined`.
     """
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     dims[at] = ("joined",)
     joined = {"joined": tuple(node.args[1])}
     return pattern(node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined=joined, local=_local_sections)
@@ -57,7 +57,7 @@ def stack(node: fx.Node) -> Pattern:
 
 def overwrite(node: fx.Node) -> Pattern:
     """Rule of `slice_scatter`, `select_scatter`: the overwritten dim cannot be sharded."""
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     part_dims = [("part",) if i == at else d for i, d in enumerate(dims)]
     if len(shape(node.args[1])) < len(dims):
         del part_dims[at]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import shape, value
-from autopart.ir.layout import ROUTED, SENT, Layout, local_shape, parts_of, shard
+from autopart.ir.layout import DISPATCHED, ON_EXPERT_RANK, Layout, local_shape, mesh_axes_of, shard
 from autopart.ops.operators import autopart_ops
 from autopart.passes.rules.local_forms import LocalCall
 
@@ -22,9 +22,9 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
     return axes[0] if axes else ""
 
 
-def axes_routing(call: LocalCall) -> str:
+def dispatch_axes_of(call: LocalCall) -> str:
     """Return the flattened axes over which a call's rows are dispatched to experts, or ""."""
-    return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_routed)
+    return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
 def _axes_cutting(call: LocalCall, factor: str) -> str:
@@ -32,7 +32,7 @@ def _axes_cutting(call: LocalCall, factor: str) -> str:
 
     They are the axes of dispatch, and inside them axes on which rows of other ranks' experts give zeros.
     """
-    dispatch_axes, sharding_axes = parts_of(axes_routing(call)), call.axes_sharding(factor)
+    dispatch_axes, sharding_axes = mesh_axes_of(dispatch_axes_of(call)), call.axes_sharding(factor)
     return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
 
 
@@ -42,7 +42,7 @@ def embedding(call: LocalCall) -> fx.Node | None:
     Rows of other ranks give zeros.
     """
     rows = shape(call.node.args[0])[0]
-    routed, axis = axes_routing(call), _axes_cutting(call, "v")
+    routed, axis = dispatch_axes_of(call), _axes_cutting(call, "v")
     if routed and routed == axis:
         table, experts = call.args[:2]
         local_experts = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
@@ -97,7 +97,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
     x, expert, times, num_experts = call.args[:4]
     if axes.selected:
         layout = {
-            axis: shard(0) if placement == SENT else placement for axis, placement in call.output_layout().items()
+            axis: shard(0) if placement == DISPATCHED else placement for axis, placement in call.output_layout().items()
         }
         rows = local_shape(shape(call.node), layout, call.sizes, call.balance)[0]
         if not axes.all_to_all:
@@ -116,7 +116,7 @@ def from_experts(call: LocalCall) -> fx.Node | None:
     if not axes.selected:
         return _all_to_all(call, axes, autopart_ops.combine.default, x, expert, times)
     rows = local_shape(shape(call.node.args[1]), {axis: s.inputs[1] for axis, s in call.strategies.items()} | {
-        axis: ROUTED for axis in parts_of(axes.selected)}, call.sizes, call.balance)[0]  # fmt: skip
+        axis: ON_EXPERT_RANK for axis in mesh_axes_of(axes.selected)}, call.sizes, call.balance)[0]  # fmt: skip
     numbers = _selected(call, axes, expert, rows)[1]
     combined = _all_to_all(call, axes, autopart_ops.combine.default, x, numbers, 1)
     combined.meta["val"] = value(x).new_empty(rows, *value(x).shape[1:])
@@ -137,7 +137,9 @@ class _DispatchAxes(NamedTuple):
 
 def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
     axes = [axis for axis in call.strategies if axis in rows]
-    return _DispatchAxes(*("_".join(axis for axis in axes if rows[axis] == placement) for placement in (SENT, ROUTED)))
+    return _DispatchAxes(
+        *("_".join(axis for axis in axes if rows[axis] == placement) for placement in (DISPATCHED, ON_EXPERT_RANK))
+    )
 
 
 def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
@@ -162,14 +164,14 @@ def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tu
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
     """Return the index, along some axes, of the rank that has each row's expert."""
-    all_axes, num_experts = axes_routing(call), call.node.args[3]
+    all_axes, num_experts = dispatch_axes_of(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))
     block = _owner(call, all_axes, expert)
     inside, index = call.num_ranks(all_axes), None
-    for axis in parts_of(all_axes):
+    for axis in mesh_axes_of(all_axes):
         inside //= call.sizes[axis]
-        if axis in parts_of(axes):
+        if axis in mesh_axes_of(axes):
             coordinate = _once(call, aten.floor_divide.Scalar, block, inside) if inside > 1 else block
             coordinate = _once(call, aten.remainder.Scalar, coordinate, call.sizes[axis])
             scaled = index if index is None else _once(call, aten.mul.Scalar, index, call.sizes[axis])

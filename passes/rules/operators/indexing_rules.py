@@ -10,7 +10,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs, value
 from autopart.ir.pattern import Dim, Pattern
-from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_place, pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_dim, pattern
 from autopart.passes.rules.operators.selection_rules import tie
 
 
@@ -57,7 +57,7 @@ def index_select(node: fx.Node) -> Pattern | None:
     """Rule of `index_select`: the indexed dim cannot be sharded, the list of indices can."""
     if not shape(node.args[0]) or not shape(node.args[2]):
         return None
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     dims, places, whole, tied = _factors_along(node, dims, at, node.args[2])
     output = [places if i == at else d for i, d in enumerate(dims)]
     return pattern(node, [dims, [places]], [output], whole, linear=UNARY_LINEAR, **tied)
@@ -68,7 +68,7 @@ def index_write(node: fx.Node) -> Pattern | None:
     inputs = tensor_inputs(node)
     if not shape(inputs[0]) or not shape(inputs[1]):
         return None
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     dims, places, whole, tied = _factors_along(node, dims, at, inputs[1])
     value_dims = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
     linear = ((0, 2),) if len(inputs) == 3 else ()

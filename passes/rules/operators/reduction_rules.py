@@ -11,7 +11,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
-from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_place, output_shapes, pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_dim, output_shapes, pattern
 from autopart.passes.rules.local_forms import LocalCall
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def _local_share(call: LocalCall) -> fx.Node | None:
     return None if num_shards == 1 else call.emit(aten.mul.Tensor, call.as_traced(), 1.0 / num_shards)
 
 
-def whole_reduction(node: fx.Node) -> Pattern:
+def unsharded_reduction(node: fx.Node) -> Pattern:
     """Rule of `amax`, `argmax`, `std`, ...: the reduced dims cannot be sharded."""
     return _reduce(node, whole=True)
 
@@ -69,7 +69,7 @@ def topk(node: fx.Node) -> Pattern | None:
     """Rule of `topk`: the dim cannot be sharded. Outputs are values and indices."""
     if not shape(node.args[0]):
         return None
-    dims, at = names_and_place(node)
+    dims, at = names_and_dim(node)
     output = [("best",) if i == at else d for i, d in enumerate(dims)]
     return pattern(node, [dims], [output, output], [dims[at][0], "best"])
 

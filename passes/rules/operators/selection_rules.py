@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopart.ir.atoms import BATCH, cut_atoms, selections_in
+from autopart.ir.atoms import BATCH, selections_in, split_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.pattern import SELECTED, Dim, Pattern
@@ -38,7 +38,7 @@ def _where(call: LocalCall) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Tie:
+class SelectionTie:
     """Relation of a tensor to the selection at whose indices it is read or written.
 
     `selected`: factors of a dim of selected elements. `dims`: {dim of the tensor that is a dim of the mask: its
@@ -50,7 +50,7 @@ class Tie:
     sizes: Mapping[str, int]
 
 
-def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> Tie | None:
+def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | None:
     """Return the relation of a tensor of shape `source` to the selection in `places`, or None.
 
     Args:
@@ -73,10 +73,10 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> Tie | None:
         if source[at] == mask[position.dim] and factor not in dims.values():
             dims[at] = factor
     sizes = {**dict(zip(factors, mask, strict=True)), SELECTED: 1}
-    return Tie((*factors, SELECTED), dims, sizes) if dims else None
+    return SelectionTie((*factors, SELECTED), dims, sizes) if dims else None
 
 
-def moves_rows(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
+def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
     """Return True if sharding an input over the batch would change the meaning of its indices.
 
     Indices are relative to a rank's first sample, and only the operators that index with them allow for that.
@@ -85,4 +85,4 @@ def moves_rows(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) 
     if indices is None or position in pattern.tied or positions_of(node) is not None:
         return False
     (dim,) = [atoms for atoms in facts(source)["atoms"] if selections_in(atoms)][:1] or [()]
-    return any(atom.kind == BATCH for atom in cut_atoms(dim, list(indices.mask))[indices.dim])
+    return any(atom.kind == BATCH for atom in split_atoms(dim, list(indices.mask))[indices.dim])

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, tensor_inputs
 from autopart.ir.pattern import Dim, Dims, Pattern
-from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_place, pattern
+from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_dim, pattern
 from autopart.passes.rules.local_forms import group_argument
 
 
@@ -59,7 +59,7 @@ def unfold(node: fx.Node) -> Pattern | None:
     """Rule of `Tensor.unfold`: one dim becomes the number of windows, a new last dim the window."""
     if not shape(node.args[0]):
         return None
-    dims, at = names_and_place(node, "dimension")
+    dims, at = names_and_dim(node, "dimension")
     output = [("windows",) if i == at else d for i, d in enumerate(dims)]
     whole = [dims[at][0], "windows", "window"]
     return pattern(node, [dims], [[*output, ("window",)]], whole, linear=UNARY_LINEAR)

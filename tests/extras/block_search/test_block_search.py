@@ -15,7 +15,7 @@ import autopart
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem, Blocks
 from autopart.extras.block_search.choose_blocks import blocks_of, completed
-from autopart.extras.block_search.search_methods import Found, Method, solve
+from autopart.extras.block_search.search_methods import BlockSearchResult, Method, solve
 from autopart.ir.mesh import Mesh
 from autopart.tuning.search import space_of
 
@@ -53,7 +53,7 @@ def brute_force(problem: BlockProblem, memory_bytes: float | None = None) -> flo
     return float(best)
 
 
-def found(problem: BlockProblem, method: Method, budget: int | None = None) -> Found | None:
+def found(problem: BlockProblem, method: Method, budget: int | None = None) -> BlockSearchResult | None:
     try:
         return solve(problem, method, budget=budget)
     except MemoryLimitError:
@@ -123,7 +123,7 @@ def some(blocks: Blocks, seed: int) -> BlockChoice:
 def options_of(blocks: Blocks, choice: BlockChoice) -> dict:
     """Of `autopart.plan`."""
     return autopart.BlockSearch(
-        blocks, Found("dynamic_programming", choice, 0, 0, 0), blocks.simulation(choice), False
+        blocks, BlockSearchResult("dynamic_programming", choice, 0, 0, 0), blocks.simulation(choice), False
     ).options
 
 
