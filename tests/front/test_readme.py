@@ -1,6 +1,7 @@
 """README and the guides are run as a reader would run them, document by document, and their output is compared.
 
-A document runs in a folder of its own that has `tiny.py` and `wrong_rule.py` of the folder `examples`. Its blocks run in order:
+A document runs in a folder of its own, with `tiny.py` and `wrong_rule.py` of the folder `examples`. Its blocks run in
+order:
 
 - `python`: if the first line is `# name.py`, the block is written to that file; else it runs, and all such blocks of
   the document share their names.
