@@ -138,9 +138,15 @@ def check_output(step, printed):
         assert is_there, f"{step.document}:{number}: not printed: {text}\nprinted was\n{printed}"
 
 
-@pytest.mark.large
+def cases():
+    """The documents; those that start processes, or plan a large model in a session, are of the large tier."""
+    for path in DOCUMENTS:
+        is_long = any(step.kind in ("bash", "pycon") for step in steps_of_document(path))
+        yield pytest.param(path, marks=pytest.mark.large if is_long else (), id=path.stem)
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", cases())
 def test_document_runs(path, folder):
     names, printed = {"__name__": "document"}, ""
     for step in steps_of_document(path):
