@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch, and a batch for it. README's commands run on it."""
+"""A small GPT, written without autopart in mind, and a batch for it. The README and the guides use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that docs/your-loop.md shows, run as it stands on real processes, and compared with one process."""
+"""The training loop of the guides, run on real processes and compared with one process."""
 
 import copy
 import re
@@ -12,16 +12,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import autopart
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-loop.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+PAGES = ("training-loop.md", "saving-and-resuming.md", "checking-a-plan.md")
 NUM_STEPS, ACCUMULATE = 20, 2
 MESHES = {"tp2": {}, "pp2": {}, "dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}}
 
 
-def blocks_of_the_page():
-    """What the Python blocks of the page define, by name."""
+def blocks_of_the_guides():
+    """{name: value} of all names that functions and imports of the guides define."""
     namespace = {}
-    for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(compile(source, str(PAGE), "exec"), namespace)
+    for page in PAGES:
+        for source in re.findall(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.S):
+            if re.search(r"^def ", source, re.M) and not source.startswith("# "):
+                exec(compile(source, page, "exec"), namespace)
     return namespace
 
 
@@ -70,11 +73,11 @@ def expected():
 
 def on_a_rank(mesh, options):
     model, batches = example()
-    return blocks_of_the_page()["train"](model, mesh, batches, ACCUMULATE, **options)
+    return blocks_of_the_guides()["train"](model, mesh, batches, ACCUMULATE, **options)
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_the_loop_of_the_page_equals_one_process(name, expected):
+def test_the_loop_of_the_guide_equals_one_process(name, expected):
     mesh = name.split()[0]
     losses, norms, weights = expected
     assert max(norms) > 1.0, "nothing is clipped"
@@ -122,7 +125,7 @@ def own_rows_in_one_process(num_data_ranks, batch_size, epochs):
 
 
 def own_rows(mesh, options):
-    return blocks_of_the_page()["train_on_own_rows"](example()[0], mesh, Rows(), 4, 2, **options)
+    return blocks_of_the_guides()["train_on_own_rows"](example()[0], mesh, Rows(), 4, 2, **options)
 
 
 OWN_ROWS = {"dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}, "pp2,dp2": {"microbatches": 2}, "tp2": {}}
@@ -141,8 +144,8 @@ def test_own_rows_on_every_rank_equal_one_process(name):
 
 
 def names_and_accumulation(mesh):
-    """Three updates with the page's groups, its accumulation and its averages, beside one process."""
-    blocks = blocks_of_the_page()
+    """Three updates with the guide's groups, its accumulation and its averages, beside one process."""
+    blocks = blocks_of_the_guides()
     model, batches = example()
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batches[0])
     optimizers = [torch.optim.AdamW(blocks["by_name"](module), lr=1e-3) for module in (pm, model)]
@@ -167,13 +170,13 @@ def names_and_accumulation(mesh):
 
 @pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "pp2", "dp2,tp2"])
-def test_groups_accumulation_and_averages_of_the_page(mesh):
+def test_groups_accumulation_and_averages_of_the_guide(mesh):
     run_ranks(names_and_accumulation, autopart.Mesh.parse(mesh).num_ranks, mesh, timeout_s=180)
 
 
 def stop_and_go_on(meshes, folder):
     """Three steps on the first mesh, saved; three more on the second, resumed. The weights in the end."""
-    blocks = blocks_of_the_page()
+    blocks = blocks_of_the_guides()
     _, batches = example()
     for index, mesh in enumerate(meshes):
         model, _ = example()
@@ -214,5 +217,5 @@ def test_a_run_is_resumed_on_another_mesh(meshes, tmp_path):
 
 def test_the_loop_is_proven_in_one_process(capsys):
     model, batches = example()
-    blocks_of_the_page()["prove"](model, "dp2,tp2", batches[0])
+    blocks_of_the_guides()["prove"](model, "dp2,tp2", batches[0])
     assert "exact on dp2,tp2" in capsys.readouterr().out
