@@ -173,7 +173,7 @@ def _unusable(root: str, problem: OSError) -> OptionError:
 
 
 def graph_text(graph: fx.Graph, notes: Iterable[NodeNotes] = ()) -> str:
-    """Return one line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`, without source paths."""
+    """Return one line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`."""
     lines = []
     for node in graph.nodes:
         layout = format_layout(facts(node).get("layout") or {}).replace("{}", "")

@@ -98,7 +98,7 @@ def _read_options(text: str) -> dict[str, Any] | None:
 
 
 def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
-    """Decorate a function that rewrites one call: the pass applies it to calls of these operators, in order."""
+    """Decorate a function that rewrites one call as a pass over all calls of these operators."""
 
     def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
         def run(graph: fx.Graph) -> Any:

@@ -135,7 +135,9 @@ def doctor(
     model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
 ) -> Diagnosis:  # fmt: skip
-    """Diagnose a model: whether it can be traced, what is sharded, what is replicated and why, what is refused.
+    """Diagnose a model.
+
+    The page says whether it can be traced, what is sharded, what is replicated and why, and what is refused.
 
     Nothing is run: `verify` proves that the plan is right.
 

@@ -77,7 +77,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
 @JSON
 @told
 def explain(path: str | None, as_json: bool, **options: Any) -> None:
-    """Print a plan as one table: stages, blocks, layouts, FLOPs, collectives, bytes; then balance and cost.
+    """Print a plan as one table, then its balance and cost.
 
     \b
     Example:

@@ -14,7 +14,10 @@ ProgramRow = tuple[list[tuple[Any, Any]], float, float]
 def integer_program(
     cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
 ) -> Any:
-    """Minimize a linear cost over variables from 0 to `upper`, some of them integers (`whole`), with HiGHS."""
+    """Minimize a linear cost over bounded variables with HiGHS.
+
+    Variables are from 0 to `upper`; those in `whole` are integers.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 

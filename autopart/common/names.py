@@ -23,7 +23,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the repeated layer of a module or an operator: 3 for `transformer.h.3.attn/mul#1`."""
+    """Return the number of an operator's repeated layer: 3 for `transformer.h.3.attn/mul#1`."""
     return next((int(part) for part in name.split("/")[0].split(".") if part.isdigit()), None)
 
 

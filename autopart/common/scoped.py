@@ -1,4 +1,4 @@
-"""Context managers that set values for a `with` block: attributes, context variables, default dtype, autocast."""
+"""Context managers that set attributes, context variables, the default dtype or autocast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 @contextmanager
 def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Set attributes of modules, classes and objects, {(object, name): value}, and restore them at the end.
+    """Set attributes, {(object, name): value}, and restore them at the end.
 
     An attribute that the object did not have itself is deleted at the end.
     """

@@ -58,7 +58,7 @@ def compiled_when_called() -> AbstractContextManager[None]:
 
 
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
-    """Limit the stack trace that is recorded for each operator to the frames inside the function `outermost`.
+    """Limit the recorded stack trace of operators to frames inside the function `outermost`.
 
     torch resolves every frame of the process for each operator, but only the frames of the model's call are kept.
     """
@@ -117,8 +117,7 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the functions behind `torch.func`'s transforms by `to(name, original, args, kwargs)`, for torch's own
-    too.
+    """Replace the functions behind `torch.func`'s transforms by `to(name, original, args, kwargs)`.
 
     A Hessian uses `jacrev` alone: fake tensors have no forward derivative of a backward.
     """

@@ -1,4 +1,4 @@
-"""Private parts of torch.distributed.pipelining: schedules, a stage, and 1F1B one microbatch at a time."""
+"""Private parts of torch.distributed.pipelining: schedules, a stage, single-step 1F1B."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def batch_class() -> Any:
 
 @functools.cache
 def split_backward_counts_twice() -> bool:
-    """Return True if pipelining's split backward (zero bubble) is wrong for a parameter with two uses in one stage.
+    """Return True if the split backward (zero bubble) is wrong for a parameter with two uses in a stage.
 
     Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. This is
     tested, not looked up by version: z = (x + w) + w has gradient 2 with respect to w.

@@ -50,9 +50,7 @@ def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def symbolic_functions() -> dict[Any, str]:
-    """Return the functions that torch writes to a graph for `math.sqrt` and others of a symbolic scalar, by
-    operator.
-    """
+    """Return {operator: the function that torch writes for it} for functions such as `math.sqrt`."""
     names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 

@@ -44,7 +44,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def register_foreach(kinds: Sequence[type[torch.Tensor]]) -> None:
-    """Let torch's optimizers and clipping choose their foreach kernels for these classes, as they do for DTensor."""
+    """Let torch's optimizers and clipping choose foreach kernels for these classes, as for DTensor."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 

@@ -78,7 +78,7 @@ def is_higher_order(target: Any) -> bool:
 
 
 def keeping_draws() -> Any:
-    """Keep unused calls that draw random numbers in a trace: the model makes them, and they advance its generator."""
+    """Keep unused random draws in a trace: they advance the model's generator."""
     import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
@@ -300,7 +300,7 @@ def exporting() -> AbstractContextManager[None]:
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Make `torch.utils.checkpoint(function, ..., use_reentrant=False)` a plain call, in `around(function)`.
+    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function, in `around(function)`.
 
     It then saves no random state and draws nothing.
     """
@@ -363,7 +363,7 @@ def clone_of(store: dist.Store) -> dist.Store:
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep objects alive until the process ends: destroying a process group waits for its pending collectives."""
+    """Keep objects alive: destroying a process group waits for its pending collectives."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -397,7 +397,7 @@ WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
 
 def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
-    """Return a tensor of class `kind` without storage, with the shape, strides, dtype and device of `like`."""
+    """Return a tensor of class `kind` without storage, with the metadata of `like`."""
     return torch.Tensor._make_wrapper_subclass(
         kind, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
     )
@@ -441,7 +441,7 @@ def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Te
 
 
 def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the input of a softmax over the last dim, in place of the gradient of its output."""
+    """Overwrite the gradient of a softmax's output (last dim) with that of its input, and return it."""
     return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
 
 

@@ -26,7 +26,7 @@ def in_backward() -> bool:
 
 
 def current_transform() -> str:
-    """Return the innermost running transform of `torch.func`, such as "grad" or "vmap", or forward-mode AD; else ""."""
+    """Return the innermost running transform of `torch.func` ("grad", "vmap", ...), or ""."""
     level: Any = torch._C._functorch.peek_interpreter_stack()
     if level is not None:
         return str(level.key().name).lower()
@@ -53,8 +53,7 @@ class _Norms:
 
 
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
-    """Replace `torch.nn.utils.clip_grad_norm_(...)` by `clip(torch's own, ...)`, and `get_total_norm(...)` by
-    `total(...)`.
+    """Replace `torch.nn.utils.clip_grad_norm_` by `clip(torch's own, ...)`, `get_total_norm` by `total`.
 
     Both run under `torch.no_grad()`. The code objects are exchanged, so that this also holds for names imported
     earlier.
@@ -101,7 +100,7 @@ def redirect_unscale(to: Callable[..., Any]) -> None:
 
 
 def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norm of every tensor, in its dtype or float32, whichever is larger: a vector per device and dtype."""
+    """Return the norm of every tensor, at least in float32: a vector per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -112,7 +111,7 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
 
 
 def before_wrappers(check: Callable[[Any, str], None]) -> None:
-    """Pass modules that DistributedDataParallel, DataParallel, FSDP and `fully_shard` wrap to `check` first.
+    """Pass modules that DDP, DataParallel, FSDP and `fully_shard` wrap to `check` first.
 
     Args:
         check: receives the module, or a list of modules, and the wrapper. No communication happens before.

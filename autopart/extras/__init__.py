@@ -1,1 +1,1 @@
-"""Optional parts of autopart. The core imports none of them by name: `autopart.common.extras` loads them on use."""
+"""Optional parts of autopart, loaded on use by `autopart.common.extras`."""

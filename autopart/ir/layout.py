@@ -42,7 +42,10 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One pair of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` and `shard(dim)`."""
+    """One pair of the module docstring.
+
+    Use `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` and `shard(dim)`.
+    """
 
     kind: str
     dim: int = -1

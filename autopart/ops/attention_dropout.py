@@ -158,7 +158,7 @@ class _CpuAttention:
         return cls(query, key, value, mask, is_causal, scale or query.size(-1) ** -0.5, factor, masks)
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the output, and the largest score of each query (zeros without a mask: each query attends then)."""
+        """Return the output, and the largest score of each query (zeros without a mask)."""
         output = _kernel_layout(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
         largest = self.query.new_zeros(self.query.shape[:-1])
         for sample, value in enumerate(self.value):

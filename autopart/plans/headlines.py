@@ -95,7 +95,7 @@ def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
 
 
 def whole_text(row: Mapping[str, Any]) -> str:
-    """Return `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule` for a row of `whole_rows`.
+    """Return `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule` for a row.
 
     If the FLOPs of an operator are unknown, the text has its input and output bytes: `1.2 MB in and out`.
     """

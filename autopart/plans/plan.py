@@ -47,9 +47,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions of the axis names: of all axes, of those that place parameters, of those that place
-    operators.
-    """
+    """Return regular expressions of axis names: all, those of parameters, those of operators."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -184,9 +182,7 @@ class Plan:
         return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
-        """Return the line of the plan's file that holds these keys, for errors; "" for a plan that is not from a
-        file.
-        """
+        """Return the line of the plan's file that holds these keys; "" without a file."""
         return line_of(self.text, *keys) if self.text else ""
 
     @property
@@ -218,14 +214,16 @@ class Plan:
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return an operator's entry and the key that it was found under: the operator's own, else its pattern."""
+        """Return an operator's entry and its key: the operator's own, else its pattern."""
         for name in (key, group):
             if name in self.operators:
                 return name, self.operators[name]
         return None
 
     def export(self, to: str, model: nn.Module | None = None) -> Any:
-        """Convert the plan to another tool's format: "transformers", "parallelize_module", "pipelining" or "megatron".
+        """Convert the plan to another tool's format.
+
+        Formats are "transformers", "parallelize_module", "pipelining" and "megatron".
 
         The first two need the model (it may be on `meta`). A layout that a format cannot express is an error.
         """
@@ -238,7 +236,7 @@ class Plan:
         return diff(self, other)
 
     def why(self, name: str) -> Why:
-        """Explain why a parameter, module, operator or collective is as it is, with the runner-up and its cost.
+        """Explain a parameter, module, operator or collective, with the runner-up and its cost.
 
         Args:
             name: a name of the model or of `explain` (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a

@@ -399,7 +399,7 @@ def class_of(model: nn.Module) -> str:
 
 
 def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
-    """Return the given schedule, or 1F1B with as many microbatches as divide the batch, up to four per stage."""
+    """Return the given schedule, or 1F1B with up to four microbatches per stage."""
     pp = mesh.size("pp")
     name, virtual = options.schedule, options.virtual_stages
     if pp == 1:
@@ -440,8 +440,9 @@ def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
 
 
 def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
-    """Return the scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a
-    tuple.
+    """Return the scalar loss among the outputs.
+
+    It is the output itself, `output.loss`, `output["loss"]` or the first of a tuple.
 
     Args:
         with_outputs: the trace is of a WithLossAndOutputs.

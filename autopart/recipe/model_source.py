@@ -74,7 +74,7 @@ class SourceOptions:
 
 
 def from_callable(name: str, options: SourceOptions) -> ModelSource:
-    """Return the model of `package.module:callable`, with its example call if it returns `(model, kwargs)`.
+    """Return the model of `package.module:callable`, with an example if it returns `(model, kwargs)`.
 
     Modules are found as Python finds them, and in the current directory.
     Raises InputError if there is no such callable or it returns something else, OptionError for batch and sequence.
@@ -270,7 +270,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
-    """Return the class that `architectures` names, else an encoder-decoder, masked or causal language model."""
+    """Return the class of a config: that of `architectures`, else a fitting language model."""
     transformers = _transformers()
     names = config.architectures or []
     if names:

@@ -43,8 +43,7 @@ class Written(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Decisions for a problem with their program, the solver's result per axis, and the liveness analysis of each
-    stage.
+    """Decisions for a problem, their program, the solver's results and the liveness of each stage.
 
     `whole`: the variant without scatter-gather sends, which operators are counted in; None if it is the same program.
     """

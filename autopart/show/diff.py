@@ -170,9 +170,7 @@ def _pattern(name: str) -> str:
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
-    """Return the full names that a pattern with one `*` matches, as far as the stages list them; else the name
-    itself.
-    """
+    """Return the full names that a pattern with one `*` matches, if the stages list them."""
     known = numbers.get(name.partition("*")[0], [])
     return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
 
@@ -208,7 +206,7 @@ def _collectives(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _moved(plan: Plan) -> dict[str, str]:
-    """Return `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: the count, and the bytes that one rank sends."""
+    """Return `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: count and bytes sent by one rank."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in plan.collectives:
         ways = [f"{kind} {way}" for kind, way in ((row.forward, "forward"), (row.backward, "backward")) if kind]

@@ -102,7 +102,7 @@ class Recent(Generic[Made]):
 def call_key(
     arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
 ) -> Hashable:
-    """Return the key of a call: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
+    """Return the key of a call: metadata of its inputs, options, autocast, mode and loss.
 
     Args:
         call: `arguments` flattened.

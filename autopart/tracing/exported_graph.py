@@ -193,7 +193,7 @@ def own_graph(
 
 
 def _tell_as_users_do(node: fx.Node) -> None:
-    """Record the origin of a node in the user's terms: modules without the wrapper, lines without autopart's."""
+    """Record the origin of a node in the user's modules and lines."""
     inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
     facts(node)["nn_module_stack"] = {
         key: (path.removeprefix(PREFIX) if path != PREFIX[:-1] else "", kind) for key, (path, kind) in inside
@@ -204,14 +204,14 @@ def _tell_as_users_do(node: fx.Node) -> None:
 
 @lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
-    """Return a stack trace without the frames of torch and autopart, so that it ends in the user's code, if any."""
+    """Return a stack trace without the frames of torch and autopart."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
     users_frames = [f for f in frames if "/torch/" not in f]
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
-    """Make the model's outputs the output node's first argument, and new values of buffers and parameters its second.
+    """Split the outputs: the model's own first, then new values of buffers and parameters.
 
     Args:
         users_name: maps a tensor's name in the exported program to the user's.

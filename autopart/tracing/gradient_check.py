@@ -35,7 +35,7 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _GradientRun:
-    """A run of a model or of its graph: flat outputs, and tensors that may need a gradient, by id and by name."""
+    """A run of a model or of its graph: flat outputs, and tensors that may need a gradient."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]

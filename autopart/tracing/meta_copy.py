@@ -26,7 +26,7 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class Source:
-    """The user's model: kept alive until its parameters are sharded, then only as long as the user keeps it."""
+    """The user's model: kept alive until its parameters are sharded, then only if the user keeps it."""
 
     def __init__(self, model: nn.Module):
         self._held: nn.Module | None = model
@@ -96,7 +96,7 @@ def meta_copy_of(
 
     Args:
         instead: replacements for tensors of the model in the copy, by id.
-    Raises NoSkeleton if the copy would differ from the model, or would refer to the original's parameters.
+    Raises CannotCopy if the copy would differ from the model, or would refer to the original's parameters.
     """
     try:
         shared, originals = _twins(model, cut, instead or {})
@@ -117,9 +117,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return the replacement of every tensor of a model in its copy, by id, and the tensors that a copy must not refer
-    to.
-    """
+    """Return the replacements of a model's tensors in its copy, and the tensors it must not refer to."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -11,7 +11,7 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise TraceError for a sparse tensor that ranks cannot get: an input, or a buffer in compressed form."""
+    """Raise TraceError for a sparse input, or a sparse buffer in compressed form."""
     for name, tensor in inputs.items():
         if tensor.layout is not torch.strided:
             raise TraceError(

@@ -121,7 +121,7 @@ def _from(origin: str) -> str:
 
 
 def _both_sides(path: str, model: nn.Module) -> str:
-    """Return a hint: the modules before and after the line can be partitioned alone, the first as an example."""
+    """Return a hint: the modules before and after the line can be partitioned alone."""
     inside = model.get_submodule(path).named_children()
     part = next((name for name, child in inside if any(True for _ in child.parameters())), "")
     full = ".".join(filter(None, (path, part))) or "encoder"

@@ -177,9 +177,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program if Python's random numbers decide nothing in it; else trace again with torch's random
-    numbers.
-    """
+    """Return the program, traced again with torch's random numbers if Python's decide something in it."""
 
     def check(program: Any) -> None:
         check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
@@ -353,7 +351,7 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 
 
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of constants that are parameters or buffers, which the model also keeps in a list or dict."""
+    """Return the names of constants that are parameters or buffers kept in a list or dict, too."""
     names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
     return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}
 

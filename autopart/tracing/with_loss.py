@@ -126,7 +126,7 @@ def users_input(model: nn.Module, name: str) -> str:
 
 
 def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the user's modules by the user's paths, followed by those of a loss function, as of `loss_fn`."""
+    """Return the user's modules by the user's paths, then those of a loss function."""
     for path, module in model.named_modules():
         if module is not model or not isinstance(model, WithLoss):
             yield users_name(model, path), module
@@ -141,7 +141,7 @@ def loss_name(model: nn.Module) -> str:
 
 
 def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of a loss function that is a module, without the tensors that the model has too."""
+    """Return {name: tensor} of a loss function that is a module, without the model's own tensors."""
     if not isinstance(loss_fn, nn.Module):
         return {}
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}

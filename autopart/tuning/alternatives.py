@@ -43,7 +43,7 @@ def _is(candidate: Candidate, axis: str) -> bool:
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """Return a line for each well-known configuration: its extra time and the cause, or that it does not fit."""
+    """Return a line for each well-known configuration: its extra time, or that it does not fit."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]

@@ -43,7 +43,7 @@ def stage_comm_buffers(
         whole: {parameter that stays unsharded for a step: its bytes}.
         ways: {parameter: how it is gathered}, with an entry for at least the parameters in `whole`.
 
-    Raises NotFoldable if weights of a deduplicated block are gathered together with weights of another block.
+    Raises NotDeduplicable if weights of a deduplicated block are gathered together with weights of another block.
     """
     mesh = program.mesh
     read = by_first_use(stage.graph.graph, (n for n in stage.parameters if trace.parameters[n].requires_grad))

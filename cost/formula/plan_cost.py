@@ -265,7 +265,7 @@ class Cost(dict[str, Any]):
 
     @property
     def has_quickest_stages(self) -> bool:
-        """True if stages begin where a step takes the least time (`cost.predict.table.fastest_stage_boundaries`)."""
+        """True if the plan has the stage boundaries of the fastest step."""
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.table import fastest_stage_boundaries, trades_balance_for_sends
 

@@ -41,7 +41,7 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         scatter_sends: False to drop the bytes that could be sent as shards.
         folds: block deduplication of the counted trace. The order is then that of the full model.
 
-    Raises NotFoldable if a deduplicated block does not match the blocks next to it.
+    Raises NotDeduplicable if a deduplicated block does not match the blocks next to it.
     """
     known: dict[Any, int] = {}
     rows, order, parameters = list[OperatorRow](), list[_OrderEntry](), dict[str, Parameter]()

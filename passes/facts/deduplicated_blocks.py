@@ -29,7 +29,7 @@ def note_blocks(trace: Trace) -> None:
 
 
 def check_blocks(trace: Trace) -> None:
-    """Raise NotFoldable if a deduplicated block differs from its neighbours in an annotated trace."""
+    """Raise NotDeduplicable if a deduplicated block differs from its neighbours in an annotated trace."""
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)
         if not blocks[1]:
@@ -44,7 +44,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
-    """Raise NotFoldable if a deduplicated block of a stage graph differs from its neighbours."""
+    """Raise NotDeduplicable if a deduplicated block of a stage graph differs from its neighbours."""
     held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
         if (fold.path, fold.number) not in held:
@@ -62,7 +62,7 @@ def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
 def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
     """Return the calls of the block before the deduplicated one, of that block, and of the block after it.
 
-    Raises NotFoldable if the blocks differ in size or are not contiguous.
+    Raises NotDeduplicable if the blocks differ in size or are not contiguous.
     """
     numbers = [fold.number - 1, fold.number, fold.number + fold.times]
     calls = [node for node in graph.nodes if node.op == "call_function"]

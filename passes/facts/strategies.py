@@ -100,7 +100,7 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
 def strategies_on_weight_dims(
     node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
-    """Return those of `strategies_on_axis` that shard only weights, values that depend on them, and dims of experts."""
+    """Return the strategies that shard only weights, their descendants, and dims of experts."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
         return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])

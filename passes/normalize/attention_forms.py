@@ -58,9 +58,7 @@ class _AttentionFormula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a decomposed attention in a stage graph, if its mask is drawn in place (by `node`) without a collective
-    between.
-    """
+    """Fuse a decomposed attention in a stage graph, if its mask is drawn in place (by `node`)."""
     formula = _formula_of(node)
     if formula is None:
         return
@@ -76,9 +74,7 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
-    """Return the formula whose weights a call drops; None if there is none, or its parts are not consecutive or used
-    elsewhere.
-    """
+    """Return the formula whose weights a call drops, or None."""
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
     for targets in _STEPS:

@@ -84,9 +84,7 @@ class _BatchNormFormula:
         return self._cast(result, self.dtype)
 
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
-        """Return the outputs of the fused operator by index: result, mean, inverse deviation, new running
-        statistics.
-        """
+        """Return the outputs of the fused operator by index: result, mean, inverse deviation, statistics."""
         outputs = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
         if mean is not None:
             unbiased = self.count / max(self.count - 1, 1)

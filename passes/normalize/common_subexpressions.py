@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def alike_once(graph: fx.Graph) -> None:
-    """Merge equal calls of an operator, such as the masked bias that all blocks of a T5 add to their scores.
+    """Merge equal calls, such as the masked bias that all blocks of a T5 add to their scores.
 
     One value is saved for the backward, and its gradients are summed before its own backward. Views are not merged:
     they cost nothing, and a gradient is summed over an expanded dim before it meets others. Calls in different

@@ -25,7 +25,7 @@ _FILLED = {
 
 @on_calls("aten::where")
 def plain_numbers(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `where(condition, x, scalar_tensor(0))` with the number itself, which rules then know to be 0."""
+    """Rewrite `where(condition, x, scalar_tensor(0))` with the number itself."""
     if node.target is not aten.where.self:
         return
     condition, *choices = node.args

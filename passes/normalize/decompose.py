@@ -67,7 +67,7 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 
 
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
-    """Return the graph of an operator's decomposition, with its tensor arguments as inputs; None if torch has none."""
+    """Return the graph of an operator's decomposition; None if torch has none."""
     whole = decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None

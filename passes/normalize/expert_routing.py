@@ -26,9 +26,7 @@ _PRODUCT = autopart_ops.expert_linear.default
 
 @on_calls("aten::bmm")
 def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite the product of each token with its expert's matrix as `expert_linear`, without a copy of the matrix per
-    token.
-    """
+    """Rewrite the product of each token with its expert's matrix as `expert_linear`."""
     first, second = node.args
     is_left = _is_looked_up(first) and shape(second)[2] == 1
     if not is_left and not (_is_looked_up(second) and shape(first)[1] == 1):
@@ -55,9 +53,7 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Insert `to_experts` before the products with experts' matrices, and `from_experts` after the token-wise
-    operators.
-    """
+    """Insert `to_experts` before the experts' products, `from_experts` after token-wise operators."""
     calls = list(graph.find_nodes(op="call_function", target=_PRODUCT))
     groups = dict.fromkeys(node.args[2] for node in calls if operator_name(node.args[2]) != "autopart::to_experts")
     for experts in groups:

@@ -96,9 +96,7 @@ def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::mean")
 def whole_means(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `mean()` over all elements as a sum over a constant, so that it can be a partial sum of unequal
-    shards.
-    """
+    """Rewrite `mean()` over all elements as a sum over a constant."""
     if node.target is aten.mean.default:
         with graph.inserting_before(node):
             total = emit(graph, node, aten.sum.default, node.args[0])

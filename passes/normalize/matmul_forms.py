@@ -76,8 +76,7 @@ def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def one_linear(graph: fx.Graph) -> None:
-    """Rewrite `addmm` and `mm` between two views as an n-d `linear`, and biases of `linear` and convolutions as an
-    `add`.
+    """Rewrite `addmm` and `mm` as n-d `linear`, and biases as an `add`.
 
     A merged `(batch sequence)` dim would hide the sequence, and a bias must be added after a partial sum is reduced.
     """
@@ -127,7 +126,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 @on_calls("aten::einsum")
 def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
-    """Split an `einsum` of more than two operands into a chain of pairs, from the left as torch computes it."""
+    """Split an `einsum` of more than two operands into a chain of pairs, as torch computes it."""
     if len(node.args[1]) < 3:
         return
     terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])

@@ -59,7 +59,7 @@ def draws_as_data(graph: fx.Graph) -> None:
 
 
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
-    """Return an uninitialized tensor with the shape, dtype and memory layout of `empty_like(of, **options)`."""
+    """Return an uninitialized tensor with the metadata of `empty_like(of, **options)`."""
     empty = torch.empty_like(of, **options)
     empty_node = emit(
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
@@ -152,9 +152,7 @@ def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _multinomial(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Rewrite as the classes with the largest probability over an exponential number, torch's draw without
-    replacement.
-    """
+    """Rewrite a draw without replacement: the largest probabilities over exponential numbers."""
     weights, number = node.args[0], argument(node, "num_samples")
     if number > 1 and argument(node, "replacement"):
         return None

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
 def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Split recurrent layers with dropout between them into single layers, so that dropout is a separate operator."""
+    """Split recurrent layers with dropout between them into single layers."""
     if not draws_random_numbers(node) or argument(node, "batch_first") is None:  # None: packed sequences
         return
     before = node.prev
@@ -29,9 +29,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the outputs of the stack: the last layer's, and the states of all layers (one tensor, or two for an
-    LSTM).
-    """
+    """Return the outputs of the stack: the last layer's, and the states of all layers."""
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]

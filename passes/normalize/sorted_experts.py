@@ -102,9 +102,7 @@ class _Sorted:
         return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
-        """Handle an operator on sorted tokens: a sort, a token-wise operator, a product by expert, or the inverse
-        sort.
-        """
+        """Handle a sort, a token-wise operator, a product by expert, or the inverse sort."""
         name = short_name(node)
         if name == "index" and len(node.args[1]) == 1:
             source, place = node.args[0], node.args[1][0]

@@ -26,9 +26,7 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove calls that change neither values nor gradients: copies on a device, casts to the same dtype, dropout of
-    0.
-    """
+    """Remove calls without effect: copies on a device, casts to the same dtype, dropout of 0."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -68,7 +66,7 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
 
 
 def positional_arguments(graph: fx.Graph) -> None:
-    """Move keyword arguments to their position if the operator has one, so that all passes find them there."""
+    """Move keyword arguments to their position if the operator has one."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not node.kwargs:
@@ -83,7 +81,7 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `copy(a, b)`, the functional form of a write through a view, as `b` in the shape and dtype of `a`.
+    """Rewrite `copy(a, b)`, the functional form of a write through a view, as `b`.
 
     `view_as`, `expand_as` and `type_as` get the shape or dtype itself.
     """
@@ -120,7 +118,7 @@ def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite every view that merges or splits dims as `reshape` with its full shape (a shard may not be viewable)."""
+    """Rewrite every view that merges or splits dims as `reshape` with its full shape."""
     if node.target is aten.view.dtype:  # the bits of each number, read as another one
         return
     is_open = is_data_dependent(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
@@ -169,7 +167,7 @@ def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::cat")
 def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
-    """Remove operands of shape [0] from `cat`, which accepts them beside any others (an empty cache of keys)."""
+    """Remove operands of shape [0] from `cat` (an empty cache of keys)."""
     parts = [part for part in node.args[0] if shape(part) != (0,)]
     if len(parts) == 1:
         replace(node, parts[0])

@@ -1,1 +1,1 @@
-"""Writing of programs: one graph per stage with local shapes and collectives, from a graph and decisions."""
+"""Writing of programs: one graph per stage with local shapes and collectives."""

@@ -272,9 +272,7 @@ class _Writer:
         return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return an existing layout that differs in the gradient's placement alone, for consumers without a
-        gradient.
-        """
+        """Return an existing layout that differs in the gradient's placement alone."""
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
             if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
@@ -282,9 +280,7 @@ class _Writer:
         return layout
 
     def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return the value as it is computed: a parameter or a weight's view on this stage, or a value of an earlier
-        stage.
-        """
+        """Return the value as computed: a parameter, a weight's view, or a value of an earlier stage."""
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
@@ -299,7 +295,7 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return a value of an earlier stage in the layout in which it is sent, passed on by each stage between."""
+        """Return a value of an earlier stage as it is sent, passed on by each stage between."""
         assert stage.index > 0, f"{node.name} is used before it is made"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
@@ -357,7 +353,7 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Return a keyword input of the stage graph: its prologue computes the full value and the runtime shards it."""
+        """Return a keyword input of the stage graph, computed in full by its prologue."""
         rows = "" if batch is None or not self.row_axes else "_rows"
         placeholder = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)

@@ -58,7 +58,7 @@ class LocalBatch:
         return bool(self.whole)
 
     def gather_batch(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the global batch from this rank's samples. Inputs that stay local are returned as `LocalSamples`."""
+        """Return the global batch from local samples; inputs that stay local become `LocalSamples`."""
         named = dict(zip(self.program.input_names, inputs, strict=True))
         names = [name for name in named if name in self.whole]
         gathered = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))

@@ -46,9 +46,7 @@ def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    """Start an in-place all-reduce over several groups, one after the other, and return a function that waits for
-    it.
-    """
+    """Start an in-place all-reduce over several groups, and return a function that waits for it."""
     first, *others = groups
     with watching(first.group_name):
         work = dist.all_reduce(flat, group=first, async_op=True)

@@ -1,4 +1,4 @@
-"""Random numbers of one call: from the default generator as on a single device, or from the call's seeds.
+"""Random numbers of one call: single-device numbers, or numbers from the call's seeds.
 
 Every stage's prologue makes all random draws of the model. So each prologue must start from the same generator state,
 and the state after the call is that of a single device, for any number of stages.
@@ -47,9 +47,7 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
 
 
 def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators a call uses: `device`, and the host if the model draws numbers there
-    itself.
-    """
+    """Return the devices whose generators a call uses."""
     host = torch.device("cpu")
     return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
 

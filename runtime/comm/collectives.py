@@ -206,7 +206,7 @@ _implement_operators()
 
 
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
-    """Return a node's arguments with every `torch.device` replaced, as a trace bakes in the device it was made on.
+    """Return a node's arguments with every `torch.device` replaced.
 
     Tensors that the model itself keeps on the host stay there.
     """
@@ -282,7 +282,7 @@ def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Return the value of a `get_attr` node: `tensors[name]` if present, else the graph module's own, on `device`."""
+    """Return the value of a `get_attr` node: from `tensors`, else the graph module's own, on `device`."""
     if name in tensors:
         return tensors[name]
     value: Any = root

@@ -99,7 +99,7 @@ class Process:
         return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
-        """Make a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
+        """Make a group of the ranks that hold the same tied tensors.
 
         Every rank must call this with the same `owners`, also a rank that is not one of them.
         """
@@ -187,7 +187,7 @@ def connect(
 
 
 def first_ranks_seed(process: Process) -> int:
-    """Return `torch.initial_seed()` of the first rank on every rank, so that all draw equal numbers from it."""
+    """Return `torch.initial_seed()` of the first rank on every rank."""
     seed = torch.tensor(torch.initial_seed() % 2**62, device=process.device)
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)

@@ -48,7 +48,7 @@ class _Rotation:
 
 
 def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner, lengths of the previous rank's, keys and values) of every step, from this rank's own on.
+    """Yield (owner, lengths of the previous rank's, keys and values) of every step.
 
     The tensors are in flight to the next rank while they are used here.
     """

@@ -41,7 +41,7 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, inside: bool) -> str:
-    """Return the position of a thread: in a program if it is `inside` a call, else its line of the user's code."""
+    """Return the position of a thread: in a program if `inside` a call, else in the user's code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if inside else "") or _users(frames)

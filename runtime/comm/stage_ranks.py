@@ -11,8 +11,9 @@ from autopart.ir.run.schedules import V_SHAPED
 
 
 def stage_style_of(schedule: str | None) -> str:
-    """Return how a schedule assigns stages: `"V"` (rank r of p has stages r and 2p-1-r) or `"loop"` (r, r+p, r+2p,
-    ...).
+    """Return how a schedule assigns stages to ranks.
+
+    `"V"`: rank r of p has stages r and 2p-1-r. `"loop"`: rank r has stages r, r+p, r+2p, ...
     """
     return "V" if schedule in V_SHAPED else "loop"
 

@@ -222,7 +222,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a ParallelModule method that all ranks call: calls are counted, and named if a rank hangs in one."""
+    """Decorate a ParallelModule method that all ranks call, to name it if a rank hangs in it."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -262,7 +262,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def watching(group_name: str) -> Iterator[None]:
-    """Convert errors of a group's collective in a `with` block to HangError, if a rank does not arrive or is gone."""
+    """Convert errors of a group's collective to HangError, if a rank does not arrive or is gone."""
     try:
         yield
     except RuntimeError as error:

@@ -17,7 +17,7 @@ WEIGHTED_WORDS = 2**14
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits, NaN and the sign of zero included: int64 [], on the tensor's device.
+    """Return a checksum of a tensor's bits: int64 [], on the tensor's device.
 
     Tensors that differ in a single element always have different checksums.
 

@@ -40,7 +40,7 @@ def begin_alike(
     program: Program | None,
     weights: bool,
 ) -> None:
-    """Raise RuntimeSetupError on every rank if ranks differ in `subjects` or have traced different programs.
+    """Raise RuntimeSetupError if ranks differ in `subjects` or have traced different programs.
 
     A collective call of all ranks of a host group; None: there is one rank.
 
@@ -61,7 +61,7 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Return the texts of a model that must be equal on all ranks, without the weights' values: {subject: text}."""
+    """Return {subject: text} of a model that must be equal on all ranks, without weights' values."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 
@@ -207,7 +207,7 @@ def _tensors(model: nn.Module, every_name: bool) -> list[tuple[str, str, Tensor]
 
 
 def _line(kind: str, name: str, tensor: Tensor) -> str:
-    """Return `'blocks.0.up.weight' f32[256,128]` with the other properties that must be equal on all ranks."""
+    """Return `'blocks.0.up.weight' f32[256,128]` with other properties that must be equal."""
     shape = ",".join(map(str, tensor.shape))
     notes = [kind] * (kind == "buffer") + ["frozen"] * (kind == "parameter" and not tensor.requires_grad)
     notes += ["on meta"] * tensor.is_meta

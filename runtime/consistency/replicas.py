@@ -60,7 +60,7 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 
 
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
-    """Compare the copies of parameters that a distributed checkpoint saves; a collective call of all ranks.
+    """Compare the copies of parameters that a distributed checkpoint saves, on all ranks.
 
     A checkpoint that a thread writes is not checked: the training loop may use the process groups at the same time.
     """
@@ -205,9 +205,7 @@ class Drifted(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Distance of the copy on `rank` from that on `first`: the largest difference, and the part that rounding
-    explains.
-    """
+    """Distance of the copy on `rank` from that on `first`: in total, and explained by rounding."""
 
     name: str
     rank: int

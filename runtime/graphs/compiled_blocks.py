@@ -71,7 +71,7 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Partition:
-    """Partition of the calls of a stage graph into subgraphs: one for each repeated block, and what lies between."""
+    """Partition of a stage graph into subgraphs: one per repeated block, and the calls between."""
 
     def __init__(self, module: fx.GraphModule):
         self.module = module
@@ -174,7 +174,7 @@ class _Value:
 
 
 def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Return True for an input of the subgraphs: a graph input, a parameter, a gathered one, a seed with its salt."""
+    """Return True for an input of the subgraphs: a graph input, parameter, or seed with its salt."""
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
     if node.target is getitem and isinstance(node.args[0], fx.Node):

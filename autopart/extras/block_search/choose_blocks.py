@@ -1,5 +1,4 @@
-"""The search for choices block by block: what each computes again, whether its weights are stored in parts, where
-stages begin."""
+"""Search block by block for recomputation, sharding of weights and stage boundaries."""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ from autopart.tuning.search import LayoutKind, Space, space_of
 
 @dataclass(frozen=True)
 class BlockSearch:
-    """What was chosen, and its step as simulated from the tables of the search; the plan made of it has its own.
-    `found`: what the method says of it."""
+    """Result of `search_blocks`, with its step simulated from the tables of the search.
+
+    The plan made of it has its own prediction. `found`: the method's report.
+    """
 
     blocks: Blocks = field(repr=False)
     found: BlockSearchResult
@@ -39,7 +40,7 @@ class BlockSearch:
 
     @property
     def chosen(self) -> dict[str, BlockOption]:
-        """By the names of the blocks."""
+        """{block name: its choice}."""
         options = self.found.choice.options
         return {block.name: self.blocks.options[i] for block, i in zip(self.blocks.blocks, options, strict=True)}
 
@@ -52,7 +53,7 @@ class BlockSearch:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """What stays whole where the rest is stored in parts, and the blocks that stages begin with."""
+        """Pins of the parameters that stay replicated while others are sharded, and of stage boundaries."""
         pins: dict[str, Any] = {}
         if self._is_cut:
             whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
@@ -67,7 +68,7 @@ class BlockSearch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `autopart.plan` and `parallelize` that ask for it."""
+        """Options of `autopart.plan` and `parallelize` for this choice."""
         mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
         options: dict[str, Any] = {
             "microbatches": schedule.microbatches,
@@ -119,22 +120,24 @@ def search_blocks(
     seed: int = 0,
     budget: int | None = None,
 ) -> BlockSearch:
-    """The fastest step that fits, chosen block by block: what each computes again, whether its weights are cut over
-    `dp`, and before which blocks stages are cut.
+    """Find the fastest step that fits into memory, block by block.
+
+    For each repeated block the search chooses what it recomputes and whether its weights are sharded over `dp`. It also
+    chooses the blocks with which pipeline stages begin.
 
     Args:
         model: may be on `meta`.
         mesh: as `plan`.
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
-        microbatches: None: as many as divide the batch, up to four a stage.
+        microbatches: None: as many as divide the batch, up to four per stage.
         sequence_parallel: for a mesh with `tp`.
-        zero: 3: what is in no block (embeddings, the head) is stored in parts too.
+        zero: 3 also shards parameters outside of blocks (embeddings, the head).
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
-        method, seed, budget: one of `autopart.extras.block_search.search_methods`, which says what the budget is.
+        method, seed, budget: as in `autopart.extras.block_search.search_methods`.
     Returns:
-        The choice: `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
+        The choice. `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
     Raises:
-        MemoryLimitError where nothing fits, OptionError where there are fewer blocks than stages, or as `search`.
+        MemoryLimitError if nothing fits, OptionError with fewer blocks than stages, and the errors of `search`.
 
     Example:
         >>> choice = autopart.search_blocks(model, "pp4,tp8", memory="80GB")    # doctest: +SKIP
@@ -151,7 +154,7 @@ def search_blocks(
 
 
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
-    """The blocks of a model, counted for each recomputation."""
+    """Return the blocks of a model, counted for each recomputation."""
     tables = {
         word: space.table(LayoutKind.of(mesh, sequence_parallel and mesh.tensor_parallel_size > 1), word)
         for word in get_args(RecomputeMode)
@@ -160,7 +163,7 @@ def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: b
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
-    """The schedule, with what was left open. Raises OptionError where the rows do not divide."""
+    """Return the schedule with defaults filled in. Raises OptionError if the batch does not divide."""
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"

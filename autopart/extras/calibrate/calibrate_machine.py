@@ -1,5 +1,4 @@
-"""`autopart.calibrate`: the present machine, measured, as a hardware profile, and how well that predicts what was
-measured."""
+"""Calibration: measure this machine as a hardware profile, and report its prediction errors."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in pla
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine as measured. Print it for a table of predicted against measured.
+    """Result of `calibrate`. Print it for a table of predictions and measurements.
 
-    `profile`: what a profile's file holds, each number with its unit and source. `hardware`: the same as a profile that
-    prices plans. `measured`: every measurement.
+    `profile`: content of the profile's file, each number with its unit and source. `hardware`: the profile as an
+    object. `measured`: every measurement.
     """
 
     profile: Mapping[str, Any]
@@ -38,13 +37,16 @@ class Calibration:
     hardware: Hardware = field(repr=False)
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile. Raises OptionError where there can be no such file."""
+        """Write the profile. Raises OptionError if the file cannot be written."""
         check_path(path)
         _write(Path(path), _as_text(self.profile))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Predicted against measured, for JSON: `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`,
-        the last where no number of the profile is fitted to it."""
+        """Return predictions and measurements for JSON.
+
+        Each row is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`; the last is True if no
+        number of the profile is fitted to the row.
+        """
         predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured if row.kind != ISSUE]
         return [
             {"kind": row.kind, "of": row.label, "measured_s": row.time_s, "predicted_s": seconds,
@@ -53,8 +55,11 @@ class Calibration:
         ]  # fmt: skip
 
     def errors(self, held_out: bool = False) -> dict[str, dict[str, float]]:
-        """The mean and the largest relative error of each kind of measurement; `held_out`: of those alone that no
-        number of the profile is fitted to."""
+        """Return the mean and the largest relative error of each kind of measurement.
+
+        Args:
+            held_out: only measurements that no number of the profile is fitted to.
+        """
         by_kind: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows():
             if row["is_held_out"] or not held_out:
@@ -93,23 +98,24 @@ def calibrate(
     path: str | Path | None = None, *, name: str | None = None, base: str | Path | None = None, quick: bool = False,
     progress: bool = False, raw: str | Path | None = None, of: str | Path | None = None,
 ) -> Calibration:  # fmt: skip
-    """Measure this machine: matrix products by size, shape and dtype, memory, the launch of an operator, and, on every
-    process of a `torchrun`, the collectives inside a node and between nodes.
+    """Measure this machine as a hardware profile.
 
-    All ranks measure at once and get the same figures; the first writes the profile. A step that runs on so many ranks
-    is best predicted by a profile of as many, for they share memory and caches.
+    It measures matrix products by size, shape and dtype, memory bandwidth, the launch of an operator and, on every
+    process of a `torchrun`, the collectives inside a node and between nodes. All ranks measure at the same time and
+    get the same figures; the first writes the profile. Use as many ranks as the predicted step has, because they share
+    memory and caches.
 
     Args:
-        path: where the profile is written, a `.json` file; then `hardware=path` names it.
-        name: the profile's.  [default: the file's, or the device's]
-        base: a profile that has what cannot be measured here, such as links between nodes, and is named as its source.
+        path: file of the profile (`.json`); then `hardware=path` names it.
+        name: name of the profile.  [default: the file's, or the device's]
+        base: profile of what cannot be measured here, such as links between nodes; it is named as the source.
             [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
         quick: few sizes, once: seconds, and less exact.
-        progress: show a bar on standard error, where that is a terminal.
-        raw: where every measurement is written, a `.json` file.
-        of: such a file: the profile is made of what is in there, and nothing is measured.
+        progress: show a bar on standard error, if that is a terminal.
+        raw: file for every measurement (`.json`).
+        of: such a file; the profile is made from it, and nothing is measured.
 
-    Raises OptionError where there can be no such file, before anything is measured.
+    Raises OptionError if a file cannot be written, before anything is measured.
 
     Example:
         >>> report = autopart.calibrate("here.json")                                         # doctest: +SKIP
@@ -137,7 +143,7 @@ def calibrate(
 
 
 def check_path(path: str | Path) -> None:
-    """Raises OptionError where no profile can be written."""
+    """Raise OptionError if a profile cannot be written there."""
     path = Path(path)
     if path.suffix != ".json":
         raise OptionError(f"a profile cannot be written to {path}", why="a path of a profile ends in .json",
@@ -155,7 +161,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _as_text(data: Mapping[str, Any]) -> str:
-    """JSON with an entry on every line."""
+    """Return JSON with one entry per line."""
     lines = []
     for key, entry in data.items():
         if key in ("flops_per_s", "collectives"):
@@ -167,7 +173,7 @@ def _as_text(data: Mapping[str, Any]) -> str:
 
 
 def _measurements_as_text(device: Device, measured: Sequence[Measured]) -> str:
-    """JSON with a measurement on every line."""
+    """Return JSON with one measurement per line."""
     rows = ",\n".join(f"    {json.dumps(_without_defaults(row))}" for row in measured)
     return f'{{\n  "device": {json.dumps(asdict(device))},\n  "measured": [\n{rows}\n  ]\n}}\n'
 
@@ -178,7 +184,7 @@ def _without_defaults(row: Measured) -> dict[str, Any]:
 
 
 def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
-    """What `calibrate(raw=path)` has written. Raises OptionError where the file holds something else."""
+    """Read a file that `calibrate(raw=path)` wrote. Raises OptionError for another content."""
     text = read_text(Path(path), "measurements", OptionError, _FORM)
     try:
         data = json.loads(text)

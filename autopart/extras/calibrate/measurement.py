@@ -1,4 +1,4 @@
-"""What was measured of a device, as data: the runtime measures it, a hardware profile is made of it."""
+"""Measurements of a device as data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ ISSUE = "issue"
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds that one call of something took.
+    """Seconds of one call.
 
-    `kind`: `"matmul"` (a product of `shape` (m, k, n) in `dtype`), `"sustained"` (the same in a row for seconds, as a
-    device that grows warm computes it), `"between"` (one of many between operators that compute little), `"attention"`
-    and `"attention backward"` (of `shape` (rows x heads, positions, width of a head)), `"memory"` (an operator that
-    reads and writes `size_bytes`, into memory that is new each time), `"memory in place"`, `"copy"`, `"norm"`,
-    `"optimizer"` (AdamW's update of `size_bytes` of parameters), `"launch"` (the least that an operator takes),
-    `"issue"` (what the host takes to issue one to a GPU, with its backward), or a collective as
-    `autopart.cost.predict.collective_costs` names it, over an array of `size_bytes`, of `num_ranks` ranks on a
-    `link`. `form`: which of several ways, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to
-    it, so that its error says how far what was not measured may be off.
+    `kind` is one of: `"matmul"` (a product of `shape` (m, k, n) in `dtype`); `"sustained"` (the same for seconds, on a
+    warm device); `"between"` (one of many between cheap operators); `"attention"` and `"attention backward"` (of
+    `shape` (samples x heads, tokens, head width)); `"memory"` (an operator that reads and writes `size_bytes`, into
+    new memory); `"memory in place"`; `"copy"`; `"norm"`; `"optimizer"` (AdamW's update of `size_bytes` of parameters);
+    `"launch"` (the smallest operator); `"issue"` (host time to issue one to a GPU, with its backward); or a collective
+    by its name in `autopart.cost.predict.collective_costs`, of an array of `size_bytes` on `num_ranks` ranks over a
+    `link`.
+
+    `form`: a variant, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to it, so its error
+    estimates the error for unmeasured calls.
     """
 
     kind: str
@@ -38,8 +39,11 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        """Of a product, a multiplication and an addition counted as two; of attention to all keys, causal or not, with
-        the five products of the backward that a fused kernel makes."""
+        """FLOPs of the call.
+
+        A multiplication and an addition count as two. Attention counts all keys, causal or not, and the five products
+        of a fused kernel's backward.
+        """
         first, second, third = self.shape or (0, 0, 0)
         if self.kind.startswith("attention"):
             return first * second**2 * third * (10.0 if self.kind == "attention backward" else 4.0)
@@ -56,8 +60,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Device:
-    """On what was measured. `local_ranks`: processes of this node that share it; `software`: versions and threads;
-    `rank`: of the process that says so."""
+    """The measured device.
+
+    `local_ranks`: processes of this node that share it. `software`: versions and threads. `rank`: the reporting
+    process.
+    """
 
     name: str
     kind: str

@@ -1,14 +1,14 @@
-"""Plans in the words of other tools, and their words as pins.
+"""Conversion of plans to and from the formats of other tools.
 
-| format | what it is | says |
+| format | what it is | content |
 |---|---|---|
 | `transformers` | `DistributedConfig(tp_plan=...)` of transformers | layouts on `tp` |
 | `parallelize_module` | the plan of `torch.distributed.tensor.parallel.parallelize_module` | layouts on `tp` |
 | `pipelining` | `split_spec` of `torch.distributed.pipelining.pipeline` | stages |
 | `megatron` | `--pipeline-model-parallel-layout` of Megatron-LM | stages |
 
-These formats name modules, not operators. What a plan says beyond that (a fused projection cut section by section, a
-cut inside a module, shards of unequal sizes) is refused with the place where it stands.
+These formats name modules, not operators. What they cannot express (a fused projection sharded section by section, a
+stage boundary inside a module, unequal shards) is an error that names the place in the plan.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _WEIGHTS = {
 
 
 def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
-    """A plan in the format of another tool: a dict, for "megatron" a string.
+    """Return a plan in the format of another tool: a dict, for "megatron" a string.
 
-    The plan is one that autopart made (with pins, not by an edit): what follows from its layouts is read from it.
+    The plan must be made by autopart (with pins, not by an edit): the consequences of its layouts are read from it.
 
     Args:
         to: "transformers", "parallelize_module", "pipelining" or "megatron".
-        model: the plan's model, maybe on `meta`; the first two name its modules by what they are.
-    Raises OptionError for another format; LayoutError or StageError for what a format cannot say.
+        model: the plan's model, possibly on `meta`. The first two formats need it, to tell modules by class.
+    Raises OptionError for another format; LayoutError or StageError for a plan that the format cannot express.
     """
     if to not in _FORMATS:
         raise OptionError(f"there is no format {to!r}", hint=", ".join(map(repr, _FORMATS)))
@@ -79,7 +79,7 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
 
 
 def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """`{module: COLUMN | GATHERED | ROW | WHOLE}` of every linear and embedding module, in the order of the model."""
+    """Return `{module: COLUMN | GATHERED | ROW | WHOLE}` of every linear and embedding module, in order."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
@@ -102,7 +102,7 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
 def _check_sayable(
     plan: Plan, name: str, module: nn.Module, parameter_name: str, sizes: tuple[int, ...], place: Placement
 ) -> None:
-    """Raises LayoutError for a stored layout that a column- or row-parallel module does not have."""
+    """Raise LayoutError for a stored layout that is neither column- nor row-parallel."""
     if not place.is_shard:
         return
     size, tp = sizes[place.dim], plan.mesh.get("tp", 1)
@@ -122,8 +122,10 @@ def _check_sayable(
 
 
 def _check_collectives(plan: Plan) -> None:
-    """Raises LayoutError where activations are gathered or exchanged: these formats know sums of row-parallel outputs,
-    and of the gradients of column-parallel inputs."""
+    """Raise LayoutError if activations are gathered or exchanged.
+
+    These formats only know all-reduces of row-parallel outputs, and of the gradients of column-parallel inputs.
+    """
     for row in plan.collectives:
         other = [kind for kind in (row.forward, row.backward) if kind not in ("", "all_reduce")]
         if row.axis == "tp" and row.per == "microbatch" and other:
@@ -136,8 +138,10 @@ def _check_collectives(plan: Plan) -> None:
 
 
 def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
-    """The column-parallel modules whose output a row-parallel module of the same block takes in shards: the next module
-    that is not column-parallel itself."""
+    """Return the column-parallel modules whose output a row-parallel module reads in shards.
+
+    That is the next module that is not column-parallel itself.
+    """
     blocks: dict[str, list[str]] = defaultdict(list)
     for path in roles:
         blocks[_block(path)].append(path)
@@ -151,14 +155,14 @@ def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
 
 
 def _block(path: str) -> str:
-    """The innermost numbered block of a module: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
+    """Return the innermost numbered block of a module: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
 
 
 def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
-    """Roles by pattern; modules of one pattern that differ by full name, where the format has these."""
+    """Return roles by pattern, or by full name if modules of one pattern differ."""
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for path, role in roles.items():
         groups[pattern_of(path)][path] = role
@@ -197,7 +201,7 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _gather(kind: type, role: str) -> str:
-    """An embedding cut along its width is always gathered behind."""
+    """Return whether an output is gathered: that of an embedding sharded along its width always is."""
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 
@@ -227,7 +231,7 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Patterns of modules whose parameters are whole while their operators run on shards (a norm of every head)."""
+    """Return patterns of modules with replicated parameters on sharded operators (a norm of every head)."""
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -244,7 +248,10 @@ def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def stage_modules(plan: Plan) -> list[str]:
-    """The module that every stage but the first begins with. Raises StageError for a cut inside a module."""
+    """Return the first module of every stage but the first.
+
+    Raises StageError for a boundary inside a module.
+    """
     if tuple(stage["first"] for stage in plan.stages[1:]) != tuple(plan.cuts):
         raise StageError(
             "the stages of the plan are not those of its cuts", why="the cuts were edited", where=plan.where("cuts"),
@@ -270,7 +277,7 @@ def stage_modules(plan: Plan) -> list[str]:
 
 
 def _blocks_of(stage: Mapping[str, Any]) -> list[str]:
-    """The blocks that have operators in a stage, by the numbers of their layers."""
+    """Return the blocks with operators in a stage, by layer number."""
     return [
         block["block"].replace("*", str(number), 1)
         for block in stage.get("blocks", ())
@@ -285,7 +292,7 @@ def _to_pipelining(plan: Plan) -> dict[str, Any]:
 
 
 def _to_megatron(plan: Plan) -> str:
-    """`Et*3|t*4L`: E the embedding, t a layer, L head and loss; stages in the order of the model, `|` between them."""
+    """Return `Et*3|t*4L`: E the embedding, t a layer, L head and loss; stages in order, separated by `|`."""
     if plan.schedule.name in ("zbv", "dualpipev"):
         raise StageError(
             f"the format cannot say the schedule {plan.schedule.name}",
@@ -320,7 +327,7 @@ def _times(number: int) -> str:
 
 
 def _layers(plan: Plan) -> tuple[set[str], dict[int, list[int]]]:
-    """The patterns of repeated layers, and the numbers of the layers of every stage."""
+    """Return the patterns of repeated layers, and the layer numbers of every stage."""
     stacks: set[str] = set()
     layers: dict[int, list[int]] = defaultdict(list)
     for stage in plan.stages:
@@ -337,7 +344,7 @@ def _num_layers(layers: Mapping[int, list[int]]) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    """`[0, 1, 2, 5]` for "0-2,5"."""
+    """Return `[0, 1, 2, 5]` for "0-2,5"."""
     runs = [part.split("-") for part in text.split(",")]
     return [number for run in runs for number in range(int(run[0]), int(run[-1]) + 1)]
 
@@ -352,13 +359,13 @@ _FORMATS: dict[str, Callable[..., Any]] = {
 
 
 def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """What another tool's plan fixes, as `pins=`: transformers' `tp_plan`, the dict of `parallelize_module`, or the
-    `split_spec` of `pipeline`.
+    """Return another tool's plan as `pins=`.
 
     Args:
-        given: `{module or pattern: style}`, of one of the three.
-        model: the model whose modules it names; maybe on `meta`.
-    Raises OptionError for a style that says more than how weights are placed.
+        given: `{module or pattern: style}`: transformers' `tp_plan`, the dict of `parallelize_module`, or the
+            `split_spec` of `pipeline`.
+        model: the model whose modules it names; possibly on `meta`.
+    Raises OptionError for a style that does more than place weights.
 
     Example:
         >>> pins = autopart.pins_from(model.tp_plan, model)                                # doctest: +SKIP
@@ -385,7 +392,7 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _place_of_style(name: str, style: Any, model: nn.Module) -> Placement | None:
-    """Where `parallelize_module` puts the weight of a module: rows of an embedding are its dim 0."""
+    """Return the placement of a module's weight in `parallelize_module`."""
     kind = type(style).__name__
     module = next((m for path, m in model.named_modules() if name in (path, pattern_of(path))), None)
     if module is None:

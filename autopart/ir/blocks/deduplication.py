@@ -94,7 +94,7 @@ def expand_blocks(
         name: returns the name of an item.
         at: returns the corresponding item so many blocks later.
 
-    Raises NotFoldable if the items of such a block are not consecutive.
+    Raises NotDeduplicable if the items of such a block are not consecutive.
     """
     fold_of_item = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
     start, yielded = 0, set[DeduplicatedBlock]()

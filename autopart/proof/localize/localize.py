@@ -134,9 +134,7 @@ class _MismatchSearch:
         self.grad_scale = max([GRAD_FLOOR, *map(largest, self.whole_grads.values())])
 
     def first(self, gradients: bool = True) -> Mismatch | None:
-        """Return the first wrong value, else the operator that raised, else (with `gradients`) the first wrong
-        gradient.
-        """
+        """Return the first wrong value, failing operator or (with `gradients`) gradient, in this order."""
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
         try:

@@ -169,7 +169,7 @@ def apply_as_operator(
 ) -> Any:  # fmt: skip
     """Return `function.apply(*args, **kwargs)` in a trace.
 
-    Raises Lost for a call that no operator can represent.
+    Raises LostInTrace for a call that no operator can represent.
 
     `spend` is called for a tensor that the Function writes to. It returns whether later uses can be refused.
     """
@@ -204,7 +204,7 @@ def apply_as_operator(
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
     """Return the forward and backward of a Function of tensors alone as code.
 
-    Raises Lost, as `apply_as_operator`.
+    Raises LostInTrace, as `apply_as_operator`.
     """
     wanted = [t.requires_grad for t in tensors]
     try:
@@ -215,7 +215,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
 
 
 def is_of_a_model(function: type) -> bool:
-    """Return True for a Function of a model, and False for those with which torch traces and differentiates."""
+    """Return True for a Function of a model, False for those of torch's own tracing."""
     name = function.__module__
     return not name.startswith("torch.") or name.startswith(_COMPUTING)
 
@@ -301,7 +301,7 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
 
 
 def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:
-    """Trace a Function. Raises Lost for unsupported behaviour."""
+    """Trace a Function. Raises LostInTrace for unsupported behaviour."""
     single = []
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""`torch.cond(condition, a, b, operands)` in a forward: both branches are computed, and the condition selects.
+"""`torch.cond` in a forward: both branches are computed, and the condition selects.
 
 The branch that is not selected must contribute no gradient, even if its own is infinite or NaN, which a product with
 zero would keep. So the inputs of a branch get a gradient from it only if it is selected.
@@ -24,7 +24,7 @@ Branch = Callable[..., Any]
 def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands: Sequence[Any]) -> Any:
     """Return the result of `torch.cond`.
 
-    Raises Lost for branches that draw random numbers, write, or differ in metadata.
+    Raises LostInTrace for branches that draw random numbers, write, or differ in metadata.
     """
     chosen = condition.reshape(())
     outputs = [_branch(branch, operands, partial(_where, chosen, side)) for branch, side in
@@ -70,7 +70,7 @@ def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], An
 
 
 def _check(region: Sequence[fx.Node]) -> None:
-    """Raise Lost for effects that a branch must not have when it is not selected."""
+    """Raise LostInTrace for effects that a branch must not have when it is not selected."""
     for node in region:
         if draws_random_numbers(node):
             raise _lost("a branch draws random numbers, and would draw them also where it is not taken")

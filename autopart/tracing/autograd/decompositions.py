@@ -64,7 +64,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute the loss with autopart's operator: torch's allocates tables as large as the values of the lengths."""
+    """Compute the loss with autopart's operator: torch's allocates value-dependent tables."""
     if log_probs.ndim == 2:
         lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
         row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
@@ -100,14 +100,14 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look up rows of a table with a dense gradient, even with `sparse=True`: ranks reduce dense gradients."""
+    """Look up rows of a table with a dense gradient, even with `sparse=True`."""
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:  # fmt: skip
-    """Compute torch's loss without its check for negative variances by value, and without its in-place clamp."""
+    """Compute torch's loss without its check by value and its in-place clamp."""
     if not isinstance(var, Tensor):
         var = var * torch.ones_like(input)
     if input.shape != var.shape == input.shape[:-1]:
@@ -136,7 +136,7 @@ def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """Return the first of each of the sorted values, selected by a mask, so that its size is data-dependent."""
+    """Return the first of each of the sorted values, selected by a mask."""
     rows = _rows(input, dim)
     if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
@@ -193,7 +193,7 @@ def _asked_for(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return as many counts as requested, with an error for a larger value: torch's size depends on the values."""
+    """Return as many counts as requested, with an error for a larger value."""
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
     if weights is None:

@@ -34,7 +34,7 @@ class _Differentiates(Exception):
 class _Watch(TorchFunctionMode):
     """Record where the model's own code detaches.
 
-    Raises Lost for effects that operators do not show: a part without gradient.
+    Raises LostInTrace for effects that operators do not show: a part without gradient.
     """
 
     def __torch_function__(
@@ -50,7 +50,7 @@ class _Watch(TorchFunctionMode):
 
 
 def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of torch's function `original`, which implements a transform; in a trace, by operators."""
+    """Return the result of torch's function `original`, which implements a transform."""
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
@@ -76,7 +76,7 @@ def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[s
 
 
 def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the outputs, and a function from their gradients to those of the inputs, which recomputes them."""
+    """Return the outputs, and a function from their gradients to those of the inputs."""
     function, *primals = args
     outputs = function(*primals)
 
@@ -127,7 +127,7 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 def _attach(graph: fx.Graph) -> None:
     """Remove the detaches of autograd's saved tensors, whose gradient is known.
 
-    Raises Lost for operators whose own gradient may be lost.
+    Raises LostInTrace for operators whose own gradient may be lost.
     """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:
@@ -143,7 +143,7 @@ def _attach(graph: fx.Graph) -> None:
 def _layer_norm(
     source: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm and its statistics as values with a gradient: the backward's own gradient reads them."""
+    """Return the norm and its statistics as differentiable values."""
     dims = list(range(source.ndim - len(shape), source.ndim))
     variance = source.var(dims, correction=0, keepdim=True)
     mean = source.mean(dims, keepdim=True)

@@ -1,4 +1,4 @@
-"""A run of a model's own Python on meta tensors: no values are computed, and autograd records the dependences.
+"""A run of a model's own Python on meta tensors, in which autograd records dependences.
 
 Parameters and inputs are on the meta device, and report the model's device. Small tensors made of numbers alone are
 real, so that Python can ask for their values. Results of repeated calls are looked up, because torch is slow to infer

@@ -1,4 +1,4 @@
-"""Gradients inside a forward (`torch.autograd.grad`): autograd's saved tensors are mapped to nodes of the trace.
+"""Gradients inside a forward (`torch.autograd.grad`): saved tensors become nodes of the trace.
 
 A composite operator such as `linear` is one node of a trace. Its backward reads intermediate values, mostly a view of
 one of its tensors: `weight.t()`. Other operators read their own output, which autograd returns as another tensor

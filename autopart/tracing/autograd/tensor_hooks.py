@@ -32,15 +32,15 @@ class TracedHookHandle:
     """Return value of `register_hook` in a trace."""
 
     def remove(self) -> None:
-        """Raise Lost: the trace has the hook already."""
+        """Raise LostInTrace: the trace has the hook already."""
         raise _lost("it is removed in the forward again", "register it only where it shall act")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx.Node, fx.Node]) -> str:
     """Pass the gradient of a traced tensor through a hook, for all of its uses.
 
-    Returns the text of a note if the hook returns nothing, so that no gradient changes. Raises Lost for a hook that is
-    not a function of the gradient and of traced tensors.
+    Returns the text of a note if the hook returns nothing, so that no gradient changes. Raises LostInTrace for a hook
+    that is not a function of the gradient and of traced tensors.
 
     Args:
         before: {operator of a hook: the value that it replaced} of the trace.

@@ -68,7 +68,7 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 
 
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
-    """Return the update of a table by look-ups alone, each of which scales its rows; None for another update.
+    """Return the update of a table by look-ups alone; None for another update.
 
     A row that one look-up has scaled is not scaled by the next one to the same norm. So all can be done at once, first.
     """

@@ -1,4 +1,4 @@
-"""Deduplication of equal blocks in the trace of a deep model: one block represents those that are left out.
+"""Deduplication of equal blocks in the trace of a deep model.
 
 Equal blocks found by `RepeatedBlocks` form a chain: each reads the result of the previous one, its own parameters, and
 values that all of them read. The first three, the last three and one between are kept. Choices, programs and counts of
@@ -140,7 +140,7 @@ def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
 
 
 def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
-    """Return True if blocks of a chain can be left out: equal wiring, and no use of inner values elsewhere."""
+    """Return True if blocks of a chain can be left out."""
     if len(chain) < 2 * _ENDS + 2 or not _is_in_one_piece(traced.graph, chain):
         return False
     place = {node: (k, i) for k, block in enumerate(chain) for i, node in enumerate(block.calls)}
@@ -167,7 +167,7 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """Return a key of a call's arguments: values of its block, or of the previous one, by their position there."""
+    """Return a key of a call's arguments, with values of its own or the previous block by position."""
     index = place[node][0]
     prefix = chain[index].prefix
 

@@ -52,7 +52,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotARepeat(Exception):
-    """Raised if a block was taken for a repeat and is none: the model must be traced without `RepeatedBlocks`."""
+    """Raised if a block was taken for a repeat and is none."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class RepeatedBlocks:
     def expand(self, graph: fx.Graph) -> None:
         """Replace every node of a block by its operators.
 
-        Raises NotAlike if the recorded block has lost a part.
+        Raises NotARepeat if the recorded block has lost a part.
         """
         if self.lost:
             raise NotARepeat

@@ -38,7 +38,7 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A condition in lines `first` to `last`: its expression, the statements that it skips, and the written names."""
+    """A condition in lines `first` to `last`, the statements that it skips, and the names they write."""
 
     first: int
     last: int
@@ -47,9 +47,7 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates it, and the written names are tensors: a trace does not see lists and
-        dicts.
-        """
+        """Return True if a frame evaluates it, and the written names are tensors."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
@@ -148,9 +146,7 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 
 
 class _OnlyWrites:
-    """Analysis of skipped statements: `only` is True if they only write to parts of tensors, and read their other
-    results.
-    """
+    """Analysis of skipped statements: `only` is True if their only effect is writes to tensors."""
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
         self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped

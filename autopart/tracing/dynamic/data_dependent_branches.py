@@ -67,7 +67,7 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value for a frame of the model that asks for one; None if it affects more than writes."""
+        """Return the truth value for a frame that asks for one; None if it affects more than writes."""
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
@@ -198,7 +198,7 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose number of true elements, or a multiple of it, a value is; None for another value."""
+    """Return the mask whose number of true elements a value is a multiple of; None for others."""
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")
     if name == "mul" and _is_positive(node.args[0]):

@@ -22,7 +22,7 @@ _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__, torch.tensor, tor
 class IndexList:
     """Stand-in for the list of a tensor's integers.
 
-    It is not a subclass of list, because C code reads lists without a call. Any use but indexing raises Lost.
+    It is not a subclass of list, because C code reads lists without a call. Any use but indexing raises LostInTrace.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -45,7 +45,7 @@ class IndexList:
 
 
 def as_places(tensor: Tensor) -> IndexList | None:
-    """Return the stand-in for `tolist()` of 1-d integers with a data-dependent length; None for other tensors."""
+    """Return the stand-in for `tolist()` of 1-d integers of data-dependent length, or None."""
     is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
     return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 
@@ -53,7 +53,7 @@ def as_places(tensor: Tensor) -> IndexList | None:
 def indexed(func: Callable[..., Any], args: tuple) -> tuple:
     """Return the arguments of an indexing call with tensors in place of stand-ins.
 
-    Raises Lost for another call with one.
+    Raises LostInTrace for another call with one.
     """
     if func in _INDEXING:
         return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, IndexList) else leaf, args)

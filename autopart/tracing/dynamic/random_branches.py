@@ -1,4 +1,6 @@
-"""Branches by a random number: `if torch.rand([]) < self.layerdrop: continue` (LayerDrop, stochastic depth).
+"""Branches by a random number, such as LayerDrop and stochastic depth.
+
+Example: `if torch.rand([]) < self.layerdrop: continue`.
 
 A trace gives Python one answer. So the forward is traced several times: with all answers equal, with each answer
 changed alone, and once with random answers. The difference between two traces is what a branch affects. The graph
@@ -65,7 +67,7 @@ def depends_only_on_random(node: fx.Node) -> bool:
 def with_random_branches(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
     """Return an exported program with both sides of every random branch. `again`: traces once more.
 
-    Raises Lost if the branches do not affect separate parts.
+    Raises LostInTrace if the branches do not affect separate parts.
     """
     lines = next(iter(chances.lines), "")
     try:
@@ -152,7 +154,7 @@ class _Side:
 
 
 def _check_apart(sides: Sequence[_Side]) -> None:
-    """Raise Lost if one branch lies in code that another skips, or for writes or values of different metadata."""
+    """Raise LostInTrace for nested branches, writes, or values of different metadata."""
     seen: set[fx.Node] = set()
     for side in sides:
         if seen & {*side.here}:

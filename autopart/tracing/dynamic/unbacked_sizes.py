@@ -118,9 +118,7 @@ class _Rewriter:
     # Selections
 
     def _selection(self, node: fx.Node) -> fx.Node | None:
-        """Return the replacement by `positions` of `where(mask)`, `nonzero`, `x[mask]` and similar calls; None for
-        others.
-        """
+        """Return the replacement of a selection by `positions`; None for another call."""
         name = operator_name(node)
         if node.target is aten.where.default or name == "aten::nonzero_numpy":
             return self._positions(node, node.args[0])
@@ -244,7 +242,7 @@ class _Rewriter:
         return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
-        """Return a tensor whose sizes are partly those of other values; None if all are known, or one is nowhere."""
+        """Return a tensor whose sizes are partly those of other values, or None."""
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
             return None

@@ -124,7 +124,7 @@ def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
 
 
 def computed(program: Any) -> Counter[tuple]:
-    """Return the calls that depend on inputs or parameters, each with its constant arguments and result shapes."""
+    """Return the calls that depend on inputs or parameters, with constant arguments and shapes."""
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
     depending: dict[fx.Node, bool] = {}

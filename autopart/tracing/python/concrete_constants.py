@@ -118,9 +118,7 @@ class ConcreteConstants:
             self._made.pop(tensor, None)
 
     def sized(self, call: Call) -> Mapping[str, Any]:
-        """Return the keyword arguments of a call; of `repeat_interleave` with the output size, if the counts are
-        constant.
-        """
+        """Return the keyword arguments of a call, with the output size of `repeat_interleave` if known."""
         func, args, kwargs = call
         if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
             return kwargs
@@ -161,15 +159,13 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Record tensors whose values a trace does not know, but which are equal in every call until one is written."""
+        """Record tensors with unknown values that are equal in every call until one is written."""
         self._held = [(buffer, _Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is equal in every call: made of constants and of unwritten tensors given to
-        `hold`.
-        """
+        """Return True if a tensor is equal in every call."""
         if not self._is_known(tensor):
             return False
         recipe = self._made[tensor]
@@ -246,7 +242,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return a key that is equal for tensors in the same memory; None if torch does not say, as inside `torch.func`."""
+    """Return a key that is equal for tensors in the same memory; None if torch does not say."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have several

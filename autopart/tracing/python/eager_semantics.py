@@ -80,7 +80,7 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
-    """Dispatch mode around a forward: values read without grad mode, or through `.data`, carry no gradient.
+    """Dispatch mode around a forward that keeps the meaning of grad mode and `.data`.
 
     `tensors`: the model's parameters, buffers and inputs, as they are outside of the trace.
 
@@ -161,7 +161,7 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise Lost if such a tensor is read."""
+        """Raise LostInTrace if such a tensor is read."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
                 "a tensor is read that an autograd.Function has written to",
@@ -226,9 +226,7 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the truth value for Python of a tensor that random numbers alone decide, or that only skips writes;
-        else None.
-        """
+        """Return the truth value for Python of a tensor that may decide a branch; else None."""
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)
@@ -261,7 +259,7 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
-    """Raise Lost if `requires_grad` of a parameter changes."""
+    """Raise LostInTrace if `requires_grad` of a parameter changes."""
     if parameter.requires_grad != requires_grad:
         raise LostInTrace(
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
@@ -363,9 +361,7 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
-    """Move the running mean and unbiased variance over `dims` (and then samples) towards those of this batch by
-    `share`.
-    """
+    """Move the running mean and unbiased variance towards those of this batch by `share`."""
     rows = source.to(module.running_mean.dtype)
     mean = rows.mean(dims, keepdim=True)
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)

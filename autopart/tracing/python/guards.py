@@ -1,4 +1,4 @@
-"""Compare the Python values that a trace holds as constants with what they are at a call, as `torch.compile` does."""
+"""Guards: compare Python values that a trace holds as constants, as `torch.compile` does."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return the place of a value that is read from a mapping; None if it is a class, which is not written to."""
+    """Return the place of a value that is read from a mapping; None if it is a class."""
     if isinstance(mapping, Cell):
         return cell_slot(mapping.cell)
     if isinstance(mapping, Computed):

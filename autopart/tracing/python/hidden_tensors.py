@@ -96,7 +96,7 @@ class HiddenTensors:
 
 
 def places_of(model: nn.Module) -> list[Any]:
-    """Return the places that forward can write to by the names in its code, and in the code that this calls.
+    """Return the places that forward can write to by the names in its code.
 
     They are containers, globals and attributes as dicts, classes, closures, caches of functions.
     """
@@ -160,9 +160,7 @@ class _Walk:
             self._add(_parts(thing))
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        """Follow a function's closure, defaults and attributes, and the globals and module contents that its code
-        names.
-        """
+        """Follow a function's closure, defaults, attributes and the globals that it names."""
         if not _is_own(function):
             return
         names = _names(function.__code__)

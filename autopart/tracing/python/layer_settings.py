@@ -1,4 +1,4 @@
-"""Modes and plain attributes of single layers: what a trace depends on in addition to the mode of the whole model."""
+"""Modes and plain attributes of single layers that a trace depends on."""
 
 from __future__ import annotations
 

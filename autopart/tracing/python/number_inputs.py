@@ -1,4 +1,4 @@
-"""Python numbers that change from call to call (a KL weight, `num_items_in_batch`), as inputs of the program.
+"""Python numbers that change between calls (a KL weight), as inputs of the program.
 
 A number is a constant of a trace. When it changes for the first time, the call is traced once more with the number as
 a tensor without dims; the model's code gets `tensor.item()`, so its arithmetic is that of Python numbers. Code that
@@ -35,7 +35,7 @@ class NumberSlot(NamedTuple):
 
 
 class NumberInputs:
-    """The numbers of a kind of call that are inputs of its programs: those that changed from one call to another.
+    """The numbers of a kind of call that changed between calls, and are inputs of its programs.
 
     Attributes:
         options: names of arguments, and of variables, defaults and keywords of `loss_fn`.
@@ -100,7 +100,7 @@ def numbers_of(options: Mapping[str, Any], loss_fn: Any) -> dict[str, Any]:
 
 
 def slots_of(function: Any) -> dict[str, NumberSlot]:
-    """Return the variables of a function's closure, its defaults, and the keywords of a `functools.partial`."""
+    """Return the closure variables, defaults and `functools.partial` keywords of a function."""
     if isinstance(function, functools.partial):
         keywords = {f"{name} of loss_fn": entry_slot(function.keywords, name) for name in function.keywords}
         return {**slots_of(function.func), **keywords}

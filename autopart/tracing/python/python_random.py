@@ -20,8 +20,9 @@ DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
 
 
 def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
-    """Draw from torch's generator in `random.random()`, `random.uniform(a, b)` and numpy's `rand()`, `random()`,
-    `uniform(a, b)`.
+    """Draw the random numbers of Python's `random` and of numpy from torch's generator.
+
+    Functions are `random()`, `uniform(a, b)` and numpy's `rand()`.
 
     Args:
         as_numbers: return numbers, not tensors: for a run of the model outside of a trace.

@@ -33,7 +33,7 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 
 class PythonState:
-    """Record the attributes that a forward writes, and its random draws from Python or numpy, for a `with` block.
+    """Record the attributes that a forward writes, and its random draws from Python or numpy.
 
     At the end the writes are undone, and tensors are removed from the other places where its code keeps some.
     """
@@ -110,7 +110,7 @@ def same_containers(model: nn.Module) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the generators that a forward may draw from, by module name, as comparable values."""
+    """Return the states of the generators that a forward may draw from, by module name."""
     _, words, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
 

@@ -41,7 +41,10 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, fu
 
 
 class Name(NamedTuple):
-    """A name in bytecode with the attributes read from it: `self.config.tau` is ("self", ("config", "tau"))."""
+    """A name in bytecode with the attributes read from it.
+
+    `self.config.tau` is ("self", ("config", "tau")).
+    """
 
     root: str
     is_global: bool
@@ -144,7 +147,7 @@ class RecordedReads:
 
 
 class _OutsideTorch(TorchFunctionMode):
-    """Stop watching frames inside torch's functions: their Python code is long, and none of it is the user's."""
+    """Stop watching frames inside torch's functions: none of their code is the user's."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer = sys.gettrace()
@@ -324,7 +327,7 @@ def where(holder: Any, name: str) -> Any:
 
 
 def is_absent(holder: Any, name: str) -> bool:
-    """Return True if an object has no attribute of this name, as `getattr(object, name, default)` may find."""
+    """Return True if an object has no attribute of this name."""
     own = [*type(holder).__mro__, holder]
     of_module = (holder._parameters, holder._buffers, holder._modules) if isinstance(holder, nn.Module) else ()
     return not any(name in vars(kind) for kind in own) and not any(name in tensors for tensors in of_module)

@@ -1,4 +1,4 @@
-"""Checkpoints in a model's own code (`torch.utils.checkpoint`), reentrant or not: traced as plain calls, and recorded.
+"""Checkpoints in a model's own code (`torch.utils.checkpoint`): plain calls in a trace.
 
 The function of a reentrant checkpoint would have no gradient in a trace: it is an autograd.Function whose forward runs
 without grad mode, and whose backward runs the model's Python again. Here it is run like any other part of the model.
@@ -34,9 +34,7 @@ class UserCheckpoints:
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """Return the outermost modules that ran in a checkpoint, in the model's order; None for functions without
-        modules.
-        """
+        """Return the outermost modules that ran in a checkpoint; None for functions without modules."""
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 
@@ -91,7 +89,7 @@ def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Make checkpoints plain calls: `torch.autograd.grad` can differentiate them, and dropout masks are drawn once."""
+    """Make checkpoints plain calls, which `torch.autograd.grad` can differentiate."""
 
     def run(apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if function is not CheckpointFunction:

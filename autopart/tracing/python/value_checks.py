@@ -47,7 +47,7 @@ class Passing(float):
 def passing_answer(
     func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
 ) -> bool | Passing | None:  # fmt: skip
-    """Return the answer of a call that lets a check pass: one truth value, or a number that the check compares.
+    """Return the answer of a call with which a check passes; None for another call.
 
     None if more than an error depends on the answer, if the source cannot be read, and for other calls.
 

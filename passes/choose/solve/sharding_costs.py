@@ -290,8 +290,7 @@ class ShardingCosts:
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
-        """Return the seconds of ring attention: keys and values in forward; again, with their gradients, in
-        backward."""
+        """Return the seconds that ring attention sends keys, values and their gradients."""
         sides = tensor_inputs(node)[1:3]
         ways = 3 if any(facts(side)["needs_grad"] for side in sides) else 1
         size = sum(map(self.bytes, sides)) / self.num_shards
