@@ -278,7 +278,7 @@ def test_the_passes_are_listed_with_what_they_did(tmp_path):
     (linear,) = folder.glob("*-one_linear.diff")
     assert re.match(r"one_linear, [\d.]+ ms\n--- a/graph.txt\n\+\+\+ b/graph.txt\n@@", linear.read_text())
     assert "stage 1; rows S(0)" in next(folder.glob("*-decide.diff")).read_text()
-    assert "; dp:S(" in next(folder.glob("*-choose_parts.diff")).read_text()
+    assert "; dp:S(" in next(folder.glob("*-choose_sharded_storage.diff")).read_text()
 
 
 def test_the_list_runs_again(tmp_path):

@@ -137,8 +137,8 @@ def test_training_over_four_processes(name, mesh):
 
 def test_a_wrong_new_value_is_found(monkeypatch):
     """The variance of running statistics is the unbiased one."""
-    right = batch_norm_forms._Formula._moved
-    monkeypatch.setattr(batch_norm_forms._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
+    right = batch_norm_forms._BatchNormFormula._moved
+    monkeypatch.setattr(batch_norm_forms._BatchNormFormula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
     found = autopart.verify(build("batch norm"), "dp2", example_kwargs=batch("batch norm"))
     assert not found.ok
     assert found.errors["buffer norm1.running_var"] > 1e-4

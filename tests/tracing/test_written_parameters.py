@@ -256,7 +256,7 @@ def test_a_part_of_a_table_that_is_not_seen_is_found(columns, monkeypatch):
     if columns:
         monkeypatch.setattr(lockstep, "_sum_along", lambda mesh, axis, values: values)
     else:
-        monkeypatch.setattr(apply_weight_updates, "part_of", lambda rows, cuts: rows[: len(rows) // 2])
+        monkeypatch.setattr(apply_weight_updates, "local_shard_of", lambda rows, cuts: rows[: len(rows) // 2])
     pins = {"words.weight": {"tp": "S(1)" if columns else "S(0)"}}
     assert not autopart.verify(Table(), "tp2", example_args=ids(), pins=pins).ok
 
