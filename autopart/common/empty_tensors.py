@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype on the meta device; of a parameter, a parameter."""
+    """Return a tensor of the same shape and dtype on the meta device; a parameter keeps its attributes."""
     form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return _as(tensor, form)
 

@@ -13,7 +13,7 @@ Expert parallelism dispatches rows to the ranks of their experts and combines th
     dispatch        (x, axis, expert, counts, times, num_experts)
     combine         (x, axis, expert, counts, times, num_experts)
 
-Ring attention rotates keys and values around the ranks (`runtime/comm/ring.py`):
+Ring attention rotates keys and values around the ranks (`runtime/comm/ring_attention.py`):
 
     ring_attention  (query, axis, key, value, mask, size, sections, scale, runs)
 

@@ -53,7 +53,7 @@ def utilisation(cost: Mapping[str, Any]) -> str:
 
 
 def fits(plan: Plan) -> bool | None:
-    """Return True if the plan's peak memory fits into a device; None if the plan has no memory figures."""
+    """Return True if the plan's peak memory fits into a device; None if either is unknown."""
     capacity = plan.cost.get("device_memory_bytes")
     return max(row["total"] for row in plan.memory) <= capacity if plan.memory and capacity else None
 

@@ -147,7 +147,7 @@ class Compiler:
         return replace(figures, pins=plan.pins)
 
     def ready(self) -> Program | None:
-        """The program of the model's outputs, if the model was traced at construction."""
+        """Return the program of the model's outputs, if the model was traced at construction."""
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:

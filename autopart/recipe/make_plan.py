@@ -109,7 +109,7 @@ def prepare(
 def _prepared(
     model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
 ) -> Trace:  # fmt: skip
-    """Return the trace of a model in its own precision, or in `precision`."""
+    """Return the trace of a model in its own precision."""
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
@@ -383,7 +383,7 @@ def left_open(options: Options) -> dict[str, Any]:
 def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     """Return the settings that a memory limit may choose from, fastest first.
 
-    Sequence parallelism comes first, then ZeRO levels.
+    Sequence parallelism comes first, then `zero=3`.
     """
     cuts: list[dict[str, Any]] = [{}]
     if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:

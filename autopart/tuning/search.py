@@ -361,7 +361,7 @@ class Space:
 
 
 def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Return the fastest candidate of every mesh, recomputation and ZeRO level."""
+    """Yield the fastest candidate of every mesh, recomputation and ZeRO level."""
     seen = set()
     for candidate in candidates:
         key = str(candidate.mesh), candidate.recompute, candidate.zero

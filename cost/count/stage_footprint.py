@@ -237,7 +237,7 @@ class Liveness:
         return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
-        """Return the result of a collective, or of its local part, as `runtime.collectives` computes it."""
+        """Return the result of a collective, or of its local part, as `runtime.comm.collectives` computes it."""
         source: LocalValue = self.values[node.args[0]]
         parts = self.program.mesh.size(node.args[1])
         form, owner = source.form, source.memory
@@ -309,7 +309,7 @@ class Liveness:
 
 
 def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
-    """Return the peak of new memory of a collective or its local part, as `runtime.collectives` runs it.
+    """Return the peak of new memory of a collective or its local part, as `runtime.comm.collectives` runs it.
 
     Shards that are not contiguous are copied together before they are sent, or concatenated afterwards.
     """

@@ -48,9 +48,9 @@ class _Rotation:
 
 
 def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner, lengths of the previous rank's, keys and values) of every step.
+    """Yield (owner, length of the shard that is being received, keys and values) of every step.
 
-    The tensors are in flight to the next rank while they are used here.
+    The first step is this rank's own. The tensors are in flight to the next rank while they are used here.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):
