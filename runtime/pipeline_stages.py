@@ -60,7 +60,7 @@ class _Loaded:
 
     Attributes:
         arguments: keyword inputs of each microbatch.
-        bands: mask structures of each microbatch.
+        mask_structures: mask structures of each microbatch.
         written: graph of each microbatch, specialised to its masks.
         prologue_updates: buffer updates of the prologue.
         graph_updates: buffer updates of each microbatch.

@@ -1,10 +1,11 @@
-"""Several ranks that share one GPU, over gloo with CUDA tensors: the losses of a Llama of 100 million parameters, and
-of a mixture of experts, in bfloat16 beside float32 parameters, are those of one rank.
+"""Compare the losses of several ranks on one GPU with those of one rank.
 
-    python benchmarks/gpu/sharing.py [--ranks 2 4] [--quick] [--device cpu] [--trace FILE.json] [--json]
+    python benchmarks/gpu/sharing.py [--ranks 2 4] [--backend nccl] [--quick] [--device cpu] [--trace FILE] [--json]
 
-What ranks send goes through the host, so no time is shown. `--trace` writes a profile of one step under zero=3, with
-the order in which the first of two ranks issues kernels and gathers, for Chrome's or Perfetto's viewer.
+The models are a Llama of 100 million parameters and a mixture of experts, in bfloat16 with float32 parameters. Over
+gloo every collective goes through the host. `--backend nccl` needs NCCL 2.30 or later and the environment variable
+NCCL_MULTI_RANK_GPU_ENABLE=1. Step times of ranks that share a GPU say nothing of several GPUs, so none are shown.
+`--trace` writes a profile of one step with zero=3 on two ranks, for Chrome's or Perfetto's viewer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, choices=MESHES, default=list(MESHES))
     parser.add_argument("--quick", action="store_true", help="tiny models")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--trace", help="where to write a profile of a step on dp2, zero=3")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
@@ -55,12 +57,22 @@ def main() -> None:
             with open(f"{folder}/found.json") as file:
                 rows += json.load(file)
     if arguments.json:
-        print(json.dumps({"benchmark": "gpu-sharing", "device": arguments.device, "steps": STEPS, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "benchmark": "gpu-sharing",
+                    "device": arguments.device,
+                    "backend": arguments.backend,
+                    "steps": STEPS,
+                    "rows": rows,
+                }
+            )
+        )
 
 
 def rank_main(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(arguments.backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     wanted, rows = {}, []
     for kind, mesh, options in MESHES[ranks]:
         model, batch = MODELS[kind](arguments)

@@ -208,14 +208,14 @@ def test_keeps_what_the_fused_kernel_keeps(heads):
     recorder = Recorder()
     with recorder:
         output = autopart_ops.attention_dropout(*tensors, None, P, SEED, SALT, SHARD, False, None, heads < HEADS)
-    dropout_mask = {address: size for address, size in storages(recorder.alive()).items() if address != SEED.data_ptr()}
+    held = {address: size for address, size in storages(recorder.alive()).items() if address != SEED.data_ptr()}
     expected = storages([*tensors, output])
-    assert {address for address in dropout_mask if address in expected} == set(expected)
-    assert sum(dropout_mask.values()) - sum(expected.values()) == ROWS * HEADS * QUERIES * 8
+    assert {address for address in held if address in expected} == set(expected)
+    assert sum(held.values()) - sum(expected.values()) == ROWS * HEADS * QUERIES * 8
     forms = [TensorSpec.of(t, True) for t in tensors]
     args = (*forms, None, P, TensorSpec.of(SEED), SALT, SHARD, False, None, heads < HEADS)
     effect = EFFECT_CACHE.effect(autopart_ops.attention_dropout.default, args, {})
-    assert effect.dropout_mask == ((0, 1, 2, 3), (0,), ROWS * HEADS * QUERIES * 8)
+    assert effect.kept == ((0, 1, 2, 3), (0,), ROWS * HEADS * QUERIES * 8)
     assert effect.forms[0].stride == output.stride() and output.transpose(1, 2).is_contiguous()
     assert effect.forward_bytes == output.numel() * 8 + ROWS * HEADS * QUERIES * 8
 

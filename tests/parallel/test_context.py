@@ -136,7 +136,7 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
      "  why    its operators need the full sequence at once\n"
      "  where  conv1d at test_context.py:LINE (mix)\n"
      "  try    leave cp out of the mesh; dp shards any batch"),
-    (lambda: zoo.llama(seq=5), "cp8", "cp=8 cuts 5 positions\n"
+    (lambda: zoo.llama(seq=5), "cp8", "cp=8 cannot shard a sequence of 5\n"
      "  why    every rank needs a part of the longest sequence, of input_ids [8, 5], labels [8, 5]\n"
      "  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)\n  try    cp=5"),
 ])  # fmt: skip

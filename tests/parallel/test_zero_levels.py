@@ -115,7 +115,7 @@ def holds(zero: int) -> tuple[int, int, int]:
     optimizer.step()
     moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     (executable,) = pm._executables.values()
-    wholes = sum(p.untyped_storage().nbytes() for p in executable.wholes.parameters.values())
+    wholes = sum(p.untyped_storage().nbytes() for p in executable.unsharded.parameters.values())
     return sum(getattr(p, "to_local", p.detach)().numel() for p in pm.parameters()), moments, wholes
 
 

@@ -197,11 +197,11 @@ def test_a_batch_on_the_host_is_moved_to_the_model_that_is_verified():
     """The model itself runs too, and moves nothing; `meta` stands for the GPU."""
     model, batch = layers()
     run = VerificationRun(model, batch)
-    found = scaled_model.placed({**batch, "flag": 3}, torch.device("meta"))
+    found = scaled_model.on_device({**batch, "flag": 3}, torch.device("meta"))
     assert found["x"].device.type == "meta" and found["flag"] == 3
     run.source = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=Elsewhere())]))
     with pytest.raises(TypeError, match="Elsewhere"):  # where the weights are is where the batch is asked to go
-        run.taken(batch, None)
+        run.convert_arguments(batch, None)
 
 
 class Elsewhere:

@@ -100,7 +100,7 @@ def loaded(module: Any, x: Tensor) -> list[Any]:
 
 
 def is_plain(module: Any) -> bool:
-    return not isinstance(module, autopart.ParallelModule) and type(module).__name__ != "Branch"
+    return not isinstance(module, autopart.ParallelModule) and type(module).__name__ != "LayerProxy"
 
 
 def full(module: Any) -> dict[str, Tensor]:

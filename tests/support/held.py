@@ -99,7 +99,7 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     with executable.loaded(inputs, comparison):
         for module in executable.modules:
             estimate = stage_memory(
-                liveness_of(trace, program, with_mask_structure(module.stage, dict(module.loaded.bands[0])))
+                liveness_of(trace, program, with_mask_structure(module.stage, dict(module.loaded.mask_structures[0])))
             )
             estimated = sum(size * times(node) for node, size in estimate.saved.items())
             found.append((module.stage.index, _saved_of(module), estimated))
@@ -111,7 +111,9 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
-    if (blocks := module._written(module.loaded.bands[0]).blocks) is not None:  # these weights have hooks of their own
+    if (
+        blocks := module._written(module.loaded.mask_structures[0]).blocks
+    ) is not None:  # these weights have hooks of their own
         recorder.behind(blocks)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)

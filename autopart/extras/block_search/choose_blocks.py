@@ -96,7 +96,7 @@ class BlockSearch:
         parts = [
             f"about {quantity(self.step_time_s, 's')} a step, about {quantity(self.memory_bytes, 'B')} a rank",
             f"recompute of {', '.join(f'{number} blocks {word}' for word, number in words.items())}",
-            f"{sum(option.cut for option in options)} of {len(options)} blocks stored in parts",
+            f"{sum(option.cut for option in options)} of {len(options)} blocks stored sharded",
         ]
         parts += [f"stages begin with {', '.join(begins)}"] * bool(begins)
         return "; ".join(parts)

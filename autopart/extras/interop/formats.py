@@ -94,7 +94,7 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
     _check_collectives(plan)
     if plan.axes_in_parts:
         over = plan.axes_in_parts[0]
-        warnings.warn(f"the format does not say what is stored in parts over {over}: fully_shard does it", stacklevel=4)
+        warnings.warn(f"the format leaves out that parameters are sharded over {over}: apply fully_shard", stacklevel=4)
     kept = _kept_in_shards(roles)
     return {path: GATHERED if role == COLUMN and path not in kept else role for path, role in roles.items()}
 
