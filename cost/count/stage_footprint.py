@@ -309,7 +309,7 @@ class Liveness:
 
 
 def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
-    """Return the peak of new memory of a collective or its local part, as `runtime.comm.collectives` runs it.
+    """Return the peak of new memory of a collective or its local part in `runtime.comm.collectives`.
 
     Shards that are not contiguous are copied together before they are sent, or concatenated afterwards.
     """
