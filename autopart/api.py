@@ -167,6 +167,8 @@ def verify_loop(
 
 def _check_model(model: nn.Module) -> None:
     """Raise InputError for a model that is partitioned or wrapped already."""
+    if not isinstance(model, nn.Module):
+        return  # the trace refuses it
     kind = type(model).__name__
     if isinstance(model, ParallelModule):
         raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",

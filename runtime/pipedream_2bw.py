@@ -382,8 +382,10 @@ class FlushMethods:
             optimizer.step()
         """
         if not self._in_flight.is_delayed:
-            raise UsageError("flush() without schedule='1f1b_2bw'", why="step() has left the gradient of its own batch",
-                             hint="leave it out")  # fmt: skip
+            raise UsageError(
+                "flush() without schedule='1f1b_2bw'", hint="remove the call",
+                why="with other schedules step() finishes its batch: nothing is left to flush",
+            )  # fmt: skip
         return self._in_flight.flush()
 
     @property

@@ -208,10 +208,10 @@ def stage_boundaries(table: Table, setting: RunSetting, slack: float = IMBALANCE
 def _balanced(
     table: Table, num_stages: int, tokens: float = 1.0, slack: float = IMBALANCE_TOLERANCE
 ) -> tuple[int, ...] | None:  # fmt: skip
-    """Return the stage boundaries, or None if there are too few positions.
+    """Return balanced stage boundaries, or None if the model has fewer cut points than boundaries.
 
     Args:
-        tokens: tokens per sample, as a multiple of the reference.
+        tokens: tokens per sample, as a multiple of those in the table.
     """
     if num_stages == 1:
         return ()

@@ -239,7 +239,7 @@ def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """Return the calls of each core in the stage, including inserted calls such as collectives."""
+    """Return the calls of each attention core in the stage, including inserted calls such as collectives."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):

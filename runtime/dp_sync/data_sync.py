@@ -307,7 +307,7 @@ class DataSync:
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     def register_hook(self, state: Any, hook: Hook) -> None:
-        """Register the user's hook. The method of the program's parameters is `HOOK`."""
+        """Register the user's hook. The program's synchronization method must be `HOOK`."""
         assert self.wire is not None
         self.hook = in_group(state, hook, self.wire.group), hook
 

@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "embedding table that can be sharded\n  try    leave tp out of the mesh; dp works for any model"),
     "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
         "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
-        "runs lstm whole\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
+        "runs lstm in full\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
         "model"),
     "pp: too many stages": (skip("pp64"),
         "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "

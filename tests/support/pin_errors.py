@@ -160,7 +160,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({f"{H}.mlp.c_fc/t": {"tp": "S(1)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc/t' as S(1) on tp; "
         f"'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    t at pytorch_utils.py:{{conv1d_line}} ({FC}) then "
-        f"gives {FC}.weight as S(1), linear at pytorch_utils.py:{{conv1d_line}} ({FC}) then takes {FC}.weight, seen "
+        f"gives {FC}.weight as S(1), linear at pytorch_utils.py:{{conv1d_line}} ({FC}) then takes {FC}.weight, "
         f"through t, as S(0), {AS_STORED}"),
     "pins: more cuts than stages": (pinned({"stages": {"cut_before": ["layers.2", "layers.3", "layers.4"]}}, "pp3"),
         "StageError: these pins cannot hold together: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "

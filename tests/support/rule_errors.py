@@ -48,7 +48,7 @@ def mixing_rows() -> Any:
 
 RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rule: no line": (rule(),
-        f"RuleError: the rule of {MATMUL} has no line\n  try    {NOTATION}"),
+        f"RuleError: the rule of {MATMUL} is empty\n  try    {NOTATION}"),
     "rule: name": (rule("a -> a", operator="mylib.op"),
         "RuleError: 'mylib.op' is not the name of an operator\n  why    a name is namespace::operator, without an "
         f"overload\n  try    {NOTATION}"),
@@ -68,10 +68,10 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
         "names of the line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
-        f"RuleError: the rule of {MATMUL} says no sum=\n  why    some output lacks b; sharding what an output lacks "
+        f"RuleError: the rule of {MATMUL} has no sum=\n  why    some output lacks b; sharding what an output lacks "
         "leaves a partial sum\n  try    sum='b', or whole= for what may not be sharded"),
     "rule: sum of what is kept": (rule("a b, b c -> a c", sum="c", whole="b"),
-        f"RuleError: the rule of {MATMUL} says sum='c'\n  why    every output has all factors of the inputs; sharding "
+        f"RuleError: the rule of {MATMUL} has sum='c'\n  why    every output has all factors of the inputs; sharding "
         "what an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
         f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"

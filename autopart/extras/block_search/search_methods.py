@@ -2,8 +2,8 @@
 
 | name | method | `budget` | evaluations |
 |---|---|---|---|
-| `dynamic_programming` | over blocks and stages, with memory in quanta | quanta of the limit | stages filled |
-| `integer_programming` | HiGHS, on how many blocks of each kind a stage has | nodes | nodes |
+| `dynamic_programming` | over blocks and stages; memory is rounded to limit / `budget` | memory steps | stages filled |
+| `integer_programming` | HiGHS; variables: number of blocks of each kind in each stage | nodes | nodes |
 | `evolution_strategies` | zeroth-order (Salimans et al. 2017, arXiv:1703.03864) | choices | choices |
 | `reinforcement_learning` | REINFORCE (Williams 1992; Mirhoseini et al. 2017, arXiv:1706.04972) | choices | choices |
 

@@ -126,7 +126,10 @@ class _Trial:
     def holding(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """Return `{output placements: valid placements of every input}` for inputs with these placements."""
+        """Run the operator on shards of these placements; return what holds.
+
+        Keys are placements of the outputs, values the valid placements of each input.
+        """
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
         if part is None:

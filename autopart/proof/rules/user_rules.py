@@ -53,7 +53,7 @@ def rule(
         >>> autopart.rule("mylib::op", "b s h, h o -> b s o", sum="h")    # doctest: +SKIP
     """
     if not lines:
-        raise RuleError(f"the rule of {operator} has no line", hint=NOTATION)
+        raise RuleError(f"the rule of {operator} is empty", hint=NOTATION)
     _check_operator(operator)
     for line in lines:
         _check_line(operator, line)

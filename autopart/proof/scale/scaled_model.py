@@ -205,8 +205,8 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     with_blocks = f", with {_blocks_text(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-        why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, activations "
-        f"{needed.values / 1e9:.3g} GB{with_blocks}",
+        why=f"weights and gradients of the model and of all ranks together take {needed.weights / 1e9:.3g} GB, "
+        f"activations {needed.values / 1e9:.3g} GB{with_blocks}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )
 
@@ -216,7 +216,7 @@ def _with_fewer_blocks(
 ) -> tuple[ScaledCopy | None, Estimate]:
     """Return the copy with fewer full-size blocks, and its estimate; None if it exceeds free memory.
 
-    Weights on the meta device may stay there.
+    Weights on the meta device need not be materialised.
     """
     repeated = dict(_repeated(model))
     is_random = any(p.is_meta for p in model.parameters())

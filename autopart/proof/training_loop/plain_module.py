@@ -113,7 +113,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 
 class _LabelCounts(TorchFunctionMode):
-    """Mode that counts the labels of each mean over labels."""
+    """Mode that records over how many labels each mean-reduced loss averages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class _Float(builtins.float, metaclass=_FloatMeta):
 
 
 class Floats:
-    """The Python modules whose functions call `float(tensor)`."""
+    """The Python modules whose functions call `float(tensor)`, for the trace to record these calls."""
 
     def __init__(self) -> None:
         self.modules: list[dict[str, Any]] = []

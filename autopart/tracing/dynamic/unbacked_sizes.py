@@ -55,7 +55,7 @@ def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None
 
 
 class _Rewriter:
-    """Rewriter of a graph in order: the inputs of a node have their new values already."""
+    """Rewriter of a graph's nodes in topological order, each after its inputs."""
 
     def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph

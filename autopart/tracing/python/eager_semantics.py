@@ -226,7 +226,7 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the truth value for Python of a tensor that may decide a branch; else None."""
+        """Return `bool(condition)` if the tensor may decide a Python branch; otherwise None."""
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)

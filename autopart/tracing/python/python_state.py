@@ -110,7 +110,7 @@ def same_containers(model: nn.Module) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the generators that a forward may draw from, by module name."""
+    """Return the states of Python's and numpy's global random generators, by module name."""
     _, words, *rest = np.random.get_state()
     return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
 

@@ -170,7 +170,7 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
-    """Return the batch strategy of every operator. Raises StageError if the batch cannot be split so."""
+    """Return every operator's strategy along the batch. Raises StageError if one cannot be split."""
     # Without samples nothing is split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
