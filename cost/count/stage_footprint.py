@@ -223,7 +223,7 @@ class Liveness:
         return output
 
     def _conversion_bytes(self, node: fx.Node, result: TensorSpec, source: TensorSpec) -> tuple[int, int]:
-        """Return the peak of new memory of a layout conversion and its backward in bytes, dtype casts included."""
+        """Return the peak of new memory of a layout conversion and its backward, dtype casts included."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
         numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]

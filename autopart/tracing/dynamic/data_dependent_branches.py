@@ -282,7 +282,7 @@ class _SkippedCode:
                 raise self._refused(node)
 
     def _is_told(self, node: fx.Node) -> bool:
-        """Return True if a value depends on the branch condition: it may be infinite where the code is skipped."""
+        """Return True if a value depends on the condition: it may be infinite where the code is skipped."""
         made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
