@@ -165,7 +165,7 @@ def verify_loop(
     return prove(fn, sizes, model, batches, parallelize, given, asked, tolerance, time_limit_s)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
     """Raise InputError for a model that is partitioned or wrapped already."""
     if not isinstance(model, nn.Module):
         return  # the trace refuses it

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopart.api import parallelize
 from autopart.cli.console import rank, tell
+from autopart.common.model_outputs import loss_entry
 from autopart.compat.torch_internals import tree_map
 from autopart.ir.mesh import Mesh
 from autopart.ir.trace import device_of_weights
@@ -99,8 +100,7 @@ class _Plain:
 
     def step(self) -> float:
         self.optimizer.zero_grad()
-        output = self.model(**self.example)
-        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, Mapping) else output[0]
+        loss = loss_entry(self.model(**self.example))
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())

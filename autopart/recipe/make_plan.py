@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopart.common.flags import flags
+from autopart.common.model_outputs import loss_entry
 from autopart.common.progress import phase
 from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_unflatten
@@ -440,9 +441,7 @@ def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
 
 
 def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
-    """Return the scalar loss among the outputs.
-
-    It is the output itself, `output.loss`, `output["loss"]` or the first of a tuple.
+    """Return the outputs' loss (`loss_entry`) if it is a scalar.
 
     Args:
         with_outputs: the trace is of a WithLossAndOutputs.
@@ -450,12 +449,6 @@ def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)
     output = output[0] if with_outputs else output
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif hasattr(output, "loss"):
-        loss = output.loss
-    elif isinstance(output, (tuple, list)):
-        loss = output[0] if output else None
+    loss = loss_entry(output)
     scalar = isinstance(loss, fx.Node) and is_floating(loss) and shape(loss) == ()
     return loss if scalar else None

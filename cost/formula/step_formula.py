@@ -129,7 +129,7 @@ class Formula:
     """The axes that the mesh may have."""
 
     methods: tuple[MethodParameters, ...] = ()
-    """What data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
+    """Methods that replace the all-reduce of gradients over dp. Sizes are per byte of trained parameters."""
 
     versions: int = 1
     """Versions of the weights. With two, batches follow each other without a flush."""

@@ -16,7 +16,7 @@ from autopart.compat.torch_internals import is_gloo
 from autopart.runtime.comm.watchdog import watching
 
 Weights = Sequence[tuple[int, float]]
-"""What a rank averages: (rank, weight), including itself."""
+"""Weights of a rank's average: (rank, weight) of each peer, including itself."""
 
 
 class SyncTransport(Protocol):

@@ -39,7 +39,7 @@ class NoSync:
         self.program: Program | None = None
         self.parameters: Mapping[str, Tensor] = {}
         self.are_summed = False
-        """Whether ranks sum the gradient of any parameter, on this rank or another."""
+        """True if the gradient of any parameter is all-reduced, on this rank or another."""
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
         """Use the module's newest program, which has the parameters of all earlier programs.

@@ -58,7 +58,7 @@ def sample(name, arguments, seed):
 
 
 def by_indexing(primitive, values, arguments):
-    """What a primitive does to the values of all ranks, by index arithmetic."""
+    """Compute the results of a primitive on all ranks by index arithmetic."""
     if primitive == "identity":
         return values
     if primitive == "all_reduce":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LINKS = ("link", "node_link")
-"""Between ranks of one node, and between nodes."""
+"""Links between ranks of one node, and between nodes."""
 
 ISSUE = "issue"
-"""Of what the host takes, which is ahead of a GPU: no profile predicts it."""
+"""Host time per call. The host runs ahead of a GPU, so no profile predicts it."""
 
 
 @dataclass(frozen=True)

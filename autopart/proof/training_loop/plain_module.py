@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.overrides import TorchFunctionMode
 
+from autopart.common.model_outputs import loss_entry
 from autopart.compat.torch_internals import tree_flatten, tree_unflatten
 from autopart.errors import InputError, UsageError
 
@@ -99,14 +100,8 @@ def _detached(returned: Any) -> Any:
 
 
 def _loss_of(returned: Any) -> Tensor:
-    """Return a model's scalar loss: the result itself, `.loss`, `["loss"]` or the first of a tuple."""
-    loss = returned
-    if isinstance(returned, Mapping):
-        loss = returned.get("loss")
-    elif hasattr(returned, "loss"):
-        loss = returned.loss
-    elif isinstance(returned, (tuple, list)):
-        loss = returned[0] if returned else None
+    """Return a model's scalar loss. Raises InputError if it returns none."""
+    loss = loss_entry(returned)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise InputError("step() finds no scalar loss in what the model returns", hint="give loss_fn= and target=")
     return loss
