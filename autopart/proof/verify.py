@@ -142,7 +142,8 @@ def verify(
         tolerance: largest relative error that counts as equal.
         shrink: also find the smallest part of the graph that is wrong alone.
         scaled: True verifies a copy that keeps two of every run of equal blocks; False the model itself. "auto" uses
-            the copy if the model does not fit in memory in float64 or has no weights. A plan of the model is followed.
+            the copy if the model does not fit in memory in float64 or has no weights. A `plan` of the full model
+            gives the copy's layouts.
         tamper: called with the program and the ranks' parameters before the run, to plant a fault.
         steps: number of training steps to run after the first comparison. Compares loss, norm, gradients, weights and
             optimizer state after each step. Any of the next four arguments implies 3 steps.

@@ -69,10 +69,10 @@ def _weight(
     trace: Trace, program: Program, stored: StoredTensor, way: ParameterGather | None = None,
     whole_bytes: int | None = None
 ) -> CommParameter:  # fmt: skip
-    """Return a parameter as it is communicated.
+    """Return the sizes with which a parameter and its gradient are communicated.
 
     Args:
-        way: how it is gathered; None if it is not sharded over data-parallel ranks.
+        way: its all-gather over data-parallel ranks; None if it is not sharded over data-parallel ranks.
         whole_bytes: bytes of the unsharded parameter, if it is not the sum of its shards.
     """
     dtype, ranks = trace.parameters[stored.name].dtype, program.mesh.size(way.axis) if way is not None else 1

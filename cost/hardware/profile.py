@@ -138,10 +138,10 @@ class Hardware:
         return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._describe_dtype(dtype)}" for dtype in largest)
 
     def _describe_dtype(self, dtype: str, others: Collection[str] = ()) -> str:
-        """Format a dtype.
+        """Format a dtype whose peak FLOP/s is used.
 
         Args:
-            others: dtypes without a peak of their own that use this one.
+            others: dtypes without a peak FLOP/s in this profile, which use this dtype's.
         """
         tensor_cores = any(name in self.flops_per_s for name in USUAL_DTYPES[:2])
         words = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype

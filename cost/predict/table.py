@@ -266,7 +266,7 @@ class TableCost:
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """The parameters that the rank at each `pp` coordinate holds, as in `Table.held`."""
+        """For each `pp` coordinate, {parameter: its name in `Table.parameters`} of its rank's stages."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 

@@ -38,10 +38,10 @@ Order = Sequence[tuple[int, str, int]]
 
 
 class ParameterUses(NamedTuple):
-    """Uses of a parameter among operators.
+    """Positions in the operator list at which a parameter is used.
 
     Args:
-        known: its name in the table.
+        known: its name in the cost table (`Table.parameters`).
         first, last: index of the first and last operator that reads it.
         again: True if the operators are recomputed in backward.
         kept: True if their backward uses it.

@@ -13,7 +13,7 @@ from autopart.ir.graph import draws_random_numbers
 aten = torch.ops.aten
 
 
-def alike_once(graph: fx.Graph) -> None:
+def merge_equal_calls(graph: fx.Graph) -> None:
     """Merge equal calls, such as the masked bias that all blocks of a T5 add to their scores.
 
     One value is saved for the backward, and its gradients are summed before its own backward. Views are not merged:

@@ -15,7 +15,7 @@ from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, Stage
 from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace
 from autopart.passes.normalize.attention_forms import fuse_attention_dropout
-from autopart.passes.normalize.common_subexpressions import alike_once
+from autopart.passes.normalize.common_subexpressions import merge_equal_calls
 from autopart.passes.normalize.matmul_forms import fuse_bias
 from autopart.passes.pass_pipeline import Pass, eliminate_dead_code, run_passes
 
@@ -75,7 +75,7 @@ class StageDraft:
         run_passes(self.graph, (Pass(fuse_bias), Pass(fuse_attention_dropout)), of=f"stage {self.index}")
         run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
         mark(self.graph)
-        run_passes(self.graph, (Pass(alike_once),), of=f"stage {self.index}")
+        run_passes(self.graph, (Pass(merge_equal_calls),), of=f"stage {self.index}")
         return Stage(
             self.index, _module(self.prologue, trace), tuple(self.inputs), _module(self.graph, trace),
             tuple(_boundary(n, k, sizes) for n, k in self.receives),

@@ -70,7 +70,10 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def copies(part: Part, process: Process) -> list[list[int]]:
-    """Return the groups of ranks that hold the same shard of such a parameter."""
+    """Return the groups of ranks that hold the same shard of a parameter, without groups of one rank.
+
+    `part`: the `pp` coordinates that own the parameter, and the axes over which it is sharded.
+    """
     owning, cut_axes = part
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(process.mesh.num_ranks):

@@ -43,7 +43,7 @@ class DeduplicatedBlock(NamedTuple):
         return name if number != self.number else f"{self.path}.{number + blocks}{rest}"
 
     def holds(self, name: str) -> bool:
-        """Return True if a module, parameter or operator is in the block that represents several."""
+        """Return True if a module, parameter or operator is in the block that represents all."""
         return self._placed(name)[0] == self.number
 
     def block(self, name: str) -> int | None:

@@ -1,8 +1,8 @@
 """Recording of one call of a block in a trace, and comparison of another call with it.
 
-A compared block runs its own Python on tensors with the recorded metadata. Effects that are invisible from outside are
-refused in both: writes to inputs of the block, changed attributes, Python's random numbers, and results that outlive
-the block unnoticed (`State`, `Template.leaked`).
+A compared block runs its own Python on tensors with the recorded metadata. Side effects that
+its inputs and outputs do not show are refused, in the recorded call and in the compared one: writes to inputs, changed
+attributes and Python's random numbers (`State`), and tensors that are stored elsewhere (`leaked`).
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raise OptionError for a pin on an axis that the mesh lacks, or on which no layout is chosen."""
+    """Raise OptionError for an axis that the mesh lacks or whose placements are not chosen, such as pp."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
