@@ -9,11 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.overrides import TorchFunctionMode
 
 from autopart.common.model_outputs import loss_entry
@@ -72,10 +67,16 @@ class PlainMethods:
         return {name: p.grad.detach().clone() for name, p in _of(self).named_parameters() if p.grad is not None}
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(_of(self), optimizer, options=StateDictOptions(full_state_dict=True)))
+        from torch.distributed.checkpoint import state_dict as state_dicts
+
+        full = state_dicts.StateDictOptions(full_state_dict=True)
+        return dict(state_dicts.get_optimizer_state_dict(_of(self), optimizer, options=full))
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: dict[str, Any]) -> None:
-        set_optimizer_state_dict(_of(self), optimizer, full, options=StateDictOptions(full_state_dict=True))
+        from torch.distributed.checkpoint import state_dict as state_dicts
+
+        options = state_dicts.StateDictOptions(full_state_dict=True)
+        state_dicts.set_optimizer_state_dict(_of(self), optimizer, full, options=options)
 
     @property
     def device(self) -> torch.device:
