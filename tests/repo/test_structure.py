@@ -24,6 +24,8 @@ PACKAGE = ROOT / "autopart"
 BASE = ("errors", "common", "compat")
 RECIPE = ("recipe", "options")
 FRONT = ("__init__", "__main__", "api", "cli")
+PLANNING = ("base", "ir", "ops", "tracing", "plans", "cost", "passes")
+ALL_BUT_FRONT = (*PLANNING, "runtime", "recipe", "proof", "tuning", "show")
 BELOW = {
     "base": (),
     "ir": ("base",),
@@ -34,38 +36,11 @@ BELOW = {
     "show": ("base", "ir", "plans", "cost"),
     "passes": ("base", "ir", "ops", "tracing", "plans", "cost"),
     "runtime": ("base", "ir", "ops", "tracing", "plans"),
-    "recipe": ("base", "ir", "ops", "tracing", "plans", "cost", "passes"),
-    "proof": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe"),
-    "tuning": ("base", "ir", "ops", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
-    "extras": (
-        "base",
-        "ir",
-        "ops",
-        "tracing",
-        "plans",
-        "cost",
-        "passes",
-        "runtime",
-        "recipe",
-        "proof",
-        "tuning",
-        "show",
-    ),
-    "front": (
-        "base",
-        "ir",
-        "ops",
-        "tracing",
-        "plans",
-        "cost",
-        "passes",
-        "runtime",
-        "recipe",
-        "proof",
-        "tuning",
-        "show",
-        "extras",
-    ),
+    "recipe": PLANNING,
+    "proof": (*PLANNING, "runtime", "recipe"),
+    "tuning": (*PLANNING, "runtime", "recipe", "proof"),
+    "extras": ALL_BUT_FRONT,
+    "front": (*ALL_BUT_FRONT, "extras"),
 }
 # Files directly in passes/ that passes are written with.
 DRIVER = ("dump", "pass_pipeline", "rewriting")
@@ -84,7 +59,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "write": (*DRIVER, "rules", "normalize", "facts", "choose"),
     },
     "cost": {
-        FILES: (),
+        "hardware": (),
+        FILES: ("hardware",),
         "count": (FILES,),
     },
     "runtime": {
