@@ -37,7 +37,7 @@ PHASES = {
     "choose": (("recipe.make_plan", "decide"), ("recipe.make_plan", "choose_sharded_storage")),
     "write": (("recipe.make_plan", "lower"),),
     "walk": (("recipe.make_plan", "liveness_of"),),
-    "memory": (("recipe.make_plan", "memory_of"),),
+    "memory": (("recipe.plan_figures", "rank_memory"),),
     "timing": (
         ("recipe.plan_figures", "tabulate"),
         ("recipe.plan_figures", "deduplicated_rows"),

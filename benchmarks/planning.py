@@ -58,7 +58,7 @@ PASSES = {
     "analyse": ("run_passes", "annotate"),
     "solve": ("decide",),
     "lower": ("lower",),
-    "memory": ("memory_of",),
+    "memory": ("figures_of",),
     "summary": ("plan_of",),
 }
 

@@ -52,19 +52,19 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 
 def does_not_fit(
-    ranks: Sequence[RankMemory], limit: int, mesh: Mesh, schedule: Schedule, rows: int, estimate: Estimate,
-    plan_options: Mapping[str, Any],
+    rank: RankMemory, largest: Mapping[str, int], limit: int, mesh: Mesh, schedule: Schedule, rows: int,
+    estimate: Estimate, plan_options: Mapping[str, Any],
 ) -> MemoryLimitError:  # fmt: skip
-    """Return the error for a plan whose fullest rank needs more than `limit` bytes.
+    """Return the error for a plan whose fullest rank, `rank`, needs more than `limit` bytes.
 
     The error lists what uses the memory, and changes that need less.
 
     Args:
+        largest: {name: bytes} of its largest tensors, the largest first.
         rows: samples of the global batch.
         estimate: the memory on a mesh with given options.
         plan_options: the requested options, by name.
     """
-    rank = fullest(ranks)
     end_s = time.process_time() + SEARCH_S
     in_time = takewhile(lambda _: time.process_time() <= end_s, ways(mesh, schedule, rows, plan_options))
     remedies = list(_tried(in_time, rank.total, estimate))
@@ -74,11 +74,11 @@ def does_not_fit(
         f"{'' if total <= limit else ', still too much'}"
         for way, total in remedies
     ]
-    largest = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in list(rank.largest.items())[:4])
+    listed = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in islice(largest.items(), 4))
     stages = f"stage {', '.join(map(str, rank.stages))} of {mesh}"
     return MemoryLimitError(
         f"the plan needs {quantity(rank.total, 'B')} on a rank, and memory is {quantity(limit, 'B')}",
-        why=told(rank), where=f"{stages}; the largest: {largest}", hint="\n         ".join(lines) or "a smaller batch",
+        why=told(rank), where=f"{stages}; the largest: {listed}", hint="\n         ".join(lines) or "a smaller batch",
     )  # fmt: skip
 
 

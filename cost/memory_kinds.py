@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autopart.errors import OptionError
@@ -19,7 +19,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Peak memory of a rank of one pipeline coordinate during a training step, in bytes.
 
@@ -37,7 +37,6 @@ class RankMemory:
         communication: receive buffers of pipelining, and the largest bucket of tied gradients.
         gathered: with ZeRO 1 and 2, unsharded parameters beyond the shards; with ZeRO 1 also unsharded gradients.
         total: the peak. The kinds do not all peak at the same time.
-        largest: {name: bytes} of single tensors or operators, the largest first.
     """
 
     stages: tuple[int, ...]
@@ -52,7 +51,6 @@ class RankMemory:
     gathered: int
     total: int
     in_flight: Mapping[int, int]
-    largest: Mapping[str, int] = field(default_factory=dict)
 
     def as_row(self) -> dict[str, Any]:
         """Return the row of `Plan.memory`, as JSON data."""

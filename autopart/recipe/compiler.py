@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat.torch_internals import tree_map
-from autopart.cost.count.rank_memory import memory_of
 from autopart.errors import InputError, PlanError, TraceError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
@@ -30,7 +29,7 @@ from autopart.plans.plan import Plan
 from autopart.plans.rank_digest import EXAMPLE, agreed
 from autopart.recipe.make_plan import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
-from autopart.recipe.plan_figures import Draft, plan_of
+from autopart.recipe.plan_figures import Draft, figures_of, plan_of
 from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key, format_call, warn_of_copies, warn_of_many
 from autopart.tracing.caller_modes import isolated_trace, without_inference
 from autopart.tracing.local_batch_call import all_ranks_call, are_rows
@@ -142,9 +141,8 @@ class Compiler:
                           sequence_dims=plan.sequence_dims)  # fmt: skip
         problem = problem_of(call.trace, self.mesh, options, schedule)
         draft = Draft(problem, call.decisions, program, {}, walks, whole)
-        memory = memory_of(call.trace, program, schedule, walks)
-        figures = plan_of(class_of(self.model), draft, options, memory, plan.reasons)
-        return replace(figures, pins=plan.pins)
+        figures = figures_of(draft, options.compile)
+        return replace(plan_of(class_of(self.model), draft, options, figures, plan.reasons), pins=plan.pins)
 
     def ready(self) -> Program | None:
         """Return the program of the model's outputs, if the model was traced at construction."""

@@ -18,8 +18,8 @@ from autopart.common.progress import phase
 from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_unflatten
 from autopart.cost.count.compiled_saved_tensors import with_compiled
+from autopart.cost.count.largest_tensors import largest_tensors
 from autopart.cost.count.program_summary import crossings
-from autopart.cost.count.rank_memory import memory_of
 from autopart.cost.count.stage_footprint import liveness_of
 from autopart.cost.formula.plan_cost import Cost
 from autopart.cost.hardware.profile import Hardware
@@ -27,7 +27,8 @@ from autopart.cost.memory_advice import Estimate, does_not_fit, fullest
 from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.send_costs import scatter_is_cheaper
 from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
-from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE
+from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE, TableCost
+from autopart.cost.predict.table_memory import rank_memory
 from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
 from autopart.ir.blocks.deduplication import NotDeduplicable
 from autopart.ir.decisions import Decisions
@@ -59,7 +60,7 @@ from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pass_pipeline import run_passes
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.recipe.plan_figures import Draft, Written, plan_of
+from autopart.recipe.plan_figures import Draft, Written, figures_of, plan_of
 from autopart.tracing.blocks.deduplicate import copied, deduplicated
 from autopart.tracing.compute_dtype import compute_dtype_context, precision_notes
 from autopart.tracing.gradient_check import with_gradients_checked
@@ -238,28 +239,30 @@ def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
     if traced.folds and traced.checkpointed:
         raise NotDeduplicable("which blocks the model checkpoints is not known of a folded trace")
     options, kept = _with_checkpoints(traced, options)
-    options, draft, memory = _fitted(traced, mesh, options)
+    options, draft, figures = _fitted(traced, mesh, options)
     if axes := draft.problem.expert_axes:
         check_balance(mesh, options.balance, axes)
     check_delayed(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
     reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
         if traced.folds else _reasons(draft)  # fmt: skip
-    return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
+    return plan_of(class_of(model), draft, options, figures, reasons, kept, _worst_bytes(draft, options.compile))
 
 
 def _reasons(draft: Draft) -> Reasons:
     return Reasons(draft.problem, draft.program, draft.solved)
 
 
-def _worst_bytes(draft: Draft) -> int | None:
+def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
     """Return the bytes of the fullest rank if all tokens go to its experts; None without expert dispatch."""
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
     worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
-    lowered = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
-    return fullest(memory_of(problem.trace, lowered.program, problem.schedule, lowered.walks)).total
+    sent_whole = replace(worst, scatter_sends=False)
+    lowered = written(problem.trace, sent_whole, plan_outputs(problem.trace), "fast", is_compiled)
+    figures = figures_of(draft._replace(decisions=worst, whole=lowered), is_compiled)
+    return fullest(rank_memory(figures)).total
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
@@ -332,12 +335,12 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     )  # fmt: skip
 
 
-def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
+def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, TableCost]:
     """Return the fastest choice of the open options whose fullest rank fits into the memory limit.
 
     Raises MemoryLimitError, with settings that need less, if there is none.
     """
-    first: tuple[Draft, Sequence[RankMemory]] | None = None
+    first: tuple[Draft, TableCost] | None = None
     for choice in _open_choices(mesh, options):
         asked = replace(options, **choice)
         try:
@@ -346,16 +349,18 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
             if first is None:
                 raise
             continue  # nothing to cut
-        ranks = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
-        if options.memory is None or fullest(ranks).total <= int(options.memory):
-            return asked, draft, ranks
-        first = first or (draft, ranks)
+        figures = figures_of(draft, options.compile)
+        if options.memory is None or fullest(rank_memory(figures)).total <= int(options.memory):
+            return asked, draft, figures
+        first = first or (draft, figures)
     if traced.folds:
         raise NotDeduplicable("what would take less memory is asked of the whole trace")
     assert first is not None and options.memory is not None
-    draft, needed = first
+    draft, needed = first[0], fullest(rank_memory(first[1]))
     estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
-    raise does_not_fit(needed, int(options.memory), mesh, draft.problem.schedule, rows, estimate, left_open(options))
+    largest = largest_tensors(traced, draft.program, draft.walks, needed)
+    schedule, limit = draft.problem.schedule, int(options.memory)
+    raise does_not_fit(needed, largest, limit, mesh, schedule, rows, estimate, left_open(options))
 
 
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
@@ -367,7 +372,7 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
         redrafted = drafted(traced, other, replace(options, **changed), draft if same else None)
-        return memory_of(traced, redrafted.program, redrafted.problem.schedule, redrafted.walks)
+        return rank_memory(figures_of(redrafted, options.compile))
 
     return estimate
 

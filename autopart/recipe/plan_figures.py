@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopart.cost.count.program_summary import collectives, cost, stage_rows
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.simulate import schedule_notes, simulated
 from autopart.cost.predict.table import TableCost
 from autopart.cost.predict.table_data import as_data, deduplicated_rows, plan_setting
+from autopart.cost.predict.table_memory import rank_memory
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.explain.alignment_notes import alignment_notes
@@ -56,19 +56,29 @@ class Draft(NamedTuple):
     whole: Written | None = None
 
 
+def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
+    """Count the operators of a draft, at the sizes of its plan."""
+    problem, decisions, program, _, walks, whole = draft
+    counted = whole if whole is not None else Written(program, walks)
+    table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled)
+    table = deduplicated_rows(table, decisions.scatter_sends, problem.trace.folds)
+    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
+    return TableCost(table, plan_setting(table, problem.mesh, problem.schedule, *chosen), problem.hardware)
+
+
 def plan_of(
-    kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
+    kind: str, draft: Draft, options: Options, figures: TableCost, reasons: Explainer | None,
     notes: Sequence[str] = (), worst_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of a draft.
 
     Args:
         kind: class name of the model.
-        memory: memory of each rank.
+        figures: as returned by `figures_of`.
         notes: notes to append.
         worst_bytes: bytes of the fullest rank if it gets all tokens of the experts.
     """
-    problem, decisions, program, solved, walks, whole = draft
+    problem, decisions, program, solved, *_ = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
     precision = traced.precision
     pinned = next(iter(problem.pinned.values()), FREE).operators
@@ -84,15 +94,8 @@ def plan_of(
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
     }
-    counted = whole if whole is not None else Written(program, walks)
-    table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
-    table = deduplicated_rows(table, decisions.scatter_sends, traced.folds)
-    held = tuple(rank.as_row() for rank in memory)
-    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
-    took = {
-        **TableCost(table, plan_setting(table, mesh, schedule, *chosen), hardware).timing,
-        "table": as_data(table),
-    }
+    held = tuple(rank.as_row() for rank in rank_memory(figures))
+    took = {**figures.timing, "table": as_data(figures.table)}
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     stages = decisions.num_stages

@@ -1,7 +1,6 @@
 """Liveness analysis of a stage graph: the buffers each operator allocates and frees, both passes.
 
-The steps are shared by two counters: `memory_events.py` counts them in bytes for a plan's memory, and
-`symbolic_memory.py` as `Size`, so that a table can scale them to other sizes.
+`symbolic_memory.py` counts the steps as `Size`, for a plan's own sizes and for others.
 
 Rules for gradients:
 

@@ -128,7 +128,9 @@ class Liveness:
     """Liveness analysis of a stage graph, which is evaluated on tensor specs.
 
     Args:
-        input_bytes: bytes of values that depend on inputs alone, for all microbatches.
+        input_buffers: {stage input that depends on the call's inputs alone: its buffer}. A buffer has the name of the
+            first stage input that views it.
+        input_bytes: bytes of these buffers for all microbatches, with the node that made each one.
         takes: peak of new memory in a node's forward and in its backward, in bytes.
         compiled: the analysis of the compiled graph, if the stage is compiled (`compiled_saved_tensors.py`).
     """
@@ -137,7 +139,8 @@ class Liveness:
     program: Program
     stage: Stage
     inputs: Mapping[str, Any]
-    input_bytes: int
+    input_buffers: Mapping[str, str]
+    input_bytes: Mapping[str, tuple[fx.Node, int]]
     held: Mapping[str, ParameterGather] = field(default_factory=dict)
     """The parameters that stay unsharded for a step (`autopart.ir.run.unshard_policy.unsharded_for_step`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -389,8 +392,10 @@ def _attribute(trace: Trace, node: fx.Node) -> LocalValue:
     return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
 
-def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[str, Any], int]:
-    """Return the prologue's outputs for one microbatch on one rank, and the bytes of all of them."""
+def _stage_inputs(
+    trace: Trace, program: Program, stage: Stage
+) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[fx.Node, int]]]:  # fmt: skip
+    """Return the prologue's outputs for one microbatch on one rank, and their buffers as in `Liveness`."""
     values: dict[fx.Node, Any] = {}
     forms = [TensorSpec.of(t, t.requires_grad) for t in trace.call.tensors]
     if program.input_names[-1:] == (SEEDS,):
@@ -410,7 +415,8 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
         else:
             values[node] = call(node, values, {}, {}, {})
     inputs: dict[str, Any] = {}
-    sizes: dict[MemoryBuffer, int] = {}
+    names, sizes = dict[MemoryBuffer, str](), dict[str, tuple[fx.Node, int]]()
+    buffers: dict[str, str] = {}
     read = {str(node.target): node for node in stage.graph.graph.find_nodes(op="placeholder")}
     for stage_input, whole in zip(stage.inputs, outputs, strict=False):
         if not isinstance(whole, LocalValue):
@@ -419,9 +425,11 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
         rows, memory = _rows(program, stage_input.batch_dim, whole)
         is_copied = memory is not whole.memory  # a copy per microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
-        sizes[memory] = memory.size_bytes * number
+        if not memory.lives:
+            name = buffers[stage_input.name] = names.setdefault(memory, stage_input.name)
+            sizes[name] = memory.made_by, memory.size_bytes * number
         inputs[stage_input.name] = LocalValue(rows, MemoryBuffer(rows.size_bytes, True, memory.made_by))
-    return inputs, sum(size for memory, size in sizes.items() if not memory.lives)
+    return inputs, buffers, sizes
 
 
 def _rows(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:

@@ -1,14 +1,15 @@
-"""Memory of a stage's operators as `Size` polynomials, so that a table can scale it to other sizes.
+"""Memory of a stage's operators as `Size` polynomials.
 
-It has the tensors that each operator saves for backward, the bytes that a stage boundary before it sends, and
-the buffers that exist while it runs. `memory_events.py` counts the same steps in bytes. In-flight weights and
-gradients of weights are not included: `cost/predict/table_memory.py` adds them.
+A plan's memory is their value at the plan's sizes. They count the tensors that each operator saves for backward,
+the bytes that a stage boundary before it sends, and the buffers that exist while it runs (`liveness.py`). In-flight
+weights and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -50,26 +51,61 @@ class _SizeSum:
         return Size(tuple(sorted((powers, value) for powers, value in self.total.items() if value)))
 
 
+class _SentBytes(NamedTuple):
+    """Fields of `OperatorRow` about the values that a stage boundary before it sends."""
+
+    alike: Size = NOTHING
+    unkept: Size = NOTHING
+    kept_later: Size = NOTHING
+
+
+class _FusedKernel:
+    """Consecutive fused operators of a backward, whose inputs stay allocated until the kernel ends."""
+
+    def __init__(self) -> None:
+        self.read = NOTHING
+        self.saved_bytes: set[int] = set()
+        """Sizes of the buffers that the operators saved. The kernel overwrites one of its output's size."""
+
+    def add(self, read: Size, saved: Iterable[MemoryBuffer]) -> None:
+        """Add an operator that reads so many bytes more than it writes."""
+        self.read += read if read.value > 0 else NOTHING
+        self.saved_bytes |= {memory.size_bytes for memory in saved}
+
+    def needs(self, made: Size) -> Size:
+        """Return the bytes of the output and of all inputs, if the kernel cannot overwrite an input."""
+        return NOTHING if made.value in self.saved_bytes else made + self.read
+
+
 class SymbolicMemory:
     """Symbolic memory of a stage's operators.
 
     Args:
-        kept_before: indices of the received values that earlier stages save for backward.
+        saved_before: indices of the received values that earlier stages save for backward.
+        held_before: indices of the received values that earlier stages hold anyway, so that sending them adds nothing.
     """
 
-    def __init__(self, walk: Liveness, growth: ScalingExponents, kept_before: Set[int]):
+    def __init__(
+        self, walk: Liveness, growth: ScalingExponents, saved_before: Set[int] = frozenset(),
+        held_before: Set[int] = frozenset(),
+    ):  # fmt: skip
         self.walk, self.growth, self.size = walk, growth, cache(growth.of_memory)
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self._in_parts = cache(self._can_be_scattered)
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         received = [walk.values[node].memory for node in self.received]
-        before = {received[number] for number in kept_before}
+        before = {received[number] for number in saved_before}
+        self.held_before = {received[number] for number in held_before}
         self.saved = saved_buffers(walk, self.alive, {*received} - before)
         index = {node: i for i, node in enumerate(walk.values)}
         keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
         self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
-        sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
-        self.saved_sends = {number for number, memory in enumerate(sent) if memory in self.keeper}
+        sends = [walk.values[node] for node in walk.outputs[: len(walk.stage.sends)]]
+        self.saved_sends = {number for number, sent in enumerate(sends) if sent.memory in self.keeper}
+        self.held_sends = {
+            number for number, sent in enumerate(sends)
+            if sent.memory.lives or (number in self.saved_sends and sent.form.is_contiguous)
+        }  # fmt: skip
         self.others = {
             node: self._other(node, own_saved_bytes(walk, node)) for node in walk.others if node in self.alive
         }
@@ -81,9 +117,12 @@ class SymbolicMemory:
             node: Size.sum([*map(self.size, memory), self._other(node, other)])
             for node, (memory, other) in recomputed_buffers(walk, self.alive).items()
         }
+        self.first = next(node for node in walk.values if node.op == "call_function")
         axes = storing_axes(walk.program)
         self.gathers = {node for node in walk.values if gathers_stored(node, axes)}
-        self.in_forward, self.in_backward = self._in_forward(), self._in_backward()
+        self.in_forward = self._in_forward()
+        self.in_backward, self.after_backward = self._in_backward()
+        self.delayed = self._delayed()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
@@ -104,23 +143,36 @@ class SymbolicMemory:
                 if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
+        sent = _SentBytes() if crossing is None else self._cut_before(one.node, travelling)
+        inputs = {self.walk.input_buffers.get(str(n.target), "") for n in one.node.all_input_nodes
+                  if n.op == "placeholder"}  # fmt: skip
         return OperatorRow(
-            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
-            crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
-            *((NOTHING,) * 3 if crossing is None else self._cut_before(one.node, travelling)),
-        )  # fmt: skip
+            works=works,
+            kept=self.kept[one.node],
+            in_forward=self.in_forward[one.node],
+            in_backward=self.in_backward.get(one.node, NOTHING),
+            after_backward=self.after_backward.get(one.node, NOTHING),
+            delayed=self.delayed.get(one.node, NOTHING),
+            crossing=crossing,
+            load=load,
+            ends_region=one.node in self.region_ends,
+            parameters=tuple(sorted(names & self.parameters)),
+            reads_also=tuple(sorted((also & self.parameters) - names)),
+            inputs=tuple(sorted(inputs - {""})),
+            **sent._asdict(),
+        )
 
-    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> tuple[Size, Size, Size]:
-        """Classify the bytes that a stage boundary before a node sends.
-
-        Returns three sizes: bytes that ranks hold replicated, bytes that no earlier operator saves, and the subset
-        of these that a later operator saves.
-        """
+    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
+        """Return the fields of `OperatorRow` about the values that a stage boundary before a node sends."""
         alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
         pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
-        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]]
-        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
-        return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
+        later = {memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]}
+        if node is self.first:  # the boundary between the program's own stages
+            unkept = pieces - self.held_before
+        else:
+            copied = {value.memory for sent in travelling if not (value := self.walk.values[sent]).form.is_contiguous}
+            unkept = {memory for memory in pieces if memory not in self.keeper} | later | copied
+        return _SentBytes(alike, Size.sum(map(self.size, unkept)), Size.sum(map(self.size, later)))
 
     def _can_be_scattered(self, node: fx.Node) -> bool:
         """Return True if a value of the stage can be sent as shards (scatter-gather)."""
@@ -136,25 +188,72 @@ class SymbolicMemory:
             kept = self.kept.get(step.node, NOTHING) * -1
             needs = now.size() + self._takes(step.node, 0) + kept
             now.add(self._values(step.made) + self.others.get(step.node, NOTHING) + kept)
-            peak = now.size()
-            now.add(self._values(step.ended), -1)
-            beyond[step.node] = _largest(now.size() if step.node in self.walk.in_place else peak, needs)
+            ended = self._values(step.ended)
+            peak = now.size() + ended * -1 if self._writes_over(step.node) else now.size()
+            now.add(ended, -1)
+            beyond[step.node] = _largest(peak, needs)
         return beyond
 
-    def _in_backward(self) -> dict[fx.Node, Size]:
-        """Return the bytes that exist while the backward of each node runs: gradients and workspace."""
-        now, beyond = _SizeSum(), dict[fx.Node, Size]()
+    def _in_backward(self) -> tuple[dict[fx.Node, Size], dict[fx.Node, Size]]:
+        """Return the bytes that exist while the backward of each node runs, and after it.
+
+        They are gradients, recomputed values and workspace, without those of weights.
+        """
+        now, beyond, after = _SizeSum(), dict[fx.Node, Size](), dict[fx.Node, Size]()
+        kernel, self.region_ends = _FusedKernel(), set[fx.Node]()
         for step in backward_steps(self.walk, self.alive):
-            now.add(Size.sum(self.rerun.get(node, NOTHING) for node in step.rerun))
+            node, kept = step.node, self.kept.get(step.node, NOTHING)
+            self.region_ends |= {node} if step.rerun else set()
+            now.add(Size.sum(self.rerun.get(other, NOTHING) for other in step.rerun))
             of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # `table_memory.py` counts these
-            needs = now.size() + self._takes(step.node, 1) + of_weights * -1
-            now.add(self._values(step.made))
-            further = Size.sum(map(self._value, step.further))
-            peak = _largest(now.size() + further, needs)
-            now.add(self._values(step.done) + self.rerun.get(step.node, NOTHING), -1)
-            ends = now.size() + further * 2 + self.kept.get(step.node, NOTHING) * -1
-            beyond[step.node] = ends if step.node in self.walk.in_place else _largest(peak, ends)
-        return beyond
+            made, done = self._values(step.made), self._values(step.done) + self.rerun.get(node, NOTHING)
+            further, begins = Size.sum(map(self._value, step.further)), now.size()
+            now.add(made)
+            now.add(done, -1)
+            ends = now.size()
+            peaks = [begins + self._takes(node, 1) + of_weights * -1, ends + further * 2 + kept * -1]
+            if self._writes_over(node):
+                peaks.append(ends + further + kept * -1)
+                kernel.add(done + kept + (made + of_weights) * -1, self.walk.keeps.get(node, ()))
+            else:
+                peaks.append(begins + made + further)
+                if node in self.walk.in_place:
+                    peaks.append(begins + kernel.needs(made + of_weights) + of_weights * -1)
+                kernel = _FusedKernel()
+            beyond[node], after[node] = _largest(*peaks), ends
+        left, unsaved = NOTHING, NOTHING  # received values that no operator up to this one saves stay in their buffers
+        for node in reversed(self.walk.values):
+            left = after.get(node, left)
+            after[node] = left + unsaved
+            beyond[node] = beyond.get(node, NOTHING) + unsaved
+            unsaved += Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
+        return beyond, after
+
+    def _delayed(self) -> dict[fx.Node, Size]:
+        """Return the bytes of gradients that a split backward keeps from its input part to its weight part.
+
+        They are gradients of values that depend on weights and on other values.
+        """
+        weights, seen, delayed = self.walk.of_weights(self.alive), set[MemoryBuffer](), dict[fx.Node, Size]()
+        for node in self.walk.values:
+            if node in self.alive and node not in weights and any(used in weights for used in node.all_input_nodes):
+                fresh = memories(self.walk.values[node]) - seen
+                seen |= fresh
+                delayed[node] = Size.sum(map(self.size, fresh))
+        return delayed
+
+    def _writes_over(self, node: fx.Node) -> bool:
+        """Return True if an operator's output can reuse the buffer of its input.
+
+        In backward, the input's gradient then reuses the buffer of the output's gradient.
+
+        A cast to another element size cannot.
+        """
+        if node not in self.walk.in_place:
+            return False
+        made, *read = (value.form.dtype.itemsize for one in (node, *node.all_input_nodes)
+                       if isinstance(value := self.walk.values[one], LocalValue))  # fmt: skip
+        return made in read
 
     def _takes(self, node: fx.Node, direction: int) -> Size:
         """Return the workspace of a node, which scales like the largest of its inputs and outputs."""

@@ -32,7 +32,8 @@ from autopart.ir.layout import MIN_DIMS, P, mesh_axes_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import bucketed, by_first_use
-from autopart.ir.run.unshard_policy import storing_axes
+from autopart.ir.run.unshard_policy import gather_of, gathers_stored, source_name, storing_axes
+from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
@@ -69,7 +70,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
     stages = counted(trace, program, walks, fused)
     held = list[SymbolicMemory]()
     for walk in walks:
-        held.append(SymbolicMemory(walk.in_memory, growth, held[-1].saved_sends if held else set()))
+        before = (held[-1].saved_sends, held[-1].held_sends) if held else ()
+        held.append(SymbolicMemory(walk.in_memory, growth, *before))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # possibly a conversion of a received value
@@ -78,16 +80,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
         for one, operators in zip(held, stages, strict=True) for each in operators
     ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
-    trained = frozenset().union(*(one.trained for one in held))
-    again = frozenset().union(*(one.cast_again for one in held))
-    is_stored = bool(storing_axes(program))
-    gathers = is_stored and program.zero not in (1, 2)
-    parameters = {
-        name: Parameter(
-            _stored(trace, program, name), _summed_over(mesh, stored), name in trained,
-            _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again, *_form(trace, program, name),
-        ) for name, stored in program.parameters.items()
-    }  # fmt: skip
+    gathers = bool(storing_axes(program)) and program.zero not in (1, 2)
     order = _order(_blocks_of([one for operators in stages for one in operators], blocks), blocks)
     if trace.folds:
         nodes = [one.node for operators in stages for one in operators]
@@ -99,11 +92,68 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: 
     of_rank = max(
         1, batch // (program.data_parallel_size * program.microbatches)
     )  # a call without a batch is identical on every rank
+    prologue = {
+        name: _per_sample(size, growth.of(node), batch) for walk in walks
+        for name, (node, size) in walk.in_memory.input_bytes.items()
+    }  # fmt: skip
+    inputs = {id(tensor): tensor.nbytes for tensor in trace.call.tensors}
     return Table(
-        tuple(rows), tuple(order), parameters, of_rank, tokens(trace), flops / batch,
-        sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()), gathers,
-        _hidden(trace, program), **chosen_ranks(mesh), cuts={len(walks): starts}, divided=divided(trace, program),
-    )  # fmt: skip
+        rows=tuple(rows),
+        order=tuple(order),
+        parameters=_parameters(trace, program, held),
+        b=of_rank,
+        s=tokens(trace),
+        row_flops=flops / batch,
+        input_bytes=sum(inputs.values()) / batch,
+        buffer_bytes=sum(buffers.values()),
+        gathers=gathers,
+        hidden_sums=_hidden(trace, program),
+        prologue=prologue,
+        cuts={len(walks): starts},
+        divided=divided(trace, program),
+        **chosen_ranks(mesh),
+    )
+
+
+def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) -> dict[str, Parameter]:
+    trained = frozenset().union(*(one.trained for one in held))
+    again = frozenset().union(*(one.cast_again for one in held))
+    is_stored, scattered_shards = bool(storing_axes(program)), _scattered_shards(program)
+    parameters = dict[str, Parameter]()
+    for name, stored in program.parameters.items():
+        read, summed = _shares(trace, name)
+        itemsize, rows = _form(trace, program, name)
+        parameters[name] = Parameter(
+            size=_stored(trace, program, name),
+            axes=_summed_over(program.mesh, stored),
+            trained=name in trained,
+            over=_cut_over(program.mesh, stored, is_stored),
+            read=read,
+            summed=summed,
+            cast_again=name in again,
+            itemsize=itemsize,
+            rows=rows,
+            contiguous=name not in scattered_shards,
+        )
+    return parameters
+
+
+def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:
+    """Return the bytes of a value that every rank has in full; `b` is the samples of the global batch."""
+    return Size.of(size_bytes / batch**powers.b, Exponents(b=powers.b, s=powers.s))
+
+
+def _scattered_shards(program: Program) -> set[str]:
+    """Return the parameters whose ZeRO shards are not contiguous in the unsharded parameter."""
+    axes, names = storing_axes(program), set[str]()
+    for stage in program.stages:
+        for node in stage.graph.graph.nodes:
+            if gathers_stored(node, axes):
+                way = gather_of(node)
+                ranks = program.mesh.size(way.axis)
+                if not DimSharding(way.dim, way.size, way.sections, ranks).is_contiguous:
+                    names.add(source_name(node))
+    return names
 
 
 def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from autopart.common.text import quantity
 from autopart.errors import LayoutError, OptionError, PlanError, StageError
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.run.dp_sync import DpSync
@@ -59,7 +60,14 @@ class Cost(dict[str, Any]):
     """Cost of a plan. As a mapping, it has the plan's figures.
 
     `expression` and `parts` are the seconds of a step in sympy, in total and by kind. `memory` and `memory_parts`
-    are the bytes of a rank. The formulas assume equal stages and are multiplied by `scale`.
+    are the bytes of a rank.
+
+    The closed formula is simpler than `autopart.simulate`, which gives the plan's step time. It leaves out unequal
+    stages, waiting for sends, the order of a schedule's actions, partly filled gradient buckets, and blocks whose
+    weights are gathered too late to overlap. The symbol `r` represents all of that: `expression` is the closed formula
+    times `1 + r`, and `parts["left out"]` is the closed formula times `r`. All other parts are the closed formula's
+    own. `left_out` is the value of `r` at the plan's own sizes, and `subs` fills it in unless it is given:
+    `plan.cost.subs(r=0)` is the closed formula alone. `str(plan.cost)` prints the formula's error.
 
     Symbols are those of `autopart.cost.formula.step_formula`: `b` samples of a microbatch on a rank, `s` tokens per
     sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and the hardware's.
@@ -86,17 +94,22 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def scale(self) -> float:
-        """Factor by which the formulas equal `autopart.simulate` at the plan's own sizes.
+        """Simulated step time over the closed formula's, at the plan's own sizes. 1 without a step time."""
+        simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
+        return simulated_s / self.formula_s if simulated_s and self.formula_s else 1.0
 
-        It is the simulated step time over the formulas' step time. It covers unequal stages, waiting in a pipeline
-        and partly filled gradient buckets. It is 1 if the plan has no step time.
-        """
+    @cached_property
+    def formula_s(self) -> float:
+        """Seconds of a step by the closed formula alone, at the plan's own sizes."""
         from autopart.cost.formula.step_formula import compiled
 
-        simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
-        sizes = [*self._values({}).values()][len(self.formula.constants) :]
-        formula_s = float(compiled([self.formula])(*sizes)[0])
-        return simulated_s / formula_s if simulated_s and formula_s else 1.0
+        sizes = [*self._formula_values({}).values()][len(self.formula.constants) :]
+        return float(compiled([self.formula])(*sizes)[0])
+
+    @property
+    def left_out(self) -> float:
+        """Value of `r` at the plan's own sizes: what the closed formula leaves out, per second of its step."""
+        return self.scale - 1
 
     @cached_property
     def table(self) -> Table:
@@ -135,13 +148,20 @@ class Cost(dict[str, Any]):
 
     @property
     def expression(self) -> sympy.Expr:
-        """Seconds of a step: at the plan's own sizes those of `autopart.simulate`, else an estimate."""
-        return self.scale * self.formula.step_time_s
+        """Seconds of a step: the closed formula times `1 + r`. At the plan's own sizes, those of `simulate`."""
+        from autopart.cost.formula.step_formula import r
+
+        return (1 + r) * self.formula.step_time_s
 
     @property
     def parts(self) -> Mapping[str, sympy.Expr]:
-        """Seconds of a step by kind of work and collective, `sends`, `bubble`, `gradient sums`, `optimizer`."""
-        return {kind: self.scale * seconds for kind, seconds in self.formula.parts_s.items()}
+        """Seconds of a step by kind of work and collective, `sends`, `bubble`, `gradient sums`, `optimizer`.
+
+        `left out` is what the closed formula leaves out.
+        """
+        from autopart.cost.formula.step_formula import r
+
+        return {**self.formula.parts_s, "left out": r * self.formula.step_time_s}
 
     @property
     def memory(self) -> sympy.Expr:
@@ -169,18 +189,19 @@ class Cost(dict[str, Any]):
     def subs(self, *values: Any, **named: Any) -> sympy.Expr:
         """Return the seconds of a step with values for some symbols.
 
-        Symbols are given by name, or as `sympy.Expr.subs` takes them. Raises OptionError for an unknown symbol.
+        Symbols are given by name, or as `sympy.Expr.subs` takes them. `r` has the plan's own value unless it is
+        given. Raises OptionError for an unknown symbol.
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
         from sympy import sympify
 
-        from autopart.cost.formula.step_formula import in_node_of
+        from autopart.cost.formula.step_formula import in_node_of, r
 
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
         inside = (in_node_of(axis.name) for axis in self._plan.axes)
-        symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants)}
-        asked = {str(name): value for name, value in (*pairs, *named.items())}
+        symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants, r)}
+        asked = {"r": self.left_out} | {str(name): value for name, value in (*pairs, *named.items())}
         unknown = [name for name in asked if name not in symbols]
         if unknown:
             raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
@@ -191,8 +212,7 @@ class Cost(dict[str, Any]):
         """Return the figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed.
 
         The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if
-        their number or the tokens per sample change. Memory is that of `Plan.memory` times the ratio that the table
-        predicts.
+        their number or the tokens per sample change. Memory is counted from the same operators, as in `Plan.memory`.
 
         Layouts stay those of the plan. A note says so if a plan made for these sizes may have other layouts.
 
@@ -244,24 +264,9 @@ class Cost(dict[str, Any]):
         return self._figures(self._predicted({}, hardware))
 
     def _figures(self, simulation: Simulation) -> Figures:
-        memory, predicted_own, counted = (
-            _fullest(rows) for rows in (simulation.memory, self._own.memory, self._plan.memory)
-        )
-        kinds = {
-            kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), predicted_own.get(kind, 0.0))
-            for kind in MEMORY_KINDS
-        }
-        return Figures(
-            simulation.step_time_s,
-            memory["total"] * _times(counted["total"], predicted_own["total"]),
-            simulation.parts,
-            kinds,
-        )
-
-    @cached_property
-    def _own(self) -> Simulation:
-        """Prediction at the plan's own sizes."""
-        return self._predicted({})
+        memory = max(simulation.memory, key=lambda row: row["total"])
+        kinds = {kind: memory[kind] for kind in MEMORY_KINDS}
+        return Figures(simulation.step_time_s, memory["total"], simulation.parts, kinds)
 
     @property
     def has_quickest_stages(self) -> bool:
@@ -309,7 +314,13 @@ class Cost(dict[str, Any]):
         return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        """Return the values of the symbols."""
+        """Return the values of the symbols of `expression`."""
+        from autopart.cost.formula.step_formula import r
+
+        return {**self._formula_values(sizes), r: self.left_out}
+
+    def _formula_values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
+        """Return the values of the closed formula's symbols."""
         mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
         rows = sizes.get("b", at.b) * mesh.data_parallel_size * m
@@ -322,15 +333,13 @@ class Cost(dict[str, Any]):
         return str(sympy.latex(self.expression))
 
     def __str__(self) -> str:
-        return str(self.expression)
-
-
-def _fullest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return max(rows, key=lambda row: row["total"])
-
-
-def _times(new: float, old: float) -> float:
-    return new / old if old else 1.0
+        error = (1 / self.scale - 1) * 100
+        seconds = [quantity(seconds, "s") for seconds in (self.formula_s, self.formula_s * self.scale)]
+        return (
+            f"{self.expression}\n"
+            f"r = {self.left_out:.4g}: the closed formula alone gives {seconds[0]} per step, {error:+.1f} % from the "
+            f"simulated {seconds[1]}"
+        )
 
 
 def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:

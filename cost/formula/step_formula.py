@@ -15,10 +15,10 @@ that are in one node.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import sympy
@@ -29,6 +29,7 @@ from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
 from autopart.cost.predict.dp_sync_costs import MethodParameters, exchanges, passes, state_bytes_of_method
 from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
+from autopart.cost.predict.table_rows import Totals
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
@@ -46,6 +47,8 @@ def in_node_of(axis: str) -> sympy.Expr:
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
+r = sympy.Symbol("r", real=True)
+"""What the closed formula of a plan leaves out, per second of its step (`plan_cost.Cost`)."""
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
@@ -53,59 +56,6 @@ BACKWARD_SHARE = sympy.Rational(2, 3)
 """Share of the backward in a step's work: it does twice the work of the forward."""
 
 _LINKS = (collective_costs.B, collective_costs.alpha, collective_costs.B_node, collective_costs.alpha_node)
-
-
-class ShardedBytes(NamedTuple):
-    """Parameters that ZeRO shards over the same axes.
-
-    Args:
-        size: their bytes, unsharded.
-        number: number of parameters.
-        cast: bytes that casts of them and of their gradients move in a microbatch, if unsharded.
-    """
-
-    size: Size
-    number: int
-    cast: Size
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Work of one microbatch of the full model on the ranks of one pipeline, and memory in bytes.
-
-    Args:
-        works: {(part of a step, work): count}.
-        stored: parameters.
-        trained: the parameters that get a gradient.
-        cut: {flattened axes: the parameters that ZeRO shards over them}.
-        gathers: True if `works` includes ZeRO's collectives.
-        cast: traffic of casts of the other parameters and their gradients in a microbatch.
-        read, summed: as in `cost.predict.table_rows.Parameter`, averaged over all parameters.
-        kept: activations saved by all operators.
-        temporary: peak workspace beyond them.
-        sent: values sent between two stages.
-        buffers: buffers of the model.
-        summed_over: {axis: bytes of the parameters whose gradients are reduced over it, by the axes ZeRO shards
-            them over}.
-        hidden: share of gradients outside the bucket that completes last.
-        at: the reference sizes.
-    """
-
-    works: Mapping[tuple[str, Work], int]
-    stored: Size
-    trained: Size
-    cut: Mapping[tuple[str, ...], ShardedBytes]
-    gathers: bool
-    cast: Size
-    read: float
-    summed: float
-    kept: Size
-    temporary: Size
-    sent: Size
-    buffers: float
-    summed_over: Mapping[str, Mapping[tuple[str, ...], Size]]
-    hidden: float
-    at: Sizes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Communication buffers that overlap with compute: gradient buckets, weight all-gathers, peaks.
 
-Two counters create the `MemoryEvent`s: `cost.count` operator by operator for a plan's memory, and `table_memory` from
-a table's rows at other sizes. `backward_peaks` and `forward_peak` follow them.
+`table_memory` creates the `MemoryEvent`s of a stage from a table's rows. `backward_peaks` and `forward_peak` follow
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -75,24 +75,22 @@ class WeightGroup(NamedTuple):
         received_bytes: buffers of the all-gather (input and output).
         opening_bytes: these buffers and the unsharded parameters that are copied out of them.
         grad_bytes: the buffer from which their gradients are reduce-scattered.
-        first: the node of a stage graph that reads them first.
     """
 
     names: tuple[str, ...]
-    first: Any
     whole_bytes: int
     received_bytes: int
     opening_bytes: int
     grad_bytes: int
 
     @staticmethod
-    def of(weights: Mapping[str, CommParameter], first: Any = None) -> WeightGroup:
+    def of(weights: Mapping[str, CommParameter]) -> WeightGroup:
         members = list(weights.values())
         in_order = len(members) == 1 and members[0].in_order
         whole, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         received = whole + _sent_copy(members)
         sizes = whole, received, received + (0 if in_order else whole), 0 if in_order and flat == whole else flat
-        return WeightGroup(tuple(weights), first, *map(round, sizes))
+        return WeightGroup(tuple(weights), *map(round, sizes))
 
 
 def reduce_buckets(weights: Mapping[str, CommParameter]) -> Iterator[GradientBucket]:
@@ -142,14 +140,13 @@ class MemoryEvent(NamedTuple):
     Kinds:
 
     - "takes": allocates `size` bytes (or frees them, if negative).
-    - "needs": workspace of `size` bytes beyond the memory at this point; recorded with the next peak.
     - "peak": records the current memory plus `size` bytes.
     - "ahead": prefetched weights occupy `size` bytes from now on.
     - "sends": a flat buffer of gradients, for `part` bytes of this rank's shards.
     - "gives": the gradient of `name` is complete; later microbatches add `size` bytes of it to the existing gradient.
     """
 
-    kind: Literal["takes", "needs", "peak", "ahead", "sends", "gives"]
+    kind: Literal["takes", "peak", "ahead", "sends", "gives"]
     size: float
     part: float = 0
     name: str = ""
@@ -163,13 +160,11 @@ class StageCommBuffers:
         sent: its buckets of gradients.
         rows: its groups of gathered weights, in the order of their use.
         prefetch: number of groups that are gathered ahead.
-        row_of: {node of a stage graph: the group that it gathers}.
     """
 
     sent: tuple[GradientBucket, ...] = ()
     rows: tuple[WeightGroup, ...] = ()
     prefetch: int = 0
-    row_of: Mapping[Any, int] = field(default_factory=dict)
 
     def gathers(self, row: int) -> Iterator[MemoryEvent]:
         """Yield the events of a forward all-gather of a group of weights and of the prefetch of later groups."""
@@ -200,29 +195,24 @@ def received_bytes(stages: Iterable[StageCommBuffers]) -> int:
     return max(map(sum, pairwise([0, *(sent.gather_bytes for stage in stages for sent in stage.sent)])), default=0)
 
 
-def forward_peak(steps: Sequence[Sequence[MemoryEvent]]) -> float:
+def forward_peak(events: Sequence[MemoryEvent]) -> float:
     """Return the peak bytes while the forward runs."""
-    return _MemoryTracker(0.0, StageCommBuffers(), {}, False, False, 1).run(steps)[0]
+    return _MemoryTracker(StageCommBuffers(), {}, False, False, 1).run(events)[0]
 
 
 def backward_peaks(
-    steps: Sequence[Sequence[MemoryEvent]],
-    kept: float,
-    traffic: StageCommBuffers,
-    whole: Mapping[str, float],
-    microbatches: int,
-) -> tuple[float, float]:
+    events: Sequence[MemoryEvent], traffic: StageCommBuffers, whole: Mapping[str, float], microbatches: int
+) -> tuple[float, float]:  # fmt: skip
     """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
 
     Gradients that are reduced once a step are sent in the last backward.
 
     Args:
-        kept: bytes that are saved when the backward begins.
         whole: {parameter: bytes of it in the compute dtype}.
     """
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[float, float]:
-        return _MemoryTracker(kept, traffic, whole, sends, is_later, microbatches).run(steps)
+        return _MemoryTracker(traffic, whole, sends, is_later, microbatches).run(events)
 
     if microbatches == 1 or not traffic.sent:
         return peaks(True)
@@ -240,10 +230,9 @@ class _MemoryTracker:
     """
 
     def __init__(
-        self, kept: float, traffic: StageCommBuffers, whole: Mapping[str, float], sends: bool, is_later: bool,
-        microbatches: int
-    ):  # fmt: skip
-        self.now = self.most = self.most_later = kept
+        self, traffic: StageCommBuffers, whole: Mapping[str, float], sends: bool, is_later: bool, microbatches: int
+    ):
+        self.now = self.most = self.most_later = 0.0
         self.whole, self.sends = whole, sends
         self.added_bytes = self.ahead = 0.0
         # A bucket that is reduced after every microbatch may be in flight when the next backward begins.
@@ -259,24 +248,19 @@ class _MemoryTracker:
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
                       for name in sent.names}  # fmt: skip
 
-    def run(self, steps: Sequence[Sequence[MemoryEvent]]) -> tuple[float, float]:
+    def run(self, events: Sequence[MemoryEvent]) -> tuple[float, float]:
         """Return the peak bytes: in total, and without weight gradients left by earlier microbatches."""
-        needed = 0.0
-        for events in steps:
-            for kind, size, part, name in events:
-                if kind == "takes":
-                    self.now += size
-                elif kind == "needs":
-                    needed = max(needed, self.now + size)
-                elif kind == "peak":
-                    self._reach(max(needed, self.now + size))
-                    needed = 0.0
-                elif kind == "gives":
-                    self._complete(name, size)
-                elif kind == "ahead":
-                    self.ahead = size
-                else:
-                    self._send(size, part, True, SHARD_BUCKETS_IN_FLIGHT)
+        for kind, size, part, name in events:
+            if kind == "takes":
+                self.now += size
+            elif kind == "peak":
+                self._reach(self.now + size)
+            elif kind == "gives":
+                self._complete(name, size)
+            elif kind == "ahead":
+                self.ahead = size
+            else:
+                self._send(size, part, True, SHARD_BUCKETS_IN_FLIGHT)
         return self.most, self.most_later
 
     def _reach(self, peak: float) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from autopart.cost.formula.step_formula import ShardedBytes, Totals
 from autopart.cost.hardware.profile import DEFAULT, Hardware
 from autopart.cost.predict.dp_sync_costs import MethodParameters, by_method, sync_s
 from autopart.cost.predict.operator_work import (
@@ -34,8 +33,18 @@ from autopart.cost.predict.run_setting import RunSetting
 from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation, simulated
 from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, balance, shared_by
-from autopart.cost.predict.table_memory import rank_rows
-from autopart.cost.predict.table_rows import OperatorRow, Parameter, cast_bytes, mean_share, named_in, summed_over
+from autopart.cost.predict.table_memory import rank_memory
+from autopart.cost.predict.table_rows import (
+    OperatorRow,
+    Parameter,
+    RowBytes,
+    ShardedBytes,
+    Totals,
+    cast_bytes,
+    mean_share,
+    named_in,
+    summed_over,
+)
 from autopart.errors import StageError
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.run.dp_sync import EXACT
@@ -60,6 +69,7 @@ class Table:
         b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks.
         row_flops: FLOPs of the forward's matrix products per sample.
         input_bytes: bytes of the inputs per sample.
+        prologue: bytes of values that depend on the call's inputs alone, with `b` as the samples of the global batch.
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
         hidden_sums: share of gradients outside the bucket that completes last; their reduction may overlap with
@@ -81,6 +91,7 @@ class Table:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    prologue: Mapping[str, Size] = field(default_factory=dict)
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
     divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
 
@@ -128,16 +139,22 @@ class Table:
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
         return Totals(
-            self.counts, Size.sum(parameter.size for parameter in held.values()),
-            Size.sum(parameter.size for parameter in trained), {over: _cut(group) for over, group in cut.items()},
-            self.gathers, cast_bytes(p for p in held.values() if not p.cut),
-            mean_share((p.size.value, p.read) for p in held.values()),
-            mean_share((p.size.value, p.summed) for p in held.values()),
-            Size.sum(row.kept * number for row, number in zip(self.rows, self.often, strict=True)),
-            max((row.temporary for row in self.rows), key=lambda size: size.value),
-            min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
-                default=NOTHING), self.buffer_bytes, summed_over(trained), self.hidden_sums,
-            Sizes(self.b, self.s, self.tp, self.cp, self.ep),
+            works=self.counts,
+            stored=Size.sum(parameter.size for parameter in held.values()),
+            trained=Size.sum(parameter.size for parameter in trained),
+            cut={over: _cut(group) for over, group in cut.items()},
+            gathers=self.gathers,
+            cast=cast_bytes(p for p in held.values() if not p.cut),
+            read=mean_share((p.size.value, p.read) for p in held.values()),
+            summed=mean_share((p.size.value, p.summed) for p in held.values()),
+            kept=Size.sum(row.kept * number for row, number in zip(self.rows, self.often, strict=True)),
+            temporary=max((row.temporary for row in self.rows), key=lambda size: size.value),
+            sent=min((row.crossing for row in self.rows if row.crossing and row.crossing.terms),
+                     key=lambda size: size.value, default=NOTHING),
+            buffers=self.buffer_bytes,
+            summed_over=summed_over(trained),
+            hidden=self.hidden_sums,
+            at=Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
 
 
@@ -155,7 +172,8 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
     if setting.cuts is None:
         setting = replace(setting, cuts=fastest_stage_boundaries(table, setting, hardware))
     priced = TableCost(table, setting, hardware)
-    return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
+    memory = [rank.as_row() for rank in rank_memory(priced)]
+    return simulated(priced.timing, setting.schedule, setting.mesh, memory, setting.overlap_sends)
 
 
 def trades_balance_for_sends(hardware: Hardware) -> bool:
@@ -229,11 +247,18 @@ class TableCost:
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
         self.times = table.times(setting)
         self.seconds: dict[Work, float] = {}
-        later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
-        self.by_row = [self._row(row, later) for row in table.rows]
-        self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
-        self.in_forward = np.array([float(row.in_forward.at(self.times)) for row in table.rows])
-        self.in_backward = np.array([float(row.in_backward.at(self.times)) for row in table.rows])
+        self._later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
+
+    @cached_property
+    def by_row(self) -> list[dict[str, dict[str, float]]]:
+        """[rows] Seconds of each row by part of a step and kind of work."""
+        return [self._row(row) for row in self.table.rows]
+
+    @cached_property
+    def row_bytes(self) -> RowBytes:
+        """[rows] Bytes of each row."""
+        sizes = ([float(getattr(row, name).at(self.times)) for row in self.table.rows] for name in RowBytes._fields)
+        return RowBytes(*map(np.array, sizes))
 
     @cached_property
     def stages(self) -> list[range]:
@@ -321,10 +346,10 @@ class TableCost:
         over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
         return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
 
-    def _row(self, row: OperatorRow, later: float) -> dict[str, dict[str, float]]:
+    def _row(self, row: OperatorRow) -> dict[str, dict[str, float]]:
         seconds_by_part: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         for part, works in self._works(row):
-            share, target = (later, "weight_backward") if part == "accumulate" else (1.0, part)
+            share, target = (self._later, "weight_backward") if part == "accumulate" else (1.0, part)
             for work in works:
                 if work not in self.seconds:
                     self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)

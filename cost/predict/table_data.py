@@ -49,8 +49,8 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
-        sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
-        key = (tuple(row.works.items()), read, also, *sizes)
+        sizes = (getattr(row, name) for name in (*_BYTES, *_OPTIONAL_BYTES))
+        key = (tuple(row.works.items()), read, also, row.inputs, row.ends_region, *sizes)
         if key not in known:
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
@@ -112,7 +112,8 @@ def as_data(table: Table) -> dict[str, Any]:
         {"works": {part: [index[work] for work in part_works] for part, part_works in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
-         **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
+         **{name: _listed(size) for name in _OPTIONAL_BYTES if (size := getattr(row, name)).terms},
+         **({"ends_region": True} if row.ends_region else {})}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -129,6 +130,7 @@ def as_data(table: Table) -> dict[str, Any]:
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
+        **({"prologue": {name: _listed(size) for name, size in table.prologue.items()}} if table.prologue else {}),
         "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
         "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
@@ -143,12 +145,16 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
-        OperatorRow({part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
-            _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
-            _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
-            tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
+        OperatorRow(
+            works={part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
+            **{name: _read(row[name]) for name in ("kept", "in_forward", "in_backward", "load")},
+            crossing=_read(row["crossing"]) if "crossing" in row else None,
+            ends_region=row.get("ends_region", False),
+            **{name: tuple(row.get(name, ())) for name in _NAMES},
+            **{name: _read(row.get(name, ())) for name in _OPTIONAL_BYTES},
+        )
         for row in data["rows"]
-    )  # fmt: skip
+    )
     parameters = {
         name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], tuple(p["cut"]),
                         **{key: p[key] for key in _CASTS if key in p})
@@ -158,7 +164,8 @@ def from_data(data: Mapping[str, Any]) -> Table:
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
     divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
     numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
-    return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
+    prologue = {name: _read(size) for name, size in data.get("prologue", {}).items()}
+    return Table(rows, order, parameters, **numbers, prologue=prologue, cuts=cuts, divided=divided)
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
@@ -200,16 +207,16 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_BlockRun]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
-_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
-"""Fields of a parameter with mixed precision or with a `dp_sync` method, and their defaults."""
+_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0, "contiguous": True}
+"""Optional fields of a parameter and their defaults: mixed precision, `dp_sync` methods, non-contiguous shards."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = tuple(CHOSEN)
 """Axes of the reference mesh, stored if they have more than one rank."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
-_OF_CROSSING = ("alike", "unkept", "kept_later")
-"""Fields of a row about its stage boundary, stored if they are not zero."""
-_NAMES = ("parameters", "reads_also")
+_OPTIONAL_BYTES = ("alike", "unkept", "kept_later", "after_backward", "delayed")
+"""Fields of a row that are stored if they are not zero."""
+_NAMES = ("parameters", "reads_also", "inputs")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 

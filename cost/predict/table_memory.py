@@ -1,19 +1,21 @@
 """Memory of every rank from a table's rows, at any setting: persistent state, saved tensors and peaks.
 
-The peaks include in-flight weights and gradients. `cost.count.memory_peaks` and `cost.count.rank_memory` count
-the same of a lowered program, value by value. Both use `comm_buffers.py` for communication.
+This is the one count of memory: `Plan.memory` is its value at the plan's own sizes, `Plan.cost.at` and the search
+take its value at others. `cost.count.symbolic_memory` fills the rows. In-flight weights and gradients of weights
+are added here (`comm_buffers.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.comm_buffers import (
     CommParameter,
     MemoryEvent,
@@ -26,9 +28,10 @@ from autopart.cost.predict.comm_buffers import (
     reduce_scatter_buckets,
 )
 from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
+from autopart.cost.predict.operator_work import Sizes
 from autopart.cost.predict.table_rows import named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
-from autopart.ir.run.schedule_actions import StageBytes, peak_activations, peak_stage_bytes
+from autopart.ir.run.schedule_actions import Action, StageBytes, peak_activations, peak_stage_bytes
 
 if TYPE_CHECKING:
     from autopart.cost.predict.table import TableCost
@@ -43,6 +46,7 @@ class ParameterUses(NamedTuple):
     Args:
         known: its name in the cost table (`Table.parameters`).
         first, last: index of the first and last operator that reads it.
+        opened: index of the operator before whose backward it is gathered: `last`, or the last of a recomputed region.
         again: True if the operators are recomputed in backward.
         kept: True if their backward uses it.
         trained: True if it gets a gradient.
@@ -51,82 +55,145 @@ class ParameterUses(NamedTuple):
     known: str
     first: int
     last: int
+    opened: int
     again: bool
     kept: bool
     trained: bool
 
 
-def rank_rows(priced: TableCost) -> list[dict[str, Any]]:
-    """Return the memory of the rank at each `pp` coordinate in bytes, as rows of `Plan.memory`."""
+def rank_memory(priced: TableCost) -> tuple[RankMemory, ...]:
+    """Return the memory of the fullest rank at each `pp` coordinate: the one at index 0 of all other axes."""
+    stages = _stages(priced)
+    return tuple(_rank(priced, stages, *rank) for rank in zip(priced.ranks_hold, priced.orders, strict=True))
+
+
+class _Stage(NamedTuple):
+    """Memory of a stage on one rank.
+
+    Args:
+        bytes: memory of a microbatch, for the actions of the schedule.
+        traffic: communication that overlaps with its compute.
+        received: bytes that it receives from the stage before in a microbatch.
+        prologue: bytes of values that depend on the call's inputs alone.
+        is_recomputed: True if a part of it is recomputed. Its backward is then never split.
+    """
+
+    bytes: StageBytes
+    traffic: StageCommBuffers
+    received: float
+    prologue: float
+    is_recomputed: bool
+
+
+def _rank(
+    priced: TableCost, all_stages: Sequence[_Stage], held: Mapping[str, str], order: tuple[Action, ...]
+) -> RankMemory:
     setting, table = priced.setting, priced.table
+    stages = {i: all_stages[i] for i in sorted({action.stage for action in order})}
+    of_stages = {i: one.bytes for i, one in stages.items()}
+    ran = _without_splits(order, {i for i, one in stages.items() if one.is_recomputed})
+    saved = {i: one.held for i, one in of_stages.items()}
+    most = peak_activations(ran, saved, {i: one.delayed for i, one in of_stages.items()})
+    parameters = priced.versions * sum(map(priced.local_bytes, held.values()))
+    gradients = sum(map(priced.gradient_bytes, held.values()))
+    optimizer = gradients * (setting.state_bytes - 1)
+    batch = table.input_bytes * setting.rows * priced.times.s
+    inputs = priced.versions * (batch + sum(one.prologue for one in stages.values()))
+    bucket = _tied_bucket_bytes(priced, held)
+    unsharded = sum(map(priced.whole_bytes, held.values()))
+    grown = sum(map(priced.grown_bytes, held.values()))
+    communication = _receive_buffers(priced, all_stages, order)
+    communication += sum(state_bytes_of_method(one, priced.data_ranks[0]) for one in priced.carried(held))
+    received = received_bytes(one.traffic for one in stages.values())
+    passing = max(peak_stage_bytes(ran, of_stages, round(grown)), received, gradients + bucket)
+    return RankMemory(
+        stages=tuple(stages),
+        parameters=round(parameters),
+        gradients=round(gradients),
+        optimizer=round(optimizer),
+        buffers=round(table.buffer_bytes),
+        inputs=round(inputs),
+        activations=most.size_bytes,
+        temporary=max(max(one.forward, one.backward) for one in of_stages.values()),
+        communication=round(communication + bucket),
+        gathered=round(unsharded + grown - gradients),
+        total=round(parameters + optimizer + table.buffer_bytes + inputs + communication + unsharded + passing),
+        in_flight=most.in_flight,
+    )
+
+
+def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Action, ...]:
+    """Return the actions with full backwards in stages that the runtime never splits."""
+    return tuple(
+        action._replace(kind="B") if action.stage in unsplit and action.kind == "I" else action
+        for action in order if not (action.stage in unsplit and action.kind == "W")
+    )  # fmt: skip
+
+
+def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequence[Action]) -> float:
+    """Return the bytes of a rank's receive buffers, for each microbatch that they are allocated for.
+
+    Schedules that split the backward also keep the gradients of received values until the weight part.
+    """
+    setting = priced.setting
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
-    posted *= priced.versions
-    taken, traffic = _stages_bytes(priced)
-    sent = [row["receives_bytes"] for row in priced.timing["stages"]] + [0.0]
-    rows = []
-    for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
-        stages = {i: taken[i] for i in sorted({action.stage for action in order})}
-        most = peak_activations(order, {i: one.held for i, one in stages.items()}, {})
-        gradients = sum(map(priced.gradient_bytes, held.values()))
-        bucket = _tied_bucket_bytes(priced, held)
-        whole = sum(map(priced.whole_bytes, held.values()))
-        grown = sum(map(priced.grown_bytes, held.values()))
-        row: dict[str, Any] = {
-            "stages": list(stages),
-            "parameters": priced.versions * sum(map(priced.local_bytes, held.values())),
-            "gradients": gradients, "optimizer": gradients * (setting.state_bytes - 1),
-            "buffers": table.buffer_bytes, "activations": most.size_bytes,
-            "inputs": priced.versions * table.input_bytes * setting.rows * priced.times.s,
-            "temporary": max(max(one.forward, one.backward) for one in stages.values()),
-            "communication": posted * sum(sent[i] * (i - 1 not in stages) + sent[i + 1] * (i + 1 not in stages)
-                                          for i in stages),
-        }  # fmt: skip
-        row["communication"] += sum(state_bytes_of_method(one, priced.data_ranks[0]) for one in priced.carried(held))
-        lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-        received = received_bytes(traffic[i] for i in stages)
-        passing = max(peak_stage_bytes(order, stages, round(grown)), received, gradients + bucket)
-        row["total"] = round(lasting + whole + passing)
-        row["gathered"] = whole + grown - gradients
-        row["communication"] += bucket
-        rows.append(row | {"in_flight": [most.in_flight[i] for i in stages]})
-    return rows
+    own, total = {action.stage for action in order}, 0.0
+    for i in own:
+        before, after = i > 0 and i - 1 not in own, i + 1 < len(stages) and i + 1 not in own
+        total += posted * (before * stages[i].received + (after and stages[i + 1].received))
+        total += sum(action.kind == "I" and action.stage == i for action in order) * stages[i].received
+    return priced.versions * total
 
 
 def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
-    """Return the bytes of the flat copy of tied parameters' gradients, reduced at the end of a step.
+    """Return the bytes of the flat copy of the largest bucket of tied parameters' gradients.
 
-    A single gradient is not copied, unless it is reduced in another dtype.
+    Gradients of tied parameters are reduced at the end of a step. A gradient that fills a bucket alone is reduced in
+    place, unless it is reduced in another dtype.
     """
-    tied = [known for name, known in held.items() if sum(name in names for names in priced.ranks_hold) > 1]
-    shares = [priced.table.parameters[known].summed for known in tied]
-    sizes = [priced.gradient_bytes(known) * share for known, share in zip(tied, shares, strict=True)]
-    is_copied = len(sizes) > 1 or any(share != 1 for share in shares)
-    return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
+    buckets: dict[Any, list[float]] = defaultdict(list)
+    for name, known in held.items():
+        owners = tuple(pp for pp, names in enumerate(priced.ranks_hold) if name in names)
+        if len(owners) > 1 and priced.table.parameters[known].trained:
+            buckets[owners, priced.table.parameters[known].summed].append(priced.gradient_bytes(known))
+    copies = (min(sum(sizes), BUCKET_BYTES) * summed for (_, summed), sizes in buckets.items()
+              if len(sizes) > 1 or summed != 1)  # fmt: skip
+    return max(copies, default=0.0)
 
 
-def _stages_bytes(priced: TableCost) -> tuple[list[StageBytes], list[StageCommBuffers]]:
-    """Return the bytes of a microbatch of every stage, and its overlapped communication.
+def _stages(priced: TableCost) -> list[_Stage]:
+    """Return the memory of every stage.
 
     A stage also holds the values that it sends, if none of its operators saves them. A received value stays in its
     receive buffer.
     """
-    rows, positions, times = priced.table.rows, priced.table.positions, priced.times
-    starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
+    table, positions, times = priced.table, priced.table.positions, priced.times
+    starts = [table.rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
-    stages, traffic = list[StageBytes](), list[StageCommBuffers]()
+    stages = list[_Stage]()
     for i, stage in enumerate(priced.stages):
-        beyond, sent = beyond_kept(priced, [priced.table.order[j] for j in stage])
-        gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
-        kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
-        stages.append(beyond._replace(held=round(max(0.0, kept - received[i]) + unkept[i] + gathered)))
-        traffic.append(sent)
-    return stages, traffic
+        peaks, traffic = beyond_kept(priced, [table.order[j] for j in stage])
+        crossing, own = priced.crossings[i], positions[stage.start : stage.stop]
+        sizes = priced.row_bytes.of(own)
+        kept = max(0.0, float(sizes.kept.sum()) - received[i])
+        rows = [table.rows[position] for position in dict.fromkeys(own.tolist())]
+        is_recomputed = any(row.ends_region for row in rows)
+        in_stage = peaks._replace(
+            held=round(kept + unkept[i] + crossing.gathered_bytes(priced.mesh, priced.scatters)),
+            delayed=round(float(sizes.delayed.sum())) if i and not is_recomputed else 0,
+        )
+        batch = Sizes(b=priced.setting.rows, s=times.s)
+        prologue = sum(float(table.prologue[name].at(batch)) for name in {name for row in rows for name in row.inputs})
+        sent = round(crossing.sent_bytes(priced.mesh, priced.scatters))
+        stages.append(_Stage(in_stage, traffic, sent, prologue, is_recomputed))
+    return stages
 
 
 def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
     """Return the uses of the parameters that operators read, in the order of their first use."""
     reads, gathers = dict[str, ParameterUses](), priced.table.gathers
+    region_ends = _region_ends(priced, order)
     for i, (position, path, number) in enumerate(order):
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
@@ -134,9 +201,20 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
             trained = priced.table.parameters[known].trained
             kept = "input_backward" in row.works if gathers else trained
             before = reads.get(name)
-            kept = kept or (before is not None and before.kept)
-            reads[name] = ParameterUses(known, i if before is None else before.first, i, again, kept, trained)
+            reads[name] = ParameterUses(
+                known=known, first=i if before is None else before.first, last=i, opened=region_ends[i] if again else i,
+                again=again, kept=kept or (before is not None and before.kept), trained=trained,
+            )  # fmt: skip
     return reads
+
+
+def _region_ends(priced: TableCost, order: Order) -> list[int]:
+    """Return, for each operator, the last operator of the recomputed region that it would be in."""
+    ends = [*range(len(order))]
+    for i in range(len(order) - 2, -1, -1):
+        if not priced.table.rows[order[i][0]].ends_region:
+            ends[i] = ends[i + 1]
+    return ends
 
 
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
@@ -152,17 +230,19 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
         return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()
     positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
     weights = {name: _weight(priced, one.known) for name, one in reads.items()}
-    traffic, kept = _traffic(priced, reads, weights), np.cumsum(priced.kept[positions])
+    traffic, sizes = _traffic(priced, reads, weights), priced.row_bytes.of(positions)
     if others_beside and traffic.rows:
         before, after = ([row._replace(names=())] * traffic.prefetch for row in (traffic.rows[0], traffic.rows[-1]))
         traffic = replace(traffic, rows=(*before, *traffic.rows, *after))
-    left = priced.crossing(priced.table.rows[positions[0]]).whole
-    forward = [*(kept + priced.in_forward[positions]).tolist(), 0.0]
-    backward = [*(kept + priced.in_backward[positions])[::-1].tolist(), left]
-    steps = _steps(backward, kept[::-1].tolist(), *_backward(reads, weights, traffic, len(order) - 1))
+    kept = np.cumsum(sizes.kept)
+    run = kept + sizes.in_forward
+    between = np.minimum(run[1:], run[:-1])
+    forward = _steps(run, [run[0], *between], [*between, 0.0], *_forward(reads, weights, traffic))
+    run, after = (kept + sizes.in_backward)[::-1], (kept - sizes.kept + sizes.after_backward)[::-1]
+    backward = _steps(run, [kept[-1], *after[:-1]], after, *_backward(reads, weights, traffic, len(order) - 1))
     whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
-    first, later = backward_peaks([steps], 0.0, traffic, whole, microbatches)
-    most = forward_peak([_steps(forward, kept.tolist(), *_forward(reads, weights, traffic))])
+    first, later = backward_peaks(backward, traffic, whole, microbatches)
+    most = forward_peak(forward)
     gradients = sum(priced.grown_bytes(one.known) for one in reads.values())
     beyond = (max(0.0, peak - float(kept[-1])) for peak in (most, later, first))
     return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
@@ -190,13 +270,15 @@ def _backward(
     """
     begins, ends = _none(), _none()
     trained = {name: weight for name, weight in weights.items() if reads[name].trained}
+    for i, row in reversed([*enumerate(traffic.rows)]):
+        if any(reads[name].kept for name in row.names):
+            begins[last - max(reads[name].opened for name in row.names)] += traffic.opens(i)
     for name, weight in trained.items():
         begins[last - reads[name].last].append(MemoryEvent("takes", weight.whole_bytes))
-    for i, row in enumerate(traffic.rows):
+    for row in traffic.rows:
         row_reads, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
         end = last - min((one.first for one in row_reads), default=0)
         if any(one.kept for one in row_reads):
-            begins[last - max(one.last for one in row_reads)] += traffic.opens(i)
             ends[end].append(MemoryEvent("takes", -row.whole_bytes))
         if grads:
             ends[end].append(MemoryEvent("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
@@ -210,24 +292,23 @@ Events = Mapping[int, Sequence[MemoryEvent]]
 _none = partial(defaultdict[int, list[MemoryEvent]], list)
 
 
-def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[MemoryEvent]:
+def _steps(
+    runs: np.ndarray, before: Sequence[float], after: Sequence[float], begins: Events, ends: Events
+) -> list[MemoryEvent]:  # fmt: skip
     """Return all events, operator by operator.
 
     Args:
-        runs: bytes that exist while each operator runs, without weights and their gradients. The last entry is the
-            memory after all of them.
-        kept: the part of `runs` that exists before the operator. After an operator, the memory is at most that of
-            the operator and of the next one.
+        runs: bytes that exist while each operator runs, without weights and their gradients.
+        before, after: bytes that exist before and after each operator.
     """
     events, start = list[MemoryEvent](), 0
     for i in sorted({*begins, *ends}):
-        after = min(runs[i], runs[i + 1])
-        events.append(MemoryEvent("peak", max(runs[start:i], default=0.0)))
-        events += (MemoryEvent("takes", kept[i]), *begins.get(i, ()), MemoryEvent("takes", -kept[i]))
-        events.append(MemoryEvent("peak", runs[i]))
-        events += (MemoryEvent("takes", after), *ends.get(i, ()), MemoryEvent("takes", -after))
+        events.append(MemoryEvent("peak", float(runs[start:i].max(initial=0.0))))
+        events += (MemoryEvent("takes", before[i]), *begins.get(i, ()), MemoryEvent("takes", -before[i]))
+        events.append(MemoryEvent("peak", float(runs[i])))
+        events += (MemoryEvent("takes", after[i]), *ends.get(i, ()), MemoryEvent("takes", -after[i]))
         start = i + 1
-    return [*events, MemoryEvent("peak", max(runs[start:]))]
+    return [*events, MemoryEvent("peak", float(runs[start:].max(initial=0.0)))]
 
 
 def _traffic(
@@ -255,4 +336,7 @@ def _weight(priced: TableCost, known: str) -> CommParameter:
         priced.read_bytes(known) if is_cut else part,
         (axes, parameter.over if is_cut else (), keeps_full_gradient),
     )
-    return CommParameter(part, whole, parameter.read, parameter.summed, kind, True, bool(axes), keeps_full_gradient)
+    return CommParameter(
+        part_bytes=part, whole_bytes=whole, read=parameter.read, summed=parameter.summed, kind=kind,
+        in_order=parameter.contiguous, is_summed=bool(axes), keeps_full_gradient=keeps_full_gradient,
+    )  # fmt: skip

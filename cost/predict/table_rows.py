@@ -1,13 +1,14 @@
-"""Rows of a `Table`: the parameters and operators of a model."""
+"""Rows of a `Table`, the parameters and operators of a model, and sums over them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from autopart.cost.predict.operator_work import NOTHING, Size, Work
+from autopart.cost.predict.operator_work import NOTHING, Size, Sizes, Work
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Parameter:
         cast_again: True if backward casts it too.
         itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
         rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
+        contiguous: True if the unsharded parameter is its ZeRO shards concatenated.
     """
 
     size: Size
@@ -34,6 +36,7 @@ class Parameter:
     cast_again: bool = False
     itemsize: int = 4
     rows: int = 0
+    contiguous: bool = True
 
     @property
     def cut(self) -> bool:
@@ -59,12 +62,16 @@ class OperatorRow:
         kept: tensors saved from its forward to its backward.
         in_forward, in_backward: memory while either runs, beyond the tensors that this operator and earlier ones
             save. In-flight weights and weight gradients are excluded. A term may be negative.
+        after_backward: memory after its backward, beyond the tensors that earlier operators save.
+        delayed: gradients that a split backward keeps from its input part to its weight part.
         crossing: bytes that a stage boundary before it sends; None if no stage may begin here.
         load: FLOPs by which stages are balanced.
         parameters: parameters that it reads.
         reads_also: parameters that it reads through a view, or that another row gathers.
+        ends_region: True if it is the last operator of a region that backward recomputes.
         alike: the part of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
-        unkept: the part of `crossing` that no earlier operator saves.
+        inputs: values that it reads and that depend on the call's inputs alone (`Table.prologue`).
+        unkept: the part of `crossing` that no earlier operator saves, and no earlier stage receives.
         kept_later: the part of `crossing` that a later operator saves first.
     """
 
@@ -76,6 +83,10 @@ class OperatorRow:
     load: Size
     parameters: tuple[str, ...] = ()
     reads_also: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    ends_region: bool = False
+    after_backward: Size = NOTHING
+    delayed: Size = NOTHING
     alike: Size = NOTHING
     unkept: Size = NOTHING
     kept_later: Size = NOTHING
@@ -84,6 +95,73 @@ class OperatorRow:
     def temporary(self) -> Size:
         """The larger of its memory in forward and in backward."""
         return max(self.in_forward, self.in_backward, key=lambda size: size.value)
+
+
+class RowBytes(NamedTuple):
+    """Arrays of bytes of operators, with the names of the fields of `OperatorRow`."""
+
+    kept: np.ndarray
+    in_forward: np.ndarray
+    in_backward: np.ndarray
+    after_backward: np.ndarray
+    delayed: np.ndarray
+
+    def of(self, positions: np.ndarray) -> RowBytes:
+        """Return the bytes of the operators whose rows are at these positions."""
+        return RowBytes(*(sizes[positions] for sizes in self))
+
+
+class ShardedBytes(NamedTuple):
+    """Parameters that ZeRO shards over the same axes.
+
+    Args:
+        size: their bytes, unsharded.
+        number: number of parameters.
+        cast: bytes that casts of them and of their gradients move in a microbatch, if unsharded.
+    """
+
+    size: Size
+    number: int
+    cast: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Work of one microbatch of the full model on the ranks of one pipeline, and memory in bytes.
+
+    Args:
+        works: {(part of a step, work): count}.
+        stored: parameters.
+        trained: the parameters that get a gradient.
+        cut: {flattened axes: the parameters that ZeRO shards over them}.
+        gathers: True if `works` includes ZeRO's collectives.
+        cast: traffic of casts of the other parameters and their gradients in a microbatch.
+        read, summed: as in `Parameter`, averaged over all parameters.
+        kept: activations saved by all operators.
+        temporary: peak workspace beyond them.
+        sent: values sent between two stages.
+        buffers: buffers of the model.
+        summed_over: {axis: bytes of the parameters whose gradients are reduced over it, by the axes ZeRO shards
+            them over}.
+        hidden: share of gradients outside the bucket that completes last.
+        at: the reference sizes.
+    """
+
+    works: Mapping[tuple[str, Work], int]
+    stored: Size
+    trained: Size
+    cut: Mapping[tuple[str, ...], ShardedBytes]
+    gathers: bool
+    cast: Size
+    read: float
+    summed: float
+    kept: Size
+    temporary: Size
+    sent: Size
+    buffers: float
+    summed_over: Mapping[str, Mapping[tuple[str, ...], Size]]
+    hidden: float
+    at: Sizes
 
 
 def named_in(name: str, path: str, number: int) -> str:

@@ -82,6 +82,12 @@ def test_parameters_are_the_published_formula():
     assert plan().cost.formula.totals.stored.value / 4 == pytest.approx(published + 2 * hidden)
 
 
+def error_of(found):
+    """The closed formula over the simulated step, without the term of what it leaves out."""
+    alone = found.cost.subs(found.cost._values({}) | {"r": 0})
+    return abs(float(alone) / autopart.simulate(found).step_time_s - 1)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -93,7 +99,7 @@ def test_without_a_pipeline_the_formula_is_the_simulated_step(mesh, options):
     found = plan(mesh, **options)
     figures = found.cost.at()
     # Sums of gradients over `tp` (norms under sequence parallelism) and odd buckets are the simulator's alone.
-    assert found.cost.scale == pytest.approx(1, rel=0.05)
+    assert error_of(found) < 0.05
     assert float(figures) == pytest.approx(sum(figures.parts_s.values()))
 
 
@@ -101,7 +107,7 @@ def test_without_a_pipeline_the_formula_is_the_simulated_step(mesh, options):
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "phi3"])
 def test_every_model_has_formulas(name):
     found = plan("tp2", zoo.ZOO[name](), sequence_parallel=False)
-    assert found.cost.scale == pytest.approx(1, rel=0.05)
+    assert error_of(found) < 0.05
     assert found.cost.at(b=64).step_time_s > found.cost.at().step_time_s
 
 

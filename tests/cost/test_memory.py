@@ -421,9 +421,9 @@ def test_verify_judges_the_model_in_its_own_dtype():
 def test_a_copy_of_gradients_is_there_while_it_is_sent():
     """100 bytes of gradients, copied together when the second is whole; what follows is beside the copy."""
     traffic = StageCommBuffers((GradientBucket(("a", "b"), flat_bytes=100),))
-    steps = [
-        [MemoryEvent("takes", 60), MemoryEvent("gives", 0, name="a"), MemoryEvent("peak", 5)],
-        [MemoryEvent("takes", 40), MemoryEvent("gives", 0, name="b"), MemoryEvent("peak", 7)],
-    ]
-    assert backward_peaks(steps, 0.0, traffic, {"a": 60, "b": 40}, 1) == (207, 207)
-    assert backward_peaks(steps, 0.0, StageCommBuffers(), {}, 1) == (107, 107)
+    events = [
+        MemoryEvent("takes", 60), MemoryEvent("gives", 0, name="a"), MemoryEvent("peak", 5),
+        MemoryEvent("takes", 40), MemoryEvent("gives", 0, name="b"), MemoryEvent("peak", 7),
+    ]  # fmt: skip
+    assert backward_peaks(events, traffic, {"a": 60, "b": 40}, 1) == (207, 207)
+    assert backward_peaks(events, StageCommBuffers(), {}, 1) == (107, 107)

@@ -109,7 +109,9 @@ def test_the_peak_is_said_in_words():
 def test_the_formulas_move_with_the_step():
     """At other sizes they are about as many times more as the prediction of these stages."""
     cost = made(2).cost
-    assert cost.scale != 1
+    assert cost.left_out != 0 and "left out" in cost.parts
+    assert float(cost.subs(cost._values({}) | {"r": 0})) == pytest.approx(cost.formula_s, rel=EXACT)
+    assert f"the closed formula alone gives {quantity(cost.formula_s, 's')} per step" in str(cost)
     moved = cost.subs(cost._values({"s": 128.0}))
     assert cost.at(s=128).step_time_s == pytest.approx(float(moved), rel=0.05)
     assert autopart.crossover(made(2), made(2)) is None

@@ -18,8 +18,7 @@ from zoo import ZOO
 
 import autopart
 from autopart.compat.torch_function_internals import on_local_values
-from autopart.cost.count.memory_peaks import stage_memory
-from autopart.cost.count.stage_footprint import liveness_of
+from autopart.cost.count.stage_footprint import liveness_of, own_saved_bytes, saved_buffers
 from autopart.ir.facts import times
 from autopart.ops.stage_masks import with_mask_structure
 from autopart.runtime.executable import Executable
@@ -98,10 +97,14 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     found = []
     with executable.loaded(inputs, comparison):
         for module in executable.modules:
-            estimate = stage_memory(
-                liveness_of(trace, program, with_mask_structure(module.stage, dict(module.loaded.mask_structures[0])))
+            walk = liveness_of(
+                trace, program, with_mask_structure(module.stage, dict(module.loaded.mask_structures[0]))
             )
-            estimated = sum(size * times(node) for node, size in estimate.saved.items())
+            saved = saved_buffers(walk, walk.reached())
+            estimated = sum(
+                times(node) * (sum(memory.size_bytes for memory in buffers) + own_saved_bytes(walk, node))
+                for node, buffers in saved.items()
+            )
             found.append((module.stage.index, _saved_of(module), estimated))
     return found
 

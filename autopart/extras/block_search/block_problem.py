@@ -277,7 +277,8 @@ class Blocks:
         states = priced.state_bytes(held)
         beyond, _ = beyond_kept(priced, order, others_beside=True)
         temporary = max(beyond.forward, beyond.backward)
-        return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
+        saved = float(priced.row_bytes.kept[rows].sum())
+        return time + sum(once.values()) / schedule.microbatches, states, saved, temporary
 
     def _hidden(self, rows: np.ndarray) -> float:
         """Return the seconds of ZeRO's collectives that overlap with these operators.
