@@ -155,7 +155,7 @@ class SymbolicMemory:
             delayed=self.delayed.get(one.node, NOTHING),
             crossing=crossing,
             load=load,
-            ends_region=one.node in self.region_ends,
+            recomputed=self.recomputed.get(one.node),
             parameters=tuple(sorted(names & self.parameters)),
             reads_also=tuple(sorted((also & self.parameters) - names)),
             inputs=tuple(sorted(inputs - {""})),
@@ -200,11 +200,13 @@ class SymbolicMemory:
         They are gradients, recomputed values and workspace, without those of weights.
         """
         now, beyond, after = _SizeSum(), dict[fx.Node, Size](), dict[fx.Node, Size]()
-        kernel, self.region_ends = _FusedKernel(), set[fx.Node]()
+        kernel, self.recomputed = _FusedKernel(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
-            node, kept = step.node, self.kept.get(step.node, NOTHING)
-            self.region_ends |= {node} if step.rerun else set()
-            now.add(Size.sum(self.rerun.get(other, NOTHING) for other in step.rerun))
+            node = step.node
+            kept = self.kept.get(node, NOTHING) + self._received_of(node) * -1  # what its backward frees
+            if step.rerun:
+                self.recomputed[node] = Size.sum(self.rerun.get(other, NOTHING) for other in step.rerun)
+                now.add(self.recomputed[node])
             of_weights = Size.sum(map(self.size, filter(self._is_weight, step.made)))  # `table_memory.py` counts these
             made, done = self._values(step.made), self._values(step.done) + self.rerun.get(node, NOTHING)
             further, begins = Size.sum(map(self._value, step.further)), now.size()
@@ -223,11 +225,15 @@ class SymbolicMemory:
             beyond[node], after[node] = _largest(*peaks), ends
         left, unsaved = NOTHING, NOTHING  # received values that no operator up to this one saves stay in their buffers
         for node in reversed(self.walk.values):
+            beyond[node] = beyond.get(node, NOTHING) + unsaved
+            unsaved += self._received_of(node)
             left = after.get(node, left)
             after[node] = left + unsaved
-            beyond[node] = beyond.get(node, NOTHING) + unsaved
-            unsaved += Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
         return beyond, after
+
+    def _received_of(self, node: fx.Node) -> Size:
+        """Return the bytes of received values that an operator is the first to save."""
+        return Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
 
     def _delayed(self) -> dict[fx.Node, Size]:
         """Return the bytes of gradients that a split backward keeps from its input part to its weight part.

@@ -257,7 +257,8 @@ class TableCost:
     @cached_property
     def row_bytes(self) -> RowBytes:
         """[rows] Bytes of each row."""
-        sizes = ([float(getattr(row, name).at(self.times)) for row in self.table.rows] for name in RowBytes._fields)
+        rows, times = self.table.rows, self.times
+        sizes = ([float((getattr(row, name) or NOTHING).at(times)) for row in rows] for name in RowBytes._fields)
         return RowBytes(*map(np.array, sizes))
 
     @cached_property

@@ -50,7 +50,7 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         path, number, names = _in_first_block((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OPTIONAL_BYTES))
-        key = (tuple(row.works.items()), read, also, row.inputs, row.ends_region, *sizes)
+        key = (tuple(row.works.items()), read, also, row.inputs, row.recomputed, *sizes)
         if key not in known:
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
@@ -113,7 +113,7 @@ def as_data(table: Table) -> dict[str, Any]:
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
          **{name: _listed(size) for name in _OPTIONAL_BYTES if (size := getattr(row, name)).terms},
-         **({"ends_region": True} if row.ends_region else {})}
+         **({} if row.recomputed is None else {"recomputed": _listed(row.recomputed)})}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -149,7 +149,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
             works={part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
             **{name: _read(row[name]) for name in ("kept", "in_forward", "in_backward", "load")},
             crossing=_read(row["crossing"]) if "crossing" in row else None,
-            ends_region=row.get("ends_region", False),
+            recomputed=_read(row["recomputed"]) if "recomputed" in row else None,
             **{name: tuple(row.get(name, ())) for name in _NAMES},
             **{name: _read(row.get(name, ())) for name in _OPTIONAL_BYTES},
         )

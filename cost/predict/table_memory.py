@@ -178,7 +178,7 @@ def _stages(priced: TableCost) -> list[_Stage]:
         sizes = priced.row_bytes.of(own)
         kept = max(0.0, float(sizes.kept.sum()) - received[i])
         rows = [table.rows[position] for position in dict.fromkeys(own.tolist())]
-        is_recomputed = any(row.ends_region for row in rows)
+        is_recomputed = any(row.recomputed is not None for row in rows)
         in_stage = peaks._replace(
             held=round(kept + unkept[i] + crossing.gathered_bytes(priced.mesh, priced.scatters)),
             delayed=round(float(sizes.delayed.sum())) if i and not is_recomputed else 0,
@@ -212,7 +212,7 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
     """Return, for each operator, the last operator of the recomputed region that it would be in."""
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
-        if not priced.table.rows[order[i][0]].ends_region:
+        if priced.table.rows[order[i][0]].recomputed is None:
             ends[i] = ends[i + 1]
     return ends
 
@@ -239,7 +239,9 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
     between = np.minimum(run[1:], run[:-1])
     forward = _steps(run, [run[0], *between], [*between, 0.0], *_forward(reads, weights, traffic))
     run, after = (kept + sizes.in_backward)[::-1], (kept - sizes.kept + sizes.after_backward)[::-1]
-    backward = _steps(run, [kept[-1], *after[:-1]], after, *_backward(reads, weights, traffic, len(order) - 1))
+    backward = _steps(
+        run, [kept[-1], *after[:-1]], after, *_backward(reads, weights, traffic, sizes.recomputed.tolist())
+    )
     whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
     first, later = backward_peaks(backward, traffic, whole, microbatches)
     most = forward_peak(forward)
@@ -262,17 +264,29 @@ def _forward(
 
 
 def _backward(
-    reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers, last: int
-) -> tuple[Events, Events]:
+    reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers,
+    recomputed: Sequence[float],
+) -> tuple[Events, Events]:  # fmt: skip
     """Return the events of gathered weights and weight gradients around each operator's backward.
 
-    Operators are numbered from the `last` one on.
+    Events have the numbers of operators from the last one on. A recomputed region gathers its first group of weights
+    before it allocates its values, and its other groups after that.
+
+    Args:
+        recomputed: bytes that are recomputed before each operator's backward.
     """
-    begins, ends = _none(), _none()
+    begins, ends, last = _none(), _none(), len(recomputed) - 1
     trained = {name: weight for name, weight in weights.items() if reads[name].trained}
-    for i, row in reversed([*enumerate(traffic.rows)]):
+    opened: dict[int, list[int]] = defaultdict(list)
+    for i, row in enumerate(traffic.rows):
         if any(reads[name].kept for name in row.names):
-            begins[last - max(reads[name].opened for name in row.names)] += traffic.opens(i)
+            opened[max(reads[name].opened for name in row.names)].append(i)
+    for at, (first, *others) in opened.items():
+        begins[last - at] += traffic.opens(first) if recomputed[at] else ()
+        begins[last - at].append(MemoryEvent("takes", recomputed[at]))
+        for i in reversed(others if recomputed[at] else [first, *others]):
+            begins[last - at] += traffic.opens(i)
+        begins[last - at].append(MemoryEvent("takes", -recomputed[at]))
     for name, weight in trained.items():
         begins[last - reads[name].last].append(MemoryEvent("takes", weight.whole_bytes))
     for row in traffic.rows:

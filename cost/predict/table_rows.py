@@ -68,7 +68,7 @@ class OperatorRow:
         load: FLOPs by which stages are balanced.
         parameters: parameters that it reads.
         reads_also: parameters that it reads through a view, or that another row gathers.
-        ends_region: True if it is the last operator of a region that backward recomputes.
+        recomputed: buffers that are recomputed before its backward, if it is the last operator of a region; else None.
         alike: the part of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
         inputs: values that it reads and that depend on the call's inputs alone (`Table.prologue`).
         unkept: the part of `crossing` that no earlier operator saves, and no earlier stage receives.
@@ -84,7 +84,7 @@ class OperatorRow:
     parameters: tuple[str, ...] = ()
     reads_also: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
-    ends_region: bool = False
+    recomputed: Size | None = None
     after_backward: Size = NOTHING
     delayed: Size = NOTHING
     alike: Size = NOTHING
@@ -105,6 +105,7 @@ class RowBytes(NamedTuple):
     in_backward: np.ndarray
     after_backward: np.ndarray
     delayed: np.ndarray
+    recomputed: np.ndarray
 
     def of(self, positions: np.ndarray) -> RowBytes:
         """Return the bytes of the operators whose rows are at these positions."""
