@@ -29,7 +29,7 @@ from autopart.cost.predict.comm_buffers import (
 )
 from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.cost.predict.operator_work import Sizes
-from autopart.cost.predict.table_rows import named_in
+from autopart.cost.predict.table_rows import RowBytes, named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
 from autopart.ir.run.schedule_actions import Action, StageBytes, peak_activations, peak_stage_bytes
 
@@ -239,9 +239,7 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
     between = np.minimum(run[1:], run[:-1])
     forward = _steps(run, [run[0], *between], [*between, 0.0], *_forward(reads, weights, traffic))
     run, after = (kept + sizes.in_backward)[::-1], (kept - sizes.kept + sizes.after_backward)[::-1]
-    backward = _steps(
-        run, [kept[-1], *after[:-1]], after, *_backward(reads, weights, traffic, sizes.recomputed.tolist())
-    )
+    backward = _steps(run, [kept[-1], *after[:-1]], after, *_backward(reads, weights, traffic, sizes))
     whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
     first, later = backward_peaks(backward, traffic, whole, microbatches)
     most = forward_peak(forward)
@@ -265,7 +263,7 @@ def _forward(
 
 def _backward(
     reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers,
-    recomputed: Sequence[float],
+    sizes: RowBytes,
 ) -> tuple[Events, Events]:  # fmt: skip
     """Return the events of gathered weights and weight gradients around each operator's backward.
 
@@ -273,20 +271,21 @@ def _backward(
     before it allocates its values, and its other groups after that.
 
     Args:
-        recomputed: bytes that are recomputed before each operator's backward.
+        sizes: bytes of each operator.
     """
-    begins, ends, last = _none(), _none(), len(recomputed) - 1
+    begins, ends, last = _none(), _none(), len(sizes.kept) - 1
     trained = {name: weight for name, weight in weights.items() if reads[name].trained}
     opened: dict[int, list[int]] = defaultdict(list)
     for i, row in enumerate(traffic.rows):
         if any(reads[name].kept for name in row.names):
             opened[max(reads[name].opened for name in row.names)].append(i)
-    for at, (first, *others) in opened.items():
-        begins[last - at] += traffic.opens(first) if recomputed[at] else ()
-        begins[last - at].append(MemoryEvent("takes", recomputed[at]))
-        for i in reversed(others if recomputed[at] else [first, *others]):
-            begins[last - at] += traffic.opens(i)
-        begins[last - at].append(MemoryEvent("takes", -recomputed[at]))
+    for at, groups in opened.items():
+        recomputed_bytes = float(sizes.recomputed[at])
+        before, after = (groups[:1], groups[1:]) if recomputed_bytes else ([], groups)
+        begins[last - at] += (event for i in before for event in traffic.opens(i))
+        begins[last - at].append(MemoryEvent("takes", recomputed_bytes))
+        begins[last - at] += (event for i in reversed(after) for event in traffic.opens(i))
+        begins[last - at].append(MemoryEvent("takes", -recomputed_bytes))
     for name, weight in trained.items():
         begins[last - reads[name].last].append(MemoryEvent("takes", weight.whole_bytes))
     for row in traffic.rows:
@@ -294,9 +293,11 @@ def _backward(
         end = last - min((one.first for one in row_reads), default=0)
         if any(one.kept for one in row_reads):
             ends[end].append(MemoryEvent("takes", -row.whole_bytes))
-        if grads:
-            ends[end].append(MemoryEvent("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
-            ends[end].append(MemoryEvent("takes", -sum(weight.whole_bytes for weight in grads)))
+        if grads:  # they are sent before the operator's saved tensors are freed
+            saved_bytes, sent = float(sizes.kept[last - end]), sum(weight.part_bytes for weight in grads)
+            ends[end].append(MemoryEvent("takes", saved_bytes))
+            ends[end].append(MemoryEvent("sends", row.grad_bytes, sent))
+            ends[end].append(MemoryEvent("takes", -saved_bytes - sum(weight.whole_bytes for weight in grads)))
     for name, weight in trained.items():
         ends[last - reads[name].first].append(MemoryEvent("gives", weight.whole_bytes, name=name))
     return begins, ends
