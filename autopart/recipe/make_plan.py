@@ -15,20 +15,16 @@ from torch import fx, nn
 from autopart.common.flags import flags
 from autopart.common.model_outputs import loss_entry
 from autopart.common.progress import phase
-from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_unflatten
 from autopart.cost.count.compiled_saved_tensors import with_compiled
 from autopart.cost.count.program_summary import crossings
 from autopart.cost.count.rank_memory import memory_of
 from autopart.cost.count.stage_footprint import liveness_of
-from autopart.cost.formula.plan_cost import Cost
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.memory_advice import Estimate, does_not_fit, fullest
 from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.send_costs import scatter_is_cheaper
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
-from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE
-from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
+from autopart.errors import AutopartError, LayoutError, OptionError
 from autopart.ir.blocks.deduplication import NotDeduplicable
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
@@ -190,30 +186,8 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace.
 
-    With a named hardware profile, less balanced stages are also tried, and kept if the predicted step is shorter.
-    """
-    plan = _plan_of_few(model, traced, mesh, options)
-    is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
-    if is_fixed or Cost.of(plan).has_quickest_stages:
-        return plan
-    try:
-        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=WIDE_IMBALANCE_TOLERANCE))
-    except MemoryLimitError:
-        return plan
-    return replace(other, notes=(*other.notes, _why_less_even(other, plan)))
-
-
-def _why_less_even(chosen: Plan, even: Plan) -> str:
-    seconds, least_s = (quantity(plan.cost["step_time_s"], "s") for plan in (chosen, even))
-    heaviest, least = (f"{100 * plan.cost['imbalance']:.1f} %" for plan in (chosen, even))
-    return (f"stages are less even than they could be, as a step takes {seconds} then on {chosen.hardware}, not "
-            f"{least_s}: the heaviest is {heaviest} over the lower bound, not {least}")  # fmt: skip
-
-
-def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Return the plan of the deduplicated trace, which equals that of the full trace.
-
-    Falls back to the full trace if blocks cannot be deduplicated, or to raise an error that names the real block.
+    The deduplicated trace is planned, whose plan equals that of the full trace. Falls back to the full trace if blocks
+    cannot be deduplicated, or to raise an error that names the real block.
     """
     if traced.folds and can_be_folded(mesh, options):
         try:
@@ -328,7 +302,6 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
         options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
-        IMBALANCE_TOLERANCE if options.stage_slack is None else options.stage_slack,
     )  # fmt: skip
 
 
