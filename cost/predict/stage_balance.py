@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from autopart.cost.predict.table_rows import Parameter
 
@@ -136,46 +137,52 @@ class _Stages:
         limit = quickest * (1 + TIME_TOLERANCE)
         if quickest <= bound * BOUND:
             limit = min(limit, bound * BOUND)
-        before, first, time = self._times(min(limit, max_load))
-        able = time <= limit * (1 + 1e-12)
-        often = float(np.median(self.sent[1:-1])) or 1.0
-        uneven = np.where(able, (self.shares[:, None] - self.shares[before]) ** 2 / 2, np.inf)
+        first, time = self._times(min(limit, max_load))
+        often, widest = float(np.median(self.sent[1:-1])) or 1.0, time.shape[1]
+        uneven = np.where(
+            time <= limit * (1 + 1e-12), (self.shares[:, None] - _before(self.shares, widest)) ** 2 / 2, np.inf
+        )
         cost = np.where(first <= limit * (1 + 1e-12), self.shares**2 / 2, np.inf)
-        came_from: list[np.ndarray] = []
+        chosen: list[np.ndarray] = []
         every = np.arange(len(self.end))
         for _ in range(self.num_stages - 1):
-            costs = (cost + self.sent / often)[before] + uneven
-            chosen = costs.argmin(1)
-            came_from.append(before[every, chosen])
-            cost = costs[every, chosen]
+            costs = _before(cost + self.sent / often, widest) + uneven
+            chosen.append(costs.argmin(1))
+            cost = costs[every, chosen[-1]]
         cuts, place = [], len(self.end) - 1
-        for origin in reversed(came_from):
-            place = int(origin[place])
+        for columns in reversed(chosen):
+            place += int(columns[place]) - widest
             cuts.append(place)
         return cuts[::-1]
 
     def _quickest(self, max_load: float) -> float:
         """Return the least time of the slowest stage, among partitions within a limit of the load."""
-        before, slowest, time = self._times(max_load)
+        slowest, time = self._times(max_load)
         for _ in range(self.num_stages - 1):
-            slowest = np.maximum(slowest[before], time).min(1)
+            slowest = np.maximum(_before(slowest, time.shape[1]), time).min(1)
         return float(slowest[-1])
 
-    def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the starts of stages, the times of first stages, and the times of all stages.
+    def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the time of the first stage up to each position, and of stages between positions, as in `_before`.
 
-        Starts and times are [positions, candidates]: each row is a position where stages end. The time of a stage
-        above the load limit is infinite.
+        The time of a stage above the load limit is infinite.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))
-        lowest = np.searchsorted(self.start, self.end - max_load, side="left")
-        before = every[:, None] - np.arange(int((every - lowest).max()), 0, -1)
-        able = (before >= lowest[:, None]) & (before >= 0)
-        before = np.maximum(before, 0)
-        time = (self.end + self.send)[:, None] - (self.start - self.send)[before]
-        first_time = np.where((self.end <= max_load) & (every > 0), self.end + self.send, np.inf)
-        return before, first_time, np.where(able, time, np.inf)
+        widest = int((every - np.searchsorted(self.start, self.end - max_load, side="left")).max())
+        able = self.end[:, None] - _before(self.start, widest, -np.inf) <= max_load
+        time = (self.end + self.send)[:, None] - _before(self.start - self.send, widest)
+        first = np.where((self.end <= max_load) & (every > 0), self.end + self.send, np.inf)
+        return first, np.where(able, time, np.inf)
+
+
+def _before(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
+    """Return a view [positions, widest] of the values at the positions before each position, nearest last.
+
+    Args:
+        fill: value before the first position.
+    """
+    return sliding_window_view(np.concatenate((np.full(widest, fill), values)), widest)[: len(values)]
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:
