@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 from autopart.cost.hardware.profile import DEFAULT
 from autopart.cost.memory_kinds import parse_size
 from autopart.errors import OptionError
+from autopart.extras.dp_sync.sync_options import METHODS, DpSync
 from autopart.ir.mesh import Context
-from autopart.ir.run.dp_sync import METHODS, DpSync
 from autopart.ir.run.recompute_spec import Recompute, parse_recompute
 from autopart.ir.run.schedules import SCHEDULES, check_compile, check_precision, schedule_named
 from autopart.plans.pins import Pins

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopart.common.scoped import no_autocast
+from autopart.extras.dp_sync.data_sync import DataSync
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.layout import P
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
@@ -23,7 +24,6 @@ from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
 from autopart.runtime.consistency.same_call import Comparison
-from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.gradients.no_sync import NoSync
 from autopart.runtime.gradients.step_reduction import (
     accumulate_earlier,

@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.torch_internals import tree_unflatten
 from autopart.errors import AutopartError, OptionError, TraceError
+from autopart.extras.dp_sync.data_sync import DataSync
+from autopart.extras.dp_sync.sync_on_module import SyncsData
+from autopart.extras.pipedream_2bw.batches_in_flight import ExecutablePair, FlushMethods
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.rank_digest import TIMEOUT_S
@@ -31,11 +34,8 @@ from autopart.runtime.comm.watchdog import meeting, watched
 from autopart.runtime.consistency.rank_checks import begin_alike, described
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.consistency.same_call import Comparison, Given
-from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.dp_sync.sync_on_module import SyncsData
 from autopart.runtime.executable import Executable
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
-from autopart.runtime.pipedream_2bw import ExecutablePair, FlushMethods
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
 from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
 from autopart.runtime.shards.shard_state import (

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync
 from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
 
 

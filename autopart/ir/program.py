@@ -24,11 +24,11 @@ import torch
 from torch import fx
 
 from autopart.compat.torch_internals import LazyGraphModule, TreeSpec
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync, Method
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, mesh_axes_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync, Method
 from autopart.ir.run.weight_updates import WeightUpdates
 from autopart.ir.sharding import DimSharding
 

@@ -20,9 +20,9 @@ from autopart.common.files import read_text, write_whole
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText
 from autopart.errors import PlanError
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule

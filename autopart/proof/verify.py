@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from autopart.common.progress import phase
 from autopart.errors import InputError, OptionError, RuntimeSetupError
+from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.plan_codec import decode

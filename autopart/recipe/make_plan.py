@@ -29,13 +29,14 @@ from autopart.cost.predict.send_costs import scatter_is_cheaper
 from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
 from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE
 from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
+from autopart.extras.dp_sync.sync_checks import check_methods
+from autopart.extras.dp_sync.sync_options import DpSync
+from autopart.extras.pipedream_2bw.delayed_gradients import check_delayed
 from autopart.ir.blocks.deduplication import NotDeduplicable
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
-from autopart.ir.run.delayed_gradients import check_delayed
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
 from autopart.ir.run.unshard_policy import check_full_gradients
@@ -48,7 +49,6 @@ from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
 from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
 from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks

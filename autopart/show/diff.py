@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText, quantity
+from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.recompute_spec import recompute_mode_of, text_of
 
 if TYPE_CHECKING:

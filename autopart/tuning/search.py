@@ -27,8 +27,8 @@ from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
 from autopart.cost.predict.table import RunSetting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for

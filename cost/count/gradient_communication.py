@@ -15,13 +15,13 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import MethodParameters, carried
+from autopart.extras.dp_sync.method_costs import MethodParameters, carried
+from autopart.extras.dp_sync.sync_options import Method
 from autopart.ir.blocks.deduplication import NotDeduplicable, expand_blocks, later
 from autopart.ir.facts import times
 from autopart.ir.layout import local_shape
 from autopart.ir.program import Program, Stage, StoredTensor
 from autopart.ir.run.buckets import by_first_use
-from autopart.ir.run.dp_sync import Method
 from autopart.ir.run.unshard_policy import (
     ParameterGather,
     gather_groups,

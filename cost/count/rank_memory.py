@@ -14,7 +14,7 @@ from autopart.cost.count.memory_peaks import StageMemory, stage_memory
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES, RankMemory
 from autopart.cost.predict.comm_buffers import received_bytes
-from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
+from autopart.extras.dp_sync.method_costs import state_bytes_of_method
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program

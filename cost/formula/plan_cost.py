@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import LayoutError, OptionError, PlanError, StageError
+from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.mesh import Mesh, check_balance
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.ir.run.schedules import Schedule, can_run, check_schedule, schedule_for, versions_of
 
@@ -116,7 +116,7 @@ class Cost(dict[str, Any]):
         """Formulas of the plan. Raises PlanError for a plan without a table."""
         from autopart.cost.formula.step_formula import Formula
         from autopart.cost.hardware.profile import Hardware
-        from autopart.cost.predict.dp_sync_costs import shares
+        from autopart.extras.dp_sync.method_costs import shares
 
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)

@@ -27,8 +27,8 @@ from sympy.utilities.lambdify import implemented_function
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import MethodParameters, exchanges, passes, state_bytes_of_method
 from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
+from autopart.extras.dp_sync.method_costs import MethodParameters, exchanges, passes, state_bytes_of_method
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.schedules import Schedule
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from autopart.cost.formula.step_formula import ShardedBytes, Totals
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import MethodParameters, by_method, sync_s
 from autopart.cost.predict.operator_work import (
     NOTHING,
     Size,
@@ -37,8 +36,9 @@ from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, balance, sh
 from autopart.cost.predict.table_memory import rank_rows
 from autopart.cost.predict.table_rows import OperatorRow, Parameter, cast_bytes, mean_share, named_in, summed_over
 from autopart.errors import StageError
+from autopart.extras.dp_sync.method_costs import MethodParameters, by_method, sync_s
+from autopart.extras.dp_sync.sync_options import EXACT
 from autopart.ir.layout import mesh_axes_of
-from autopart.ir.run.dp_sync import EXACT
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of

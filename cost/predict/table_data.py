@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from autopart.cost.predict.operator_work import CHOSEN, NOTHING, Exponents, Size, Work
 from autopart.cost.predict.table import RunSetting, Table
 from autopart.cost.predict.table_rows import OperatorRow, Parameter
+from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable, expand_blocks
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
 
 _BlockRun = list[Any]

@@ -25,8 +25,8 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.cost.predict.table_rows import named_in
+from autopart.extras.dp_sync.method_costs import state_bytes_of_method
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
 from autopart.ir.run.schedule_actions import StageBytes, peak_activations, peak_stage_bytes
 

@@ -15,6 +15,8 @@ from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.errors import PlanError, StageError
+from autopart.extras.dp_sync.sync_checks import check_methods
+from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
 from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
@@ -30,7 +32,6 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_sharded, shard
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
@@ -41,7 +42,6 @@ from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
 from autopart.passes.choose.solve.shard_axis import fit_around
 from autopart.passes.choose.stages.stage_partition import boundary_bytes
 from autopart.passes.choose.storage.parameter_storage import storable_placements
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.facts.mask_facts import set_zigzag
 from autopart.passes.facts.sequence_dims import follow_sequences
 from autopart.passes.facts.strategies import strategies

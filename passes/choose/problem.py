@@ -11,8 +11,8 @@ from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Context, Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.schedules import Schedule
 from autopart.ir.trace import Trace

@@ -5,7 +5,7 @@ block uses it. With ZeRO 1 and 2 all parameters are unsharded once, in buckets, 
 unsharded parameters, and autograd accumulates into their gradients. With `zero=1` a gradient is reduce-scattered once,
 after all microbatches; with `zero=2` after each microbatch. Optimizers see the shards. (Rajbhandari et al. 2020,
 arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method receives the unsharded
-gradient instead (`autopart.runtime.dp_sync.data_sync`).
+gradient instead (`autopart.extras.dp_sync.data_sync`).
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from autopart.common.text import quantity
 from autopart.cost.count.gradient_communication import exchanged_by_method
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exact_s, sync_s
 from autopart.errors import LayoutError, OptionError
+from autopart.extras.dp_sync.method_costs import MethodParameters, break_even_bytes_per_s, exact_s, sync_s
+from autopart.extras.dp_sync.sync_options import EXACT
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, name_of, on_parameters, operator_name, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
-from autopart.ir.run.dp_sync import EXACT
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.expert_axes import Stacks, check_expert_axes, mixtures
 from autopart.passes.choose.solve.layout_pins import data_axis_pins, near_names, pinned_layouts, solve_pinned

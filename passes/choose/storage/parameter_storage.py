@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopart.extras.dp_sync.sync_checks import method_for
 from autopart.ir.decisions import Decisions
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_sharded, mesh_axes_of, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.ir.trace import Trace
-from autopart.passes.choose.storage.sync_methods import method_for
 from autopart.plans.pins import LayoutPin
 
 

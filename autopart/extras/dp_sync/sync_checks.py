@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopart.errors import OptionError
+from autopart.extras.dp_sync.sync_options import EXACT, Method
 from autopart.ir.decisions import Decisions
 from autopart.ir.layout import Layout, mesh_axes_of
-from autopart.ir.run.dp_sync import EXACT, Method
 from autopart.ir.trace import Trace
 
 

@@ -11,10 +11,10 @@ import zoo
 
 import autopart
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exchanges, sync_s
 from autopart.errors import OptionError
+from autopart.extras.dp_sync.method_costs import MethodParameters, break_even_bytes_per_s, exchanges, sync_s
+from autopart.extras.dp_sync.sync_options import METHODS, DpSync, Method, sent_bytes
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import METHODS, DpSync, Method, sent_bytes
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare

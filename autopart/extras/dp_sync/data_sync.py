@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.training_internals import at_end_of_backward
 from autopart.errors import UsageError
+from autopart.extras.dp_sync.ddp_hooks import Hook, in_group, run_hook
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds, State, servers, summed, synchronised
+from autopart.extras.dp_sync.model_averaging import after_step, before_step, means
+from autopart.extras.dp_sync.sync_options import ALL_REDUCE, HOOK, Method
+from autopart.extras.dp_sync.transports import GroupTransport
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import alike
-from autopart.ir.run.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.dp_sync.ddp_hooks import Hook, in_group, run_hook
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds, State, servers, summed, synchronised
-from autopart.runtime.dp_sync.model_averaging import after_step, before_step, means
-from autopart.runtime.dp_sync.transports import GroupTransport
 from autopart.runtime.gradients.step_reduction import accumulate_earlier, gradient_of
 from autopart.runtime.shards.shard_state import splits_of
 

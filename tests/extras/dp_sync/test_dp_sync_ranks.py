@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 import autopart
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds
 from autopart.ir.mesh import Mesh
 from autopart.runtime.checkpoint.saved_shard import ShardTensor
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds
 
 STEPS = 50
 ROWS = 8

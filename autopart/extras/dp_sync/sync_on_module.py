@@ -12,14 +12,14 @@ from torch import nn
 
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.errors import OptionError, UsageError
+from autopart.extras.dp_sync.data_sync import DataSync
+from autopart.extras.dp_sync.ddp_hooks import Hook, check_hook
+from autopart.extras.dp_sync.sync_checkpoint import load_state, state_of
+from autopart.extras.dp_sync.sync_options import HOOK
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.program import Program
-from autopart.ir.run.dp_sync import HOOK
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.watchdog import meeting
-from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.dp_sync.ddp_hooks import Hook, check_hook
-from autopart.runtime.dp_sync.sync_checkpoint import load_state, state_of
 from autopart.runtime.shards.shard_owners import parameters_of
 
 

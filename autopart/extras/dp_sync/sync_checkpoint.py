@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from autopart.errors import CheckpointError
-from autopart.ir.run.dp_sync import Method
+from autopart.extras.dp_sync.data_sync import DataSync
+from autopart.extras.dp_sync.sync_options import Method
 from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, shard_offsets_of, to_plain
-from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.shards.shard_owners import shard_info_of
 
 OWN = {

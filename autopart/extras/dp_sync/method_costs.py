@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import levels, time_s, wire_bytes
 from autopart.cost.predict.table_rows import Parameter
+from autopart.extras.dp_sync.sync_options import EXACT, DpSync, Method, neighbours, sent_bytes
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import EXACT, DpSync, Method, neighbours, sent_bytes
 
 if TYPE_CHECKING:
     from autopart.cost.predict.table import Table

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from autopart.common.scoped import no_autocast
 from autopart.errors import AutopartError, UsageError
+from autopart.extras.dp_sync.data_sync import DataSync
+from autopart.extras.pipedream_2bw.delayed_gradients import check_delayed
 from autopart.ir.program import Program
-from autopart.ir.run.delayed_gradients import check_delayed
 from autopart.ir.run.schedules import DELAYED, check_precision
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.same_call import Comparison
-from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.executable import Executable
 from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_tied
 from autopart.runtime.pipeline_stages import Pipeline

@@ -1,0 +1,1 @@
+"""PipeDream-2BW (`schedule="1f1b_2bw"`)."""
