@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.cost.hardware.profile import Hardware
-from autopart.extras.dp_sync.method_costs import carried, exchanges
+from autopart.cost.predict.dp_sync_costs import carried, exchanges
 from autopart.extras.dp_sync.sync_options import DpSync
 
 NUM_RANKS, TRAINED, ROWS, WIDTH = 4, 1347, 4, 48

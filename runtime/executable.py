@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from autopart.common.scoped import no_autocast
-from autopart.extras.dp_sync.data_sync import DataSync
 from autopart.ir.collective_nodes import axis_of
 from autopart.ir.layout import P
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
@@ -24,6 +23,7 @@ from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
 from autopart.runtime.consistency.same_call import Comparison
+from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync
 from autopart.runtime.gradients.step_reduction import (
     accumulate_earlier,
@@ -57,7 +57,7 @@ class Executable:
         schedule: str | None,
         compile: bool,
         unreduced: NoSync,
-        data_sync: DataSync,
+        data_sync: GradientSync,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
@@ -102,7 +102,7 @@ class Executable:
                     runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
                 if self.data_sync.methods and torch.is_grad_enabled():
                     leave = partial(self.unreduced.leave, self.unreduced.is_open)
-                    runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
+                    runs = [self.data_sync.synchronise_in_backward(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
                 outputs = self.rows.as_loss_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
@@ -313,7 +313,7 @@ class Executable:
                 parameter.grad = earlier
             raise
         finally:
-            self.data_sync.let_go()
+            self.data_sync.release_full_gradients()
         accumulate_earlier(before)
 
 

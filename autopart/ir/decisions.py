@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.extras.dp_sync.sync_options import ALL_REDUCE, DpSync
 from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.run.recompute_spec import Recompute
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Decisions:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     balance: float = 1.0
 
     def place(self, name: str, axis: str) -> Placement:

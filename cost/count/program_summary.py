@@ -14,9 +14,9 @@ from autopart.common.names import layer_of
 from autopart.cost.count.gradient_communication import exchanged_by_method, reduce_dtype_of
 from autopart.cost.flops import work
 from autopart.cost.predict.collective_costs import wire_bytes
+from autopart.cost.predict.dp_sync_costs import exchanges
 from autopart.cost.predict.send_costs import BoundaryBytes
 from autopart.cost.predict.simulate import Simulation
-from autopart.extras.dp_sync.method_costs import exchanges
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import cost_notes, facts, times

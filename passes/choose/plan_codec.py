@@ -15,8 +15,6 @@ from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.errors import PlanError, StageError
-from autopart.extras.dp_sync.sync_checks import check_methods
-from autopart.extras.dp_sync.sync_options import DpSync
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, names_of
 from autopart.ir.decisions import Decisions, Strategy, data_strategies, with_placements
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
@@ -32,6 +30,7 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_sharded, shard
 from autopart.ir.mesh import Mesh
+from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
@@ -207,10 +206,10 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.zero,
         plan.prefetch,
         plan.scatter_sends,
-        DpSync.parse(plan.dp_sync),
+        parse_sync(plan.dp_sync),
         plan.balance,
     )
-    check_methods(trace, decisions)
+    decisions.dp_sync.check_storage(trace, decisions)
     return decisions
 
 

@@ -5,7 +5,7 @@ block uses it. With ZeRO 1 and 2 all parameters are unsharded once, in buckets, 
 unsharded parameters, and autograd accumulates into their gradients. With `zero=1` a gradient is reduce-scattered once,
 after all microbatches; with `zero=2` after each microbatch. Optimizers see the shards. (Rajbhandari et al. 2020,
 arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method receives the unsharded
-gradient instead (`autopart.extras.dp_sync.data_sync`).
+gradient instead (`gradient_sync.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopart.ir.program import Program, Stage
 from autopart.ir.run.buckets import BUCKET_BYTES, by_first_use, kinds
-from autopart.ir.run.unshard_policy import ParameterGather, check_full_gradients, unsharded_for_step
+from autopart.ir.run.unshard_policy import ParameterGather, unsharded_for_step
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.gradients.double_backward import DifferentiableReduceScatter
 from autopart.runtime.gradients.reducer import AllReduceBucket, Finish, Pending, ReduceBucket, Waits, added
@@ -45,7 +45,7 @@ class UnshardedParams:
         self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
         sent: Mapping[str, Tensor],
     ):  # fmt: skip
-        check_full_gradients(program)
+        program.dp_sync.check_program(program)
         gather_ways, mesh = unsharded_for_step(program, stages), program.mesh
         self.sent = sent
         self.parts = {name: parts[name] for name in gather_ways}
