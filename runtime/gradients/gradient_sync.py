@@ -1,4 +1,4 @@
-"""Synchronisation of data-parallel ranks beyond the all-reduce of gradients: what the runtime calls, and when.
+"""Interface of the runtime to data-parallel synchronisation other than an all-reduce of gradients.
 
 `GradientSync` is the default, `dp_sync="all_reduce"`: buckets reduce every gradient, and nothing is left to do. The
 extra `dp_sync` subclasses it for methods that compress gradients or average models.

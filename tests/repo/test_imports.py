@@ -83,7 +83,7 @@ PLAN = """
 import autopart, torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
 plan = autopart.plan(model, "{mesh}", example_args=(torch.randn(4, 8),), microbatches=2{options})
-str(plan), plan.why("dp_sync"), plan.cost.step_time_s, autopart.ParallelModule, autopart.search
+str(plan), plan.why("dp_sync"), plan.cost.parts, autopart.ParallelModule, autopart.search
 """
 
 

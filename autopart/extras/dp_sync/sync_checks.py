@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
     """Raise OptionError if the storage of a parameter excludes its method."""
     mesh = decisions.mesh
-    trained = {name for name, parameter in trace.parameters.items() if parameter.requires_grad}
     axis = sync.axis(mesh)
-    over = {
-        name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.method_of(name) is not None
-    }
-    cut = [name for name, stored in over.items() if stored is not None and axis in mesh_axes_of(stored)]
-    if axis and cut and (sync.changes_models or decisions.zero != 1):
+    trained = [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
+    with_method = [name for name in trained if sync.method_of(name) is not None]
+    over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in with_method}
+    sharded = [name for name, stored in over.items() if stored is not None and axis in mesh_axes_of(stored)]
+    if axis and sharded and (sync.changes_models or decisions.zero != 1):
         why, less = "its gradient is reduce-scattered, and no rank has all of it", "zero=1"
         if sync.changes_models:
             why, less = "ranks store shards of one model, and no rank has a separate model", "zero=0"

@@ -42,7 +42,7 @@ def versions_of(schedule: str | None) -> int:
 
 
 def schedule_extra(schedule: str | None) -> Any:
-    """Import and return the package that checks and runs a schedule of `DELAYED`; None for other schedules."""
+    """Import and return the package that runs a schedule of `DELAYED`, None for other schedules."""
     return load_extra("pipedream_2bw") if schedule in DELAYED else None
 
 
