@@ -61,14 +61,14 @@ class GradientSync:
 
     # --- In the user's own backward
 
-    def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> Sequence[Any]:
+    def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
         """Hook the outputs of a differentiable call, so that its backward synchronises gradients once.
 
         Args:
             outputs: the outputs.
             leave: returns True if a later backward is to synchronise the gradients (`no_sync`).
         """
-        return outputs
+        return tuple(outputs)
 
     # --- Checks
 

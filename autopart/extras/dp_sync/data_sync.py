@@ -158,7 +158,7 @@ class DataSync(GradientSync):
         self.stored[name].grad = cut.take(value, index).clone()
         self.unsharded[name].grad = None
 
-    def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> Sequence[Any]:
+    def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._start_backward(leave))

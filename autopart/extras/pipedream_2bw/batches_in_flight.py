@@ -132,6 +132,7 @@ class ExecutablePair:
     """One program, bound to both versions of the weights."""
 
     def __init__(self, program: Program, in_flight: InFlight, make: Callable[..., Executable]):
+        assert in_flight.schedule is not None
         check_delayed(in_flight.schedule, program)
         in_flight.drain()
         in_flight.versions.hold()
