@@ -377,7 +377,7 @@ def refused(what: str) -> str:
     [("full_grads", "every data rank has its own model"), ("beside", "both define what data-parallel ranks send"),
      ("arguments", "it is called with a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
      ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
-     ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
+     ("hook", "ranks synchronise gradients when the backward has ended, and the hook would run before")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))
