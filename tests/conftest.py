@@ -2,37 +2,17 @@
 
 import difflib
 import gc
-import os
 import random
-import shutil
-import tempfile
-import zlib
-from collections import Counter
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import dist
 import hypothesis
 import pytest
-import remembered
 import torch
 
 SEED = 0
-SAMPLE = 2
-"""How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
-ONE_IN = 24
-LONGEST = (
-    "test_precision", "test_rules", "test_hangs", "test_context", "test_memory", "test_skipped_writes",
-    "test_sent_in_parts", "test_weights", "test_dp_sync_ranks", "test_two_versions", "test_compile", "test_search",
-    "test_recompute", "test_counted", "test_folded", "test_zero_levels", "test_other_calls", "test_dist", "test_masks",
-    "test_imports", "test_attention_dropout", "test_verify_size", "test_one_number", "test_random_exact",
-    "test_zero_over_axes", "test_published", "test_compiled_memory", "test_folding", "test_experts", "test_formula",
-    "test_zero", "test_chances", "test_balance", "test_pins", "test_written_parameters", "test_expert_plan", "test_cli",
-    "test_formats", "test_axes", "test_sequence_parallel", "test_verify_loop", "test_local_batch", "test_expert_loops",
-    "test_sequence_dims", "test_plan", "test_buffers",
-)  # fmt: skip
-"""The files that take longest in `make test`, the longest first (`pytest --durations=0`)."""
+SAMPLE, ONE_IN = 2, 24
+"""`make test` runs this many cases of a parametrised test, or one case in ONE_IN if that is more."""
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # `make fuzz` draws other examples
 hypothesis.settings.load_profile("suite")
 
@@ -46,10 +26,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     torch.set_num_threads(1)
     dist.whole_float32()
-    remembered.remember()
-    if remembered.FOLDER not in os.environ:
-        os.environ[remembered.FOLDER] = folder = tempfile.mkdtemp(prefix="traces-")
-        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_finish():
@@ -58,14 +34,13 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
-    for (_, name), cases in _by_function(items).items():
+    for cases in _cases_by_function(items):
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
-        count, first = max(SAMPLE, len(sampled) // ONE_IN), 0
-        if cases[0].get_closest_marker("few"):
-            count, first = 1, zlib.crc32(name.encode())  # another one in each matrix, not always `dp2`
-        for index in beyond_sample([case.name for case in sampled], count, first):
-            sampled[index].add_marker(pytest.mark.large)
+        count = 1 if cases[0].get_closest_marker("few") else max(SAMPLE, len(sampled) // ONE_IN)
+        kept = spread(len(sampled), count)
+        for index, case in enumerate(sampled):
+            if index not in kept:
+                case.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -73,40 +48,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def _by_function(items):
-    """{(file, function): its cases in order}."""
+def _cases_by_function(items):
     functions = {}
     for item in items:
         functions.setdefault((item.fspath, getattr(item, "originalname", item.name)), []).append(item)
-    return functions
+    return functions.values()
 
 
-def _place(file):
-    """Where a file comes in the order of a run: the longest first, so that no worker is left with one at the end."""
-    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+def spread(length, count):
+    """Return `count` indices at equal distances from the first to the last; for one, the middle.
 
-
-def beyond_sample(names, count, first=0):
-    """Which cases of a matrix `make test` leaves to `make test-all`, by their names, `test[dp2-zero3]`. The others are
-    chosen one by one: the case at `first`, then each time the first of those whose words are the rarest among the
-    chosen.
-
-    >>> matrix = [f"test[{mesh}-{zero}]" for mesh in ("dp2", "tp2", "pp2") for zero in range(3)]
-    >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix, 3)]
-    ['test[dp2-0]', 'test[tp2-1]', 'test[pp2-2]']
-    >>> beyond_sample(["test"], 3), beyond_sample(matrix[:3], 1, first=4), beyond_sample([], 1)
-    (set(), {0, 2}, set())
+    >>> sorted(spread(9, 3)), spread(9, 1), spread(2, 3)
+    ([0, 4, 8], {4}, {0, 1})
     """
-    left, times = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}, Counter()
-    for turn in range(min(len(names), count)):
-        chosen = min(left, key=lambda index: fmean(times[word] for word in left[index])) if turn else first % len(names)
-        times.update(left.pop(chosen))
-    return set(left)
-
-
-def pytest_runtest_setup(item):
-    """What tests of traces and passes trace is theirs alone."""
-    remembered.remember_all(item.path.parent.name not in ("tracing", "passes"))
+    if count == 1:
+        return {length // 2}
+    return {round(index * (length - 1) / (count - 1)) for index in range(count)}
 
 
 def pytest_sessionfinish():

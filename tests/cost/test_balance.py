@@ -108,6 +108,7 @@ def test_a_plan_and_its_formula_keep_to_it(planned):
         autopart.verify(model, "ep2", example_kwargs=batch, plan=plan, balance=1.25)
 
 
+@pytest.mark.large
 def test_the_search_counts_it():
     model, batch = mixture()
     plans = autopart.search(model, 2, example_kwargs=batch, balance=1.5, count=8)

@@ -101,6 +101,7 @@ def test_what_is_gathered_is_exact(build, mesh):
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
+@pytest.mark.large
 def test_every_parameter_that_divides_can_be_cut():
     """Vectors by pins; widths that do not divide into unequal parts."""
     model, batch = zoo.gpt2(num_layers=1, vocab=97, hidden=24, heads=4)
@@ -110,6 +111,7 @@ def test_every_parameter_that_divides_can_be_cut():
     assert {entry["dp"] for entry in plan.parameters.values()} == {"S(0)"}
 
 
+@pytest.mark.large
 def test_rows_that_do_not_divide_are_computed_by_every_rank():
     """The gradient is then the same on every rank, not a part of a sum."""
     model, batch = zoo.llama(num_layers=1)
@@ -164,6 +166,7 @@ def test_a_weight_is_gathered_once():
     assert table == [("all_gather", "reduce_scatter", 2), ("", "all_gather", 1)]  # two stages; the head's backward
 
 
+@pytest.mark.large
 def test_frozen_weights_have_no_backward():
     model, batch = adapters()
     plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=3)
@@ -364,6 +367,7 @@ def test_calls_over_processes():
     dist.run_ranks(calls, 4, timeout_s=120)
 
 
+@pytest.mark.large
 def test_gathered_weights_are_not_kept_for_the_backward():
     for there, times, planned in dist.run_ranks(gathers, 2, "dp2", False):
         assert there == set() and times == planned
@@ -371,6 +375,7 @@ def test_gathered_weights_are_not_kept_for_the_backward():
         assert "model.layers.0.mlp.down_proj.weight" in there and times < planned
 
 
+@pytest.mark.large
 def test_a_forward_begins_without_what_the_backward_before_has_gathered():
     for forwards, there in dist.run_ranks(lets_go, 2):
         assert forwards == 2 and there == set()

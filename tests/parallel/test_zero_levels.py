@@ -61,13 +61,14 @@ def _can_be(
     return 8 % (axes.data_parallel_size * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("build", "mesh", "options"), design(), ids=str)
 def test_every_level_is_exact(build, mesh, options):
     given = {name: value for name, value in options.items() if value is not None}
     dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, given, timeout_s=400 if options["compile"] else 120)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [0, 2])
 def test_gradients_over_two_data_axes(zero):
     """Which are scattered and then summed, or summed twice; with zero=2 parts of earlier microbatches are added."""
@@ -90,11 +91,12 @@ def trains_by_its_own_loop() -> None:
         zoo.assert_close_outputs(state[name], weight, where=name)
 
 
+@pytest.mark.large
 def test_every_backward_gathers_the_weights_of_its_own_step():
     dist.run_ranks(trains_by_its_own_loop, 2, timeout_s=120)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp2", "dpr2,dp2", "dp2,tp2", "pp2,dp2"])
 def test_every_level_is_exact_in_one_process(mesh, zero):
@@ -119,6 +121,7 @@ def holds(zero: int) -> tuple[int, int, int]:
     return sum(getattr(p, "to_local", p.detach)().numel() for p in pm.parameters()), moments, wholes
 
 
+@pytest.mark.large
 def test_an_optimizer_sees_the_parts_alone():
     """Vectors too with 1 and 2; any optimizer that updates each element by itself cuts its state without knowing."""
     model, _ = zoo.gpt2()
@@ -145,7 +148,7 @@ def with_optimizers(zero: int) -> None:
             zoo.assert_close_outputs(found[name], value, where=name)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 2])
 def test_fused_and_foreach_optimizers(zero):
     dist.run_ranks(with_optimizers, 2, zero)
@@ -196,7 +199,7 @@ def _trained(mesh: str, zero: int) -> tuple[Any, torch.optim.Optimizer, dict[str
     return pm, optimizer, batch
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("made", "read"), [
     (("dp2", 1), ("dp2", 3)), (("dp2", 2), ("dp2", 0)), (("dp2", 3), ("dp2,tp2", 1)), (("dpr2,dp2", 1), ("pp2,dp2", 2)),
 ])  # fmt: skip
@@ -208,6 +211,7 @@ def test_checkpoints_go_from_level_to_level(tmp_path, made, read):
 # --- what plans say --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_memory_falls_with_the_level():
     """Of a model that is large beside its batch: optimizer, then gradients, then parameters (the paper's figure 1)."""
     model, batch = zoo.llama(num_layers=4, hidden=128)

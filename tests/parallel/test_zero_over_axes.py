@@ -36,14 +36,14 @@ def test_it_is_exact(name, mesh, zero):
     exact(*zoo.ZOO[name](), mesh, zero=zero, recompute="full" if zero == 3 else "none")
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{"microbatches": 2, "recompute": "selective"}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_with_microbatches_and_in_mixed_precision(zero, options):
     exact(*zoo.llama(), "dp2,cp2", zero=zero, **options)
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_weights_that_are_read_alike_on_every_rank_of_positions(precision):
     """What mixes positions is computed on every rank of `cp`: the gradient of its weights is summed over `dp` alone."""
@@ -57,7 +57,7 @@ def test_a_mixture_is_exact(mesh, zero):
     exact(*mixture(), mesh, zero=zero)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_mixtures_of_transformers_are_exact(name):
     exact(*small(name), "dp2,ep2", zero=3)
@@ -96,6 +96,7 @@ def test_one_collective_gathers_over_all_axes():
     assert "parameters, gradients and state cut over dp x cp" in plan.explain()
 
 
+@pytest.mark.large
 def test_a_plan_is_read_back():
     model, batch = zoo.llama()
     plan = stored(model, batch, "dp2,cp2")
@@ -107,6 +108,7 @@ def test_a_plan_is_read_back():
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.mark.large
 def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
     model, batch = zoo.llama()
     whole = stored(model, batch, "dp2,cp2", pins={NAME: {"dp": "R"}})
@@ -125,7 +127,7 @@ def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
 # --- on processes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "dp2,cp2", {"zero": 1}), ("llama", "dp2,cp2", {"zero": 2, "microbatches": 2}),

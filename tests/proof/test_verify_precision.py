@@ -146,6 +146,7 @@ def distance(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [Scattered, Cached, HalfWeights])
 def test_its_training_steps_are_verified(kind):
     """The trace is trained on one device, in float64; a batch of other shapes is traced as the model is."""
@@ -192,6 +193,7 @@ class CastsBesideOthers(nn.Module):
         return self.out(hidden * weight).float().square().mean()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_operators_are_named_alike_in_any_precision(dtype):
     model, x = CastsBesideOthers().to(dtype), torch.randn(4, 4, 5, 5, dtype=dtype)

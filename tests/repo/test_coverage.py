@@ -53,7 +53,7 @@ SOME = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", SOME)
 def test_exact(name):

@@ -79,6 +79,7 @@ def test_public_functions_load_no_compiler():
     assert "autopart.runtime.module" in modules and modules.isdisjoint(COMPILER)
 
 
+@pytest.mark.large
 def test_loaded_can_fail():
     assert not loaded("import torch").isdisjoint(HEAVY)
     with pytest.raises(AssertionError):
@@ -94,6 +95,7 @@ def test_every_public_name_is_there():
     assert set(autopart.__all__) <= set(dir(autopart)) and "__version__" in dir(autopart)
 
 
+@pytest.mark.large
 def test_a_function_is_no_module_whatever_is_imported_first():
     code = """
 import autopart.proof.verify, autopart.tuning.search, autopart.extras.calibrate.calibrate_machine, autopart.plans.plan
@@ -120,6 +122,7 @@ def test_an_unknown_name():
 # What was registered by an import
 
 
+@pytest.mark.large
 def test_a_plan_has_its_formulas_whatever_is_imported(plan_file):
     code = f"""
 from autopart.plans.plan import Plan
@@ -129,6 +132,7 @@ assert plan.cost.at(tp=4).step_time_s > 0 and plan.cost.parts and plan.cost.late
     assert "sympy" in loaded(code)
 
 
+@pytest.mark.large
 def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
     page = str(tmp_path / "plan.html")
     loaded(f"from autopart.plans.plan import Plan; Plan.load({plan_file!r}).report({page!r})")

@@ -75,7 +75,7 @@ def everything_is_saved_once(path: Path, model: nn.Module) -> None:
             assert sum(chunk.sizes.numel() for chunk in entry.chunks) == value.numel(), name
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "first", "second", "how"), [
     ("tied", ("tp2", {}), ("pp2", {}), "save"),
     ("tied", ("pp2", {}), ("tp2", {}), "moved"),
@@ -207,6 +207,7 @@ assert "autopart" not in sys.modules
 """
 
 
+@pytest.mark.large
 def test_a_file_of_shards_is_read_without_autopart_and_not_saved_as_whole(tmp_path):
     path = tmp_path / "rank0.pt"
     torch.save(

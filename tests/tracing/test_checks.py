@@ -98,6 +98,7 @@ class Policy(nn.Module):
         return divergence - normal.log_prob(x).mean() - choice.log_prob(actions).mean() - choice.entropy().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_distributions(mesh):
     result = autopart.verify(Policy(), mesh, example_args=(torch.randn(4, 8), torch.randint(4, (4,))))
