@@ -34,10 +34,11 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    """Mark cases of parametrised tests as `large`, except a random sample that is the same in every run."""
     for cases in _cases_by_function(items):
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
         count = 1 if cases[0].get_closest_marker("few") else max(SAMPLE, len(sampled) // ONE_IN)
-        kept = spread(len(sampled), count)
+        kept = random.Random(SEED).sample(range(len(sampled)), min(count, len(sampled)))
         for index, case in enumerate(sampled):
             if index not in kept:
                 case.add_marker(pytest.mark.large)
@@ -53,17 +54,6 @@ def _cases_by_function(items):
     for item in items:
         functions.setdefault((item.fspath, getattr(item, "originalname", item.name)), []).append(item)
     return functions.values()
-
-
-def spread(length, count):
-    """Return `count` indices at equal distances from the first to the last; for one, the middle.
-
-    >>> sorted(spread(9, 3)), spread(9, 1), spread(2, 3)
-    ([0, 4, 8], {4}, {0, 1})
-    """
-    if count == 1:
-        return {length // 2}
-    return {round(index * (length - 1) / (count - 1)) for index in range(count)}
 
 
 def pytest_sessionfinish():

@@ -37,7 +37,7 @@ def works(mesh, **sizes):
     return [(facts(one.node).get("key"), w) for one in found for part in parts for w in getattr(one, part)]
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("times", "mesh", "sizes"),
@@ -83,7 +83,7 @@ def test_parameters_are_the_published_formula():
     assert plan().cost.formula.totals.stored.value / 4 == pytest.approx(published + 2 * hidden)
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp1", {}), ("dp1", {"microbatches": 4}), ("tp2", {}), ("tp4", {"sequence_parallel": True}), ("dp2,tp2", {}),

@@ -46,7 +46,7 @@ RUNS = {
 # --- activations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("run", "name"), [(run, name) for run, (models, *_) in RUNS.items() for name in models])
 def test_activations_are_those_that_autograd_saves(name, run):
     """To the byte, of one microbatch, counted at the end of a forward on real processes."""
@@ -137,7 +137,7 @@ ZERO_PEAKS = [
 HELD_BACK = 0.05  # of a step, by threads that communicate: what they have sent, for a moment that is not the same twice
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "options", "margin"), PEAKS, ids=str)
 def test_a_real_step_takes_what_is_counted(name, mesh, options, margin):
     """What is counted is the most that torch's allocator hands out at a time, and not less."""
@@ -157,7 +157,7 @@ def test_attention_that_drops_weights_takes_what_is_counted(name):
     assert counted > without  # the masks of the other dropouts
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "options"), ZERO_PEAKS, ids=str)
 def test_what_zero_sends_and_gathers_is_counted(name, options):
     """Within a thousandth: wholes, flat copies under way, blocks that are gathered ahead, parts of gradients."""

@@ -67,7 +67,7 @@ def test_sequences_need_not_divide(name, mesh):
     assert report.ok, report
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["cp2", "cp3", "dp2,cp2,tp2"])
 @pytest.mark.parametrize("seq", [24, UNEVEN])
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -325,7 +325,6 @@ def exchanged(plan):
     return {kind: size for kind, size in found.items() if size}
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("seq", [16, UNEVEN])
 @pytest.mark.parametrize(("heads", "kv_heads", "mesh"), [
     (8, 4, "cp2,tp2"), (8, 8, "cp4,tp2"), (8, 2, "cp2,tp2"), (8, 1, "cp2,tp2"), (8, 4, "dp2,cp2,tp2"),

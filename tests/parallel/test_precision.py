@@ -124,7 +124,7 @@ def at_levels(mesh, options, own_backward):
     return max(((found[0][name] - found[1][name]).abs().max() / most).item() for name in found[0])
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options", "own_backward"), [
     *(("dp2", {"zero": zero}, own) for zero in (1, 2, 3) for own in (False, True)),
     *(("dp2", {"zero": zero, "microbatches": 4}, own) for zero in (2, 3) for own in (False, True)),
@@ -162,7 +162,6 @@ def accumulated():
     return apart(pm.full_grads(), {name: 2 * grad for name, grad in once.items()})
 
 
-@pytest.mark.large
 def test_gradients_accumulate_as_they_are_stored():
     assert run_ranks(accumulated, 1) == [0.0]
 
@@ -266,7 +265,7 @@ def test_a_search_follows_precision():
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "options"), [
     ("bert", "dp2", {"zero": 3}), ("t5", "pp2", {}), ("vit", "dp2,tp2", {"zero": 3}), ("mixtral", "tp2", {}),
     ("regions", "dp2", {}), ("tied", "pp2", {}), ("in_float64", "tp2", {}),
@@ -279,7 +278,6 @@ def test_verify_proves_the_partition_and_the_casts(name, mesh, options):
     assert "agrees with one device in bf16" in str(found)
 
 
-@pytest.mark.large
 def test_verify_finds_a_wrong_cast():
     def tamper(program, shards):
         """Where what is computed in is cast, three bits more are lost."""

@@ -16,7 +16,7 @@ from autopart.plans.plan import Plan
 MODELS = {"gpt2": zoo.gpt2, "llama": zoo.llama}
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2,rows2,tp2", "tp2,feat2", "pp2,rows2,feat2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_axes_that_only_the_table_knows_are_exact(model, mesh):

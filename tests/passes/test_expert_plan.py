@@ -119,7 +119,6 @@ def per_block(program, block):
 ALL = [(case, mesh) for case in CASES for mesh in MESHES]
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_a_block_has_two_all_reduces_each_way(case, mesh):
     names, num_blocks = CASES[case][2:]

@@ -256,7 +256,7 @@ def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
     assert drops.memory == plain.memory
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("as_numbers", [False, True])
 @pytest.mark.parametrize("name", [*KINDS[:3], "window", "told"])
 def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers):
@@ -325,7 +325,6 @@ def test_causal_attention_takes_what_the_profile_says():
     assert causal / whole == pytest.approx((2048 + 512) / (2 * 2048), rel=0.02)
 
 
-@pytest.mark.large
 def test_a_mask_of_positions_is_looked_at_once():
     """Other calls neither make it nor hold it."""
     model, batch = input_independent_masks("from positions")
@@ -398,7 +397,7 @@ def alternating(mesh):
     return [len(module.written) for module in stage_modules(pm)]
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_batches_with_and_without_padding_in_turn(mesh):
     written = run_ranks(alternating, 2, mesh)

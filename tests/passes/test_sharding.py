@@ -56,7 +56,7 @@ def programme_of(builder, sizes, tp):
     return ShardingProblem(run_of(builder, **sizes).traced.graph, tp, Hardware.load(), {}, {})
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize("case", CASES)
 def test_collapsing_does_not_change_the_optimum(case):
     programme = programme_of(*CASES[case])

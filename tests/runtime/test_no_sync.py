@@ -112,7 +112,6 @@ CASES = {
 }
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_several_calls_are_summed_once(name):
     summed = run(accumulated, name.split()[0], **CASES[name])

@@ -88,7 +88,7 @@ def test_a_norm_has_the_dtype_that_torch_gives(dtypes):
     )  # halves are not summed as halves
 
 
-@pytest.mark.large
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "schedule"), [
     ("tp4", 0, None), ("dp4", 0, None), ("dp4", 3, None), ("pp4", 0, None), ("pp2", 0, "zbv"),
     ("dp2,pp2,tp2", 0, None), ("dp2,pp2,tp2", 3, None), ("tp3", 0, None),
