@@ -2,7 +2,10 @@
 
 import difflib
 import gc
+import multiprocessing.process
 import random
+import re
+import subprocess
 from pathlib import Path
 
 import dist
@@ -13,6 +16,9 @@ import torch
 SEED = 0
 SAMPLE, ONE_IN = 2, 24
 """`make test` runs this many cases of a parametrised test, or one case in ONE_IN if that is more."""
+STARTS_PROCESSES = re.compile(
+    r"^(import|from) (dist|subprocess|process_\w+)\b|run_ranks|verify_loop|compile=True", re.M
+)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # `make fuzz` draws other examples
 hypothesis.settings.load_profile("suite")
 
@@ -20,12 +26,20 @@ hypothesis.settings.load_profile("suite")
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=100, help="how many random graphs to run (test_fuzz.py)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="the first seed of random graphs")
+    parser.addoption("--no-processes", action="store_true", help="leave out the files whose tests start processes")
     parser.addoption("--golden-update", action="store_true", help="rewrite the golden files instead of comparing")
 
 
 def pytest_configure(config):
     torch.set_num_threads(1)
     dist.whole_float32()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files whose tests start processes if `--no-processes` says so."""
+    if config.getoption("--no-processes") and collection_path.name.startswith("test_"):
+        return bool(STARTS_PROCESSES.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_collection_finish():
@@ -64,6 +78,18 @@ def pytest_sessionfinish():
 def _seed():
     random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_started(request, monkeypatch):
+    """With `--no-processes`, fail a test that starts one."""
+    if request.config.getoption("--no-processes"):
+        for starts in (dist.Pool, subprocess.Popen, multiprocessing.process.BaseProcess):
+            monkeypatch.setattr(starts, "run" if starts is dist.Pool else "__init__", _refuse)
+
+
+def _refuse(*_, **__):
+    pytest.fail("a test of a file without processes starts one: match the file by STARTS_PROCESSES")
 
 
 class Golden:
