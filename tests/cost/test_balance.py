@@ -98,6 +98,7 @@ def test_what_cannot_be(planned, options, text):
     assert f"{type(caught.value).__name__}: {caught.value}" == text
 
 
+@pytest.mark.large
 def test_a_plan_and_its_formula_keep_to_it(planned):
     plan = planned("ep4", balance=1.5)
     with pytest.raises(AutopartError, match=r"balance=1\.5 is too large for one device"):

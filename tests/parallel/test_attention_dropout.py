@@ -259,7 +259,7 @@ def grouped():
 MESHES = ("dp1", "tp2", "dp2", "pp2", "cp2", "dp2,pp2,tp2")
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("build", [gpt2, bert, grouped])
 def test_one_operator_a_layer(build, mesh):

@@ -64,6 +64,7 @@ def test_a_mixture_in_bfloat16_is_verified_with_its_plan(capfd):
     assert "failed while attempting" not in capfd.readouterr().err
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3, "recompute": "full"}, {"microbatches": 2}], ids=str)
 @pytest.mark.parametrize("form", ["looked up", "matrix first"])
 def test_one_written_by_hand(form, options):

@@ -329,6 +329,7 @@ EXACT = [  # model, mesh, recompute, other options
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "recompute", "options"), EXACT)
 def test_what_is_recomputed_is_exact(build, mesh, recompute, options, monkeypatch):
     """Loss, gradients and buffers, with dropout as one device draws it; and it is recomputed, on all ranks."""

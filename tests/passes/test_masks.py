@@ -190,6 +190,7 @@ def a_window():
     return Masked().double(), {"x": torch.randn(2, 256, HIDDEN, dtype=torch.float64), "mask": mask}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("where", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
 def test_inputs_without_values_leave_their_masks_as_they_are(where):
     model, batch = masked("causal")

@@ -29,6 +29,7 @@ def moved(plan):
     return {kind: count for kind, count in counts.items() if kind}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", TOKENS)
 def test_exact_along_the_sequence(name, mesh):

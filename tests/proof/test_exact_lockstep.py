@@ -97,6 +97,7 @@ def test_a_term_of_weights_alone_counts_once(term, mesh):
     assert found.ok, str(found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv_net"])
 def test_microbatches_without_stages(name, microbatches):

@@ -221,6 +221,7 @@ class LeastNumbers(nn.Module):
         return self.out(scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ x).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("dtype", "ok"), [(torch.float32, True), (torch.float64, False)])
 def test_numbers_that_are_finite_in_its_own_precision_are_compared(dtype, ok):
     batch = {"x": torch.randn(4, 3, WIDTH, dtype=dtype), "seen": torch.ones(4, 3, 3, dtype=torch.bool).tril(-1)}

@@ -52,6 +52,7 @@ def copy_of(entries, tmp_path, monkeypatch, free_bytes, mesh="tp2", **options):
     return scaled_copy(made.model, bind_call(made.model, (), made.example), VerifyLoad(Mesh.parse(mesh)))
 
 
+@pytest.mark.large
 def test_an_8b_llama_gets_a_copy_that_fits(tmp_path, monkeypatch):
     """Chosen by numbers alone, but for the copy: 24 GB would be needed for two layers at full width."""
     copy = copy_of(LLAMA_8B, tmp_path, monkeypatch, 4e9, batch=2, sequence=16)

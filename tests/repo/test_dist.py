@@ -168,6 +168,7 @@ def test_exception_does_not_wait_for_sleepers():
     assert len(run_ranks(add_ranks, 2, 1.0)) == 2
 
 
+@pytest.mark.large
 def test_hang_is_killed_and_pool_recovers():
     first = run_ranks(process_id, 4)
     start = time.monotonic()

@@ -139,5 +139,6 @@ def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
     assert "<html" in Path(page).read_text()
 
 
+@pytest.mark.large
 def test_collectives_are_operators_wherever_programs_are_written():
     loaded("import autopart.passes.write.lower, torch; torch.ops.autopart.all_reduce")

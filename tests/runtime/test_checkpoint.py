@@ -92,6 +92,7 @@ def test_a_checkpoint_is_loaded_on_another_mesh_and_in_one_process(tmp_path, nam
     dist.run_ranks(load, 2, name, first[0], str(tmp_path), first[1], timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.large
 def test_a_checkpoint_of_the_plain_model_is_loaded_on_a_mesh_of_two_cuts(tmp_path):
     model, _ = tied()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)

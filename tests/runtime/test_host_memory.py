@@ -186,7 +186,7 @@ def kept(build: Any) -> tuple[list[str], bool, float]:
     return [str(w.message) for w in seen], held() is not None, pm(torch.ones(8, SIZE)).sum().item()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("build", "why"),
     [(Closing, "the model's own module 'part'"), (lambda: Uncopied(SIZE, SIZE), "only one of these")],

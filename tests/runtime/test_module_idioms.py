@@ -251,6 +251,7 @@ def frozen_later(mesh, **options):
     same_grads(pm, trained(model))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

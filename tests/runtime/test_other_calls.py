@@ -369,6 +369,7 @@ def test_a_parameter_needed_where_it_is_not_is_an_error():
         merge_stored({"w": StoredTensor("w", (2,), {}, (0, 2), ())}, known)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("tokens_", "seq"), [(64, 12), (5, 13)])
 def test_ids_and_lengths_beyond_a_cut_table_fail_as_in_the_whole_one(tokens_, seq):
     """And not as rows of zeros: token 64 of a vocabulary of 64, position 12 of 12."""

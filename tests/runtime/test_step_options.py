@@ -344,6 +344,7 @@ def two_counts(outputs, target):
     return mean_loss(outputs, target) / (target != IGNORED).sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("loss_fn", "text"),
     [

@@ -363,7 +363,7 @@ def test_what_needs_more_than_moving_is_not_followed() -> None:
             call(Whole(torch.ones(2, 3)))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("base", "name"), [(LlamaModel, "llama"), (GPT2Model, "gpt2"), (BertModel, "bert")], ids=lambda part: str(part)
 )

@@ -37,6 +37,7 @@ def on_one_device(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_new_values_are_exact(name, mesh):

@@ -118,7 +118,7 @@ class Blocks(nn.Module):
         return F.mse_loss(x, target)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 def test_conditions_in_blocks_that_repeat(mesh, recwarn):
     torch.manual_seed(0)

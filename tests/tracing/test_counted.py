@@ -343,6 +343,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_size_that_nobody_knows_is_refused_with_its_line(name):
     forward, text = REFUSED[name]

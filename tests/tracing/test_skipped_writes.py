@@ -422,7 +422,6 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("mix", MORE, ids=lambda mix: mix.__name__)
 def test_what_does_more_is_refused(mix):
     with pytest.raises(TraceError) as caught:

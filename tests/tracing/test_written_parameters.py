@@ -359,6 +359,7 @@ class MovesItsWeight(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_data_assigned_to_itself_changes_nothing(mesh):
     model, x = MovesItsWeight(), torch.randn(4, 16)

@@ -358,6 +358,7 @@ def test_rows_of_an_embedding_are_its_dim_0():
     assert pins == {"model.embed_tokens.weight": {"tp": "S(0)"}, "lm_head.weight": {"tp": "S(0)"}}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("to", ["transformers", "parallelize_module", "pipelining", "megatron"])
 def test_positions_are_in_no_format(to):
     model, batch = zoo.llama()
