@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items):
     for cases in _cases_by_function(items):
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
         count = 1 if cases[0].get_closest_marker("few") else max(SAMPLE, len(sampled) // ONE_IN)
-        kept = random.Random(SEED).sample(range(len(sampled)), min(count, len(sampled)))
+        kept = {*random.Random(SEED).sample(range(len(sampled)), min(count, len(sampled)))}
         for index, case in enumerate(sampled):
             if index not in kept:
                 case.add_marker(pytest.mark.large)
