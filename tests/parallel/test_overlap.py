@@ -136,6 +136,7 @@ def latest(found: list[tuple[str, int]], event: tuple[str, int]) -> int:
 LAST = len(WIDTHS) - 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
@@ -262,6 +263,7 @@ def test_gradients_of_several_microbatches_are_sent_once():
     assert first(found, ("reduce", LAST)) > latest(found, ("work", LAST)) - 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_stages_send_their_own_gradients(schedule):
     """In the last microbatch's backward; a backward in two parts sends when the second ends. The first block of the

@@ -51,13 +51,14 @@ def assert_exact(builder, mesh, sizes=None, **options):
     assert {name for name, grad in grads.items() if grad is not None} | {"loss", "output 0"} <= compared
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_zoo_model_on_mesh(name, mesh):
     assert_exact(zoo.ZOO[name], mesh)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("case", AWKWARD)
 def test_sizes_that_do_not_divide(case):
     builder, sizes, mesh = AWKWARD[case]
@@ -96,12 +97,14 @@ def test_a_term_of_weights_alone_counts_once(term, mesh):
     assert found.ok, str(found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv_net"])
 def test_microbatches_without_stages(name, microbatches):
     assert_exact(zoo.ZOO[name], "tp2", microbatches=microbatches)
 
 
+@pytest.mark.large
 def test_deep_model_on_many_stages():
     assert_exact(zoo.gpt2, "dp2,pp8,tp2", {"num_layers": 8, "hidden": 16, "heads": 2}, microbatches=4)
 

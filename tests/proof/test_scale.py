@@ -112,6 +112,7 @@ def test_the_plan_of_the_whole_model_is_followed():
     assert last not in decisions.stored and renamed(last, copy.kept) is None
 
 
+@pytest.mark.large
 def test_a_wrong_rule_is_found_on_the_copy(monkeypatch):
     model, batch = deep()
     monkeypatch.setitem(SHAPED, "aten::softmax", pointwise)

@@ -103,6 +103,7 @@ def is_wrong(subgraph):
         return True
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_named_and_cut_out(name, monkeypatch):
     builder, mesh, patch, kind, key = FAULTS[name]

@@ -98,6 +98,7 @@ def test_extras_are_loaded_on_use(mesh, options, extra):
     assert not [name for name in modules if name.endswith((".data_sync", ".batches_in_flight"))]
 
 
+@pytest.mark.large
 def test_loaded_can_fail():
     assert not loaded("import torch").isdisjoint(HEAVY)
     with pytest.raises(AssertionError):
@@ -113,6 +114,7 @@ def test_every_public_name_is_there():
     assert set(autopart.__all__) <= set(dir(autopart)) and "__version__" in dir(autopart)
 
 
+@pytest.mark.large
 def test_a_function_is_no_module_whatever_is_imported_first():
     code = """
 import autopart.proof.verify, autopart.tuning.search, autopart.extras.calibrate.calibrate_machine, autopart.plans.plan
@@ -139,6 +141,7 @@ def test_an_unknown_name():
 # What was registered by an import
 
 
+@pytest.mark.large
 def test_a_plan_has_its_formulas_whatever_is_imported(plan_file):
     code = f"""
 from autopart.plans.plan import Plan
@@ -148,11 +151,13 @@ assert plan.cost.at(tp=4).step_time_s > 0 and plan.cost.parts and plan.cost.late
     assert "sympy" in loaded(code)
 
 
+@pytest.mark.large
 def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
     page = str(tmp_path / "plan.html")
     loaded(f"from autopart.plans.plan import Plan; Plan.load({plan_file!r}).report({page!r})")
     assert "<html" in Path(page).read_text()
 
 
+@pytest.mark.large
 def test_collectives_are_operators_wherever_programs_are_written():
     loaded("import autopart.passes.write.lower, torch; torch.ops.autopart.all_reduce")

@@ -454,6 +454,7 @@ def modules() -> list[Module]:
     return read_package()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_package(check: Check, modules: list[Module]) -> None:
     known = {module.name for module in modules}
@@ -508,6 +509,7 @@ def full_folders(modules: list[Module]) -> list[str]:
     return [f"{folder} has {size} files" for folder, size in sizes.items() if size > MAX_FOLDER_FILES]
 
 
+@pytest.mark.large
 def test_files_make_no_circle(modules: list[Module]) -> None:
     assert circles(modules) == []
 

@@ -215,6 +215,7 @@ def test_a_partial_average_of_resnet_takes_half_of_a_ring():
     assert times_s == pytest.approx([0.278, 0.150], rel=0.02)
 
 
+@pytest.mark.large
 def test_bert_large_trains_in_about_half_the_time():
     """59.02 against 30.4 hours on 64 GPUs: both wait for the link, for about two sends of the gradients and for one."""
     import torch
