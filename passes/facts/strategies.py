@@ -287,7 +287,7 @@ def _sharded(
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
-        unsharded = R if factor == pattern.lookup and not pattern.linear else P
+        unsharded = R if factor == pattern.lookup and pattern.all_reduces else P
         for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are given by the first row

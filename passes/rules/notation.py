@@ -26,8 +26,8 @@ class Rule:
 
     `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once.
     `matmul`: products whose doubled sizes are the FLOPs (`("... k n",)`). `also`: alternative lines, tried in turn
-    (without optional weights, with a mask). `when`: condition on the call's other arguments. `lookup`, `local` and
-    `routes`: as in `Pattern`.
+    (without optional weights, with a mask). `when`: condition on the call's other arguments. `lookup`, `all_reduces`,
+    `local` and `routes`: as in `Pattern`.
     """
 
     text: str
@@ -39,6 +39,7 @@ class Rule:
     when: Callable[[fx.Node], bool] = field(default=lambda node: True, compare=False)
     local: LocalForm | None = field(default=None, compare=False)
     routes: Literal["", "out", "back"] = ""
+    all_reduces: int = 0
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
         """Return the pattern of the first line that fits these shapes, or None.
@@ -78,8 +79,9 @@ class Rule:
         split = len(inputs)
         operands = tuple(dims_of[:split]), tuple(dims_of[split:])
         return Pattern(
-            *operands, sizes, unshardable, self.linear, self.lookup, flops, local=self.local, routes=self.routes
-        )
+            *operands, sizes, unshardable, self.linear, self.lookup, self.all_reduces, flops, local=self.local,
+            routes=self.routes,
+        )  # fmt: skip
 
 
 @cache

@@ -67,7 +67,8 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=has_unscaled_gradients,
         local=embedding_rules.embedding),
     "aten::cross_entropy_loss": (
-        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=embedding_rules.cross_entropy),
+        Rule("n c ..., n ... -> n ...", lookup="c", all_reduces=3, when=of_class_indices,
+            local=embedding_rules.cross_entropy),
         Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
         Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
             "n c ..., n c ..., c -> n ...",))),

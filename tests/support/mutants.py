@@ -53,6 +53,10 @@ MUTANTS = [
            "dims, at = names_and_dim(node)\n    dims[0] = (\"joined\",)", RULES),
     Mutant("passes/rules/operators/norm_rules.py", 'unshardable = frozenset({"r", *(d[0] for d in inner)})',
            'unshardable = frozenset({"r"})', RULES),
+    Mutant("passes/rules/operators/indexing_rules.py", 'table_first = operator_name(node) == "aten::searchsorted"',
+           "table_first = len(set(inputs)) == 2 and operator_name(node) == 'aten::searchsorted'", RULES),
+    Mutant("passes/facts/strategies.py", "unsharded = R if factor == pattern.lookup and pattern.all_reduces else P",
+           "unsharded = R if factor == pattern.lookup and not pattern.linear else P", RULES),
     Mutant("autopart/ir/pattern.py", 'return " -> ".join(map(", ".join, values))',
            'return " => ".join(map(", ".join, values))', RULES + " golden pipeline_passes"),
     # the writer
