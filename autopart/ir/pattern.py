@@ -25,10 +25,11 @@ class Pattern:
     `cross_entropy_loss`). `all_reduces`: number of all-reduces in that local operator, each of the output's size. It
     then returns a replicated output, without any a partial sum. `tied`: inputs that are indices into a selection
     (`ir/selection.py`). Their elements are on the rank that has the selected elements if a factor is sharded. `routes`:
-    the operator dispatches rows to their experts ("out") or combines them ("back"). `joined`: {concatenated factor: the
-    sizes of its sections} (`cat`, `split_with_sizes`). A dim of such a factor has all sections or, if it is smaller,
-    one of them. `local`: writes the call for one rank (`passes/rules/local_forms.py`) if the traced call on local
-    operands would be wrong.
+    the operator dispatches rows to their experts ("out") or combines them ("back"). `context`: "ring" for attention
+    whose local form can rotate keys and values, sharded like its queries, around a ring. `joined`: {concatenated
+    factor: the sizes of its sections} (`cat`, `split_with_sizes`). A dim of such a factor has all sections or, if it is
+    smaller, one of them. `local`: writes the call for one rank (`passes/rules/local_forms.py`) if the traced call on
+    local operands would be wrong.
     """
 
     inputs: tuple[Dims, ...]
@@ -42,6 +43,7 @@ class Pattern:
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[int] = frozenset()
     routes: Literal["", "out", "back"] = ""
+    context: Literal["", "ring"] = ""
     local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
@@ -61,7 +63,7 @@ class Pattern:
     def key(self) -> tuple:
         """Hashable key that is equal for equal patterns."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
-        rest = (self.all_reduces, self.flops, joined, self.tied, self.routes)
+        rest = (self.all_reduces, self.flops, joined, self.tied, self.routes, self.context)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest
 
 

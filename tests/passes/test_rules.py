@@ -28,17 +28,17 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.operators.pointwise_rules import POINTWISE
-from autopart.passes.rules.tables import LINES, SHAPED
+from autopart.passes.rules.tables import RULES
 from autopart.proof.comparison import relative
 from autopart.proof.rules.check_rule import Proof, backward
 from autopart.proof.rules.rule_candidates import candidates
 
-RULES = {*LINES, *SHAPED, *POINTWISE}
+WITH_RULE = {name for name, row in RULES.items() if row.is_for_sharding}
 FORMS = [
     pytest.param(name, rule, text, id=f"{name} {text}")
-    for name, rules in LINES.items()
-    for rule in (rules if isinstance(rules, tuple) else (rules,))
+    for name, row in RULES.items()
+    for rule in (row, *row.otherwise)
+    if rule.text
     for text in (rule.text, *rule.also)
 ]
 
@@ -167,7 +167,7 @@ def nodes_of_samples() -> dict[str, list[fx.Node]]:
 def test_every_rule_has_a_sample():
     proven = nodes_of_samples().keys()
     of_models = {"autopart::positions"}  # of unequal shards: proven with whole models, test_counted.py
-    assert set(RULES) - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
+    assert WITH_RULE - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
 
 
 @pytest.mark.parametrize(("name", "rule", "text"), FORMS)
