@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
@@ -49,6 +50,9 @@ def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
 
     No rank has all keys, so keys and values rotate around a ring.
     """
+    pattern = facts(node)["pattern"]
+    if pattern is None or pattern.context != "ring":
+        return False
     query, key, value = strategy.inputs[:3]
     return query.is_shard and query.dim == len(shape(node.args[0])) - 2 and query == key == value
 

@@ -22,11 +22,14 @@ class Pattern:
 
     `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once, which makes the
     output a partial sum. `lookup`: a factor that can be sharded only by a special local operator (`embedding`,
-    `cross_entropy_loss`). `tied`: inputs that are indices into a selection (`ir/selection.py`). Their elements are on
-    the rank that has the selected elements if a factor is sharded. `routes`: the operator dispatches rows to their
-    experts ("out") or combines them ("back"). `joined`: {concatenated factor: the sizes of its sections} (`cat`,
-    `split_with_sizes`). A dim of such a factor has all sections or, if it is smaller, one of them. `local`: writes the
-    call for one rank (`passes/rules/local_forms.py`) if the traced call on local operands would be wrong.
+    `cross_entropy_loss`). `all_reduces`: number of all-reduces in that local operator, each of the output's size. It
+    then returns a replicated output, without any a partial sum. `tied`: inputs that are indices into a selection
+    (`ir/selection.py`). Their elements are on the rank that has the selected elements if a factor is sharded. `routes`:
+    the operator dispatches rows to their experts ("out") or combines them ("back"). `context`: "ring" for attention
+    whose local form can rotate keys and values, sharded like its queries, around a ring. `joined`: {concatenated
+    factor: the sizes of its sections} (`cat`, `split_with_sizes`). A dim of such a factor has all sections or, if it is
+    smaller, one of them. `local`: writes the call for one rank (`passes/rules/local_forms.py`) if the traced call on
+    local operands would be wrong.
     """
 
     inputs: tuple[Dims, ...]
@@ -35,10 +38,12 @@ class Pattern:
     whole: frozenset[str] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     lookup: str = ""
+    all_reduces: int = 0
     flops: int = 0
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[int] = frozenset()
     routes: Literal["", "out", "back"] = ""
+    context: Literal["", "ring"] = ""
     local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
@@ -58,7 +63,7 @@ class Pattern:
     def key(self) -> tuple:
         """Hashable key that is equal for equal patterns."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
-        rest = (self.flops, joined, self.tied, self.routes)
+        rest = (self.all_reduces, self.flops, joined, self.tied, self.routes, self.context)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest
 
 

@@ -406,7 +406,7 @@ BAD = [
 
 GOOD = [
     Module("autopart.passes.write.lower", "emit(aten.mul.Tensor, x)\noperator_name(node).removeprefix('autopart::')"),
-    Module("autopart.passes.rules.tables", "LINES = {'aten::linear': rule}"),
+    Module("autopart.passes.rules.tables", "RULES = {'aten::linear': rule}"),
     Module("autopart.plans.plan", "def f():\n    from autopart.cost.formula.plan_cost import Cost"),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(
