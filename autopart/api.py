@@ -179,7 +179,7 @@ def _check_model(model: Any) -> None:
     inside = partitioned_in(model)
     if inside is not None:
         raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
-                         hint="parallelize the outer model, made of the plain one")  # fmt: skip
+                         hint="parallelize the outer model, with its original submodule")  # fmt: skip
     wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
                 "OptimizedModule": "_orig_mod"}  # fmt: skip
     if kind in wrappers and hasattr(model, wrappers[kind]):
@@ -213,14 +213,17 @@ def _searched(
 ) -> tuple[Plan, Options]:
     """Return the best plan for a number of devices, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
-        raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
-                         hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
+        raise InputError(
+            f"mesh={devices} needs an example call",
+            why="the search traces the model on it to choose the axes",
+            hint="example_kwargs={'input_ids': ids, 'labels': labels}",
+        )
     kept = {name: getattr(options, name) for name in OPTIONS if name not in PlanOptions.__annotations__}
     asked = [name for name in PlanOptions.__annotations__ if name not in SearchOptions.__annotations__
              and getattr(options, name) != OPTIONS[name].default]  # fmt: skip
     if options.local_batch:
-        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks rows "
-                          "are cut", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks "
+                          "the batch is split", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
     if asked:
         raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
                           hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip

@@ -258,7 +258,7 @@ def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Te
 
 
 def _ignore(node: fx.Node, value: PerRank) -> None:
-    """Stand in for `on_value` without doing anything."""
+    """Do nothing: the default of `on_value`."""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -111,7 +111,7 @@ class StageExchange:
         return works[num_sends:]
 
     def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
-        """Return the value of the rank at `pp` coordinate `owner`, on all ranks along `pp`.
+        """Broadcast a value from the rank at `pp` coordinate `owner` to all ranks along `pp`, and return it.
 
         The owner does not wait for the other ranks.
         """
@@ -161,7 +161,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class BatchInFlight:
-    """A batch whose first microbatches may have started."""
+    """A batch that has been started and is not finished."""
 
     def __init__(
         self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
@@ -258,11 +258,11 @@ class InFlight:
             raise
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if a gradient is still to come."""
+        """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} while a batch is in flight",
-                why="under schedule='1f1b_2bw' the gradient of the last step() is still to come, of the weights before",
+                why="under schedule='1f1b_2bw' the gradient of the last step() is not complete yet",
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
@@ -273,8 +273,11 @@ class InFlight:
         new batch is dropped, the batch in flight is finished, and the error is raised.
         """
         if self.is_broken:
-            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have exchanged parts of it",
-                             hint="parallelize() the model again")  # fmt: skip
+            raise UsageError(
+                "an earlier step failed in the middle of a batch",
+                why="ranks have already exchanged some of its microbatches",
+                hint="parallelize() the model again",
+            )
         finishing, self.batch, self.is_broken = self.batch, None, True
         if finishing is not None:
             finishing.loss_scale = loss_scale  # the whole last stage of this batch runs in this period
@@ -401,7 +404,7 @@ class FlushMethods:
         why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
         if options.outputs:
             raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
-                             "pm(**batch), which finishes what has begun first")  # fmt: skip
+                             "pm(**batch), which first finishes the batch in flight")  # fmt: skip
         if leaves_unsummed:
             raise UsageError("step() inside no_sync()", why=why,
                              hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip

@@ -97,7 +97,7 @@ class Trace:
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
 
     def multiplicity_of(self, name: str) -> int:
-        """Return how many parameters of the model a parameter in the graph represents."""
+        """Return how many parameters of the model this parameter of the graph represents."""
         return next((fold.times for fold in self.folds if fold.holds(name)), 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Wrapper of a model for a trace: it takes the tensors of a call alone."""
+"""Wrapper of a model for a trace: its inputs are only the tensors of a call."""
 
 from __future__ import annotations
 

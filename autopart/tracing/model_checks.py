@@ -83,5 +83,5 @@ def check_hooks(model: nn.Module) -> None:
                 f"'{name or type(model).__name__}' has a backward hook",
                 refusal=Refusal.HOOK,
                 why="only the forward is traced; its gradients are computed without hooks of modules",
-                hint="remove it, or let the model be changed by it in forward()",
+                hint="remove it, or use tensor.register_hook inside forward()",
             )

@@ -1,4 +1,4 @@
-"""Tensors of a `loss_fn` that is a module: buffers of a step's program, updated before each call."""
+"""Tensors of a loss module (`loss_fn`): buffers of a step's program, updated before each call."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTens
         if missing:
             raise StageError(
                 f"this call uses parameter '{name}' on stage {missing[0]}, which does not hold it",
-                why=f"by the first call, it is used on stage {', '.join(map(str, known[name].stages))} only",
+                why=f"the first call used it on stage {', '.join(map(str, known[name].stages))} only",
                 hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model",
             )
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}

@@ -122,7 +122,7 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "sum: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
     # plans edited by hand
     "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),
-        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp cuts dim 0 already\n  where  line 1\n  "
+        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp shards dim 0 already\n  where  line 1\n  "
         "try    S(1) or R"),
     "zero: edited, a sum": (edited("head.weight", {"dp": "P", "tp": "R"}),
         "PlanError: the plan stores 'head.weight' as P on dp\n  why    a weight is not a partial sum\n  where  line 1\n"

@@ -56,7 +56,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Number the runs of consecutive parameters of one block. Return the run of each parameter.
+    """Number the runs of consecutive parameters of one block. Return the run number of each parameter.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]
@@ -118,7 +118,7 @@ def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
 def alike(
     tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
 ) -> list[tuple[str, ...]]:
-    """Bucket tensors by dtype and by {name: kind}, regardless of blocks. Return the names of each bucket."""
+    """Bucket tensors of equal dtype and `kind`, across block boundaries. Return the names of each bucket."""
     kind_and_dtype = {name: (kind[name] if kind else None, tensor.dtype) for name, tensor in tensors.items()}
     rows = list[tuple[str, ...]]()
     for names in kinds(list(tensors), kind_and_dtype):

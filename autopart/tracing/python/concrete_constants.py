@@ -42,9 +42,9 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The call that created a tensor, its output number `place`.
+    """The call that created a tensor, as its output number `place`.
 
-    In its arguments, such calls replace constant tensors.
+    Constant tensors among its arguments are replaced by the calls that created them.
     """
 
     func: Callable[..., Any]
@@ -242,7 +242,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return a key that is equal for tensors in the same memory; None if torch does not say."""
+    """Return a key that is equal for tensors in the same memory; None if torch has none for this tensor."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have several
