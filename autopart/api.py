@@ -92,7 +92,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Choose a plan without running anything: no process group, no GPU, and the model may be on `meta`.
+    """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
@@ -138,7 +138,7 @@ def verify_loop(
     forked processes with one seed. Compared are: each loss (of `backward()` and `step`), all gradients before and all
     weights after each optimizer step, the final weights, and the function's return value. The result names the first
     value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of every
-    step are kept on disk.
+    step are stored on disk.
 
     Args:
         fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
@@ -148,7 +148,7 @@ def verify_loop(
         example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; of a dict,
             the entries that the model takes]
         tolerance: largest difference, relative to the largest value.
-        time_limit_s: seconds that one run may take.
+        time_limit_s: time limit of one run, in seconds.
         **options: `RunOptions`.
     Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
     Raises what autopart raises on a rank, once; InputError if `fn` fails in one process or trains nothing.

@@ -128,7 +128,7 @@ def check_folder() -> None:
 
 
 def _own_folder(root: str) -> Path:
-    """Return the folder of this process; several machines may share `root`."""
+    """Return the folder of this process; several machines can share `root`."""
     rank = os.environ.get("RANK")
     folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")
     with _in_words(root):

@@ -329,7 +329,7 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph has an operator over a mesh axis, so that ranks may communicate."""
+    """Return True if a stage graph has an operator over a mesh axis, so that ranks can communicate."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 

@@ -379,8 +379,8 @@ class ParallelModule(
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Compare the call with other ranks if its trace fails in this context.
 
-        With `local_batch`, other ranks may pass samples for which the trace succeeds. Then all ranks raise the
-        difference.
+        With `local_batch`, other ranks can pass samples for which the trace succeeds. Then all ranks raise an error
+        that shows the difference.
         """
         try:
             yield

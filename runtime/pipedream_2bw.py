@@ -267,7 +267,7 @@ class InFlight:
             )
 
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
-        """Start a batch and finish the batch in flight; either may be None.
+        """Start a batch and finish the batch in flight; either can be None.
 
         The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
         new batch is dropped, the batch in flight is finished, and the error is raised.

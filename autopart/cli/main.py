@@ -300,7 +300,7 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 @JSON
 @told
 def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
-    """Measure this machine as a hardware profile, and print predictions beside measurements.
+    """Measure this machine as a hardware profile, and print predicted and measured times.
 
     Under torchrun all processes measure at once, with collectives between them; rank 0 writes and prints.
 

@@ -16,7 +16,7 @@ convert to no other placement, because the number of rows per rank is known only
 selects its rows from the rows of all ranks. For `E(0; sent)` an all-to-all dispatches the rows to the ranks of their
 experts, and a second one combines them on the ranks of their tokens.
 
-A sequence dim may be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
+A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
 chunk i from the front and chunk i from the back. So causal attention costs the same on every rank (context parallelism
 of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
@@ -162,7 +162,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the number of elements of each shard, as `torch.chunk`: the last may be smaller.
+    """Return the number of elements of each shard, as `torch.chunk`: the last can be smaller.
 
     >>> shard_sizes(97, 4)
     (25, 25, 25, 22)

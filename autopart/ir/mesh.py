@@ -67,7 +67,7 @@ section 3.2.2)."""
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 may be left out.
+    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 can be left out.
 
     Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the sizes are passed.
     `axes`: all possible axes and what they split, outermost first.

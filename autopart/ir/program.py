@@ -7,7 +7,7 @@ graph. Ranks differ only through two kinds of node:
 - `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
 
 Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts next to `dp`. A value that is `S(0)` on it is
-the samples of one microbatch. A `P` is summed over microbatches. No collective may run over it.
+the samples of one microbatch. A `P` is summed over microbatches. No collective runs over it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Call:
     """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
 
     A trace is specific to the tensors that need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad`
-    of each tensor before the call. A forward may set it on another input, to differentiate with respect to it.
+    of each tensor before the call. A forward can set it on another input, to differentiate with respect to it.
     """
 
     tensors: tuple[torch.Tensor, ...]

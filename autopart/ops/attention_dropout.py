@@ -172,7 +172,7 @@ class _CpuAttention:
         return output, largest
 
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, with one key and value for each head of queries.
+        """Return the gradients of the queries, and of keys and values that are repeated for all query heads.
 
         The fourth is the gradient of all scores if that of the mask is needed, else an empty tensor.
         """

@@ -137,7 +137,7 @@ class KeyRangeEvaluator:
         self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """Initialise with known values.
+        """Initialise with the values of some nodes.
 
         Args:
             values: {node: its value}.

@@ -244,7 +244,7 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 def stored_source(node: fx.Node) -> fx.Node | None:
     """Return the stored parameter that a gather or cast reads, None if it reads another value.
 
-    Conversions that only affect the gradient may be in between.
+    Conversions that only affect the gradient can be in between.
     """
     source = node.args[0]
     while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:

@@ -101,7 +101,7 @@ class Pins:
         """Parse pins from a dict in the form of the module's docstring, or from a JSON file.
 
         Args:
-            axes: the mesh axes that may be pinned.
+            axes: the mesh axes that can be pinned.
         Raises OptionError for an invalid entry.
         """
         if isinstance(pins, Pins):

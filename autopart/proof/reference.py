@@ -97,7 +97,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model together with a loss module: the two may share tensors."""
+        """Copy and convert the model together with a loss module: the two can share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))

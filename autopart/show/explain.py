@@ -274,7 +274,7 @@ def _cost(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of the table; texts may have several lines."""
+    """One row of the table; texts can have several lines."""
 
     block: str = ""
     layout: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _GradientRun:
-    """A run of a model or of its graph: flat outputs, and tensors that may need a gradient."""
+    """A run of a model or of its graph: flat outputs, and tensors that can need a gradient."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]
@@ -76,7 +76,7 @@ def with_gradients_checked(
 ) -> Trace:
     """Return the trace, after a check that every parameter gets the same gradient in it as in the model.
 
-    Also records the model's own checkpoints, which a trace with repeated blocks may miss, and a note if the model does
+    Also records the model's own checkpoints, which a trace with repeated blocks can miss, and a note if the model does
     not run on meta tensors and nothing was compared. Raises TraceError if a gradient is lost, or extra.
     """
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -216,7 +216,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return the atoms of a dim with this size, which an operator may have changed."""
+    """Return the atoms of a dim after an operator that can change its size to `size`."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -366,7 +366,7 @@ def _shard_sections(
 def can_shard_sequence(size: int, num_shards: int) -> bool:
     """Return True if a sequence of this size can be sharded, possibly unevenly.
 
-    No shard may be empty, and unequal shards must have at least two elements on average.
+    Every shard must have an element, and unequal shards must have at least two elements on average.
 
     >>> [can_shard_sequence(25, n) for n in (4, 7, 13)]
     [True, True, False]
@@ -381,8 +381,8 @@ def _can_be_uneven(
     """Return True if an atom of a factor can have unequal shards.
 
     This holds for features (a vocabulary of 50257, an inner width of 50) that are a dim by themselves in all
-    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and no rank may be
-    empty.
+    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and every rank must have an
+    element.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)

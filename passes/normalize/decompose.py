@@ -124,7 +124,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if the memory may be shared: the node is an input or a view, or has a view."""
+    """Return True if the memory can be shared: the node is an input or a view, or has a view."""
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

@@ -66,7 +66,7 @@ class StageDraft:
 
         Args:
             sizes: sizes of the mesh axes.
-            mark: a function that may rewrite and reorder the graph.
+            mark: a function that can rewrite and reorder the graph.
         """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]

@@ -29,7 +29,7 @@ def plan_checkpoints_with(
         kind: class of the shards.
         check_loaded: called with (key, saved size, tensor), in place of the planner's comparison of sizes.
         check_saved: called with (key, value) for every saved entry.
-        absent: maps (state dict, saved keys) to the keys that a checkpoint may lack.
+        absent: maps (state dict, saved keys) to the keys that a checkpoint can lack.
         before_saving: called first, with the state dict, on every rank that saves.
     """
     from torch.distributed.checkpoint import default_planner

@@ -1,8 +1,9 @@
 """Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
 `bind` replaces mesh axes by the names of process groups; then a graph can run. The operators are
-CompositeImplicitAutograd around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi
-et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
+CompositeImplicitAutograd around one autograd function, so they print, export and compile. The pairs of a forward and a
+backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022
+(arXiv:2205.05198, section 4.2).
 """
 
 from __future__ import annotations

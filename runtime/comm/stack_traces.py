@@ -70,7 +70,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the position given by the innermost known frame."""
+    """Return the position given by the innermost frame of a stage graph or of autopart, "" without one."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):

@@ -62,7 +62,7 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
     """Compare the replicas of parameters that a distributed checkpoint saves, on all ranks.
 
-    A checkpoint that is written in a thread is not checked, because the training loop may use the process groups
+    A checkpoint that is written in a thread is not checked, because the training loop can use the process groups
     meanwhile.
     """
     if threading.current_thread() is threading.main_thread():
@@ -115,7 +115,7 @@ class Replicas:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Record that a state dict with these parameters was created: a distributed checkpoint may follow."""
+        """Record that a state dict with these parameters was created: a distributed checkpoint can follow."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 

@@ -1,7 +1,7 @@
 """Check that all ranks make the same call: the same step, in the same way, on the same batch.
 
 The check is one collective on the host, of a dozen numbers. It starts with the call and ends before anything else is
-sent. Integer inputs, such as tokens, are compared exactly. Ranks may round floats differently, so a sample of floats,
+sent. Integer inputs, such as tokens, are compared exactly. Ranks can round floats differently, so a sample of floats,
 which moves with the step, is compared within rounding: its projections on four sign vectors, and its mean magnitude.
 """
 
@@ -78,7 +78,7 @@ class Given:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return, for these inputs, one number that must be equal, then numbers that may differ by `slack`."""
+        """Return, for these inputs, one number that must be equal, then numbers that can differ by `slack`."""
         whole = {name: number for name, number in self.whole_numbers.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
         floats = [marks for name, marks in self.floats.items() if name in names]

@@ -325,7 +325,7 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raise RuntimeError, as torch does, if `asked` and the norm is not finite."""
+    """Raise RuntimeError, as torch does, if the norm is not finite and the caller requests the check."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"

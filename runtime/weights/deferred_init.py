@@ -124,7 +124,7 @@ class Constructor:
     def _run_on_meta(self, draws_matter: bool) -> bool:
         """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
 
-        Returns False if the buffers may differ from those of a real run, because the constructor read values of
+        Returns False if the buffers can differ from those of a real run, because the constructor read values of
         parameters or drew random numbers.
         """
         parameters: list[nn.Parameter] = []

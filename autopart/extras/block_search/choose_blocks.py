@@ -126,7 +126,7 @@ def search_blocks(
     chooses the blocks with which pipeline stages begin.
 
     Args:
-        model: may be on `meta`.
+        model: can be on `meta`.
         mesh: as `plan`.
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
         microbatches: None: as many as divide the batch, up to four per stage.

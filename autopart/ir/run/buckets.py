@@ -1,7 +1,7 @@
 """Buckets of parameters: one collective per block of a model, overlapped with compute.
 
 A bucket contains consecutive parameters of one repeated block, in the order in which a stage reads them. Blocks smaller
-than `LEAST_BYTES` share a bucket, and a larger block may be split. The parameters that are read first are split most:
+than `LEAST_BYTES` share a bucket, and a larger block can be split. The parameters that are read first are split most:
 their gradients come last, when little compute remains to overlap with. A large gradient that is all-reduced waits for
 no other gradient. (Li et al. 2020, arXiv:2006.15704, section 3.2, motivates buckets; Zhao et al. 2023,
 arXiv:2304.11277, section 3.3, blocks.)

@@ -125,7 +125,7 @@ def peak_stage_bytes(order: tuple[Action, ...], stages: Mapping[int, StageBytes]
     Args:
         order: the actions of the rank.
         stages: memory of each stage.
-        gradients: bytes of the gradients of all the rank's weights. Two of its stages may share some.
+        gradients: bytes of the gradients of all the rank's weights. Two of its stages can share some.
     """
     with_gradients: set[int] = set()
     peak = 0

@@ -39,8 +39,8 @@ def storing_axes(program: Program) -> list[str]:
 class ParameterGather(NamedTuple):
     """All-gather of a parameter: its operator, axis and dim.
 
-    `size`, `sections`: those of the dim in the rank's shard over the other axes. `dtype`, `grad_dtype`: in mixed
-    precision, dtypes of the unsharded parameter and of the gradient reduction.
+    `size`, `sections`: of the gathered dim (other axes can still shard it). `dtype`, `grad_dtype`: in mixed precision,
+    dtypes of the unsharded parameter and of the gradient reduction.
     """
 
     operator: str

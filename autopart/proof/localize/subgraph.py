@@ -273,7 +273,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """Return the axes, single and flattened, over which parameters may be sharded."""
+    """Return the axes, single and flattened, over which parameters can be sharded."""
     return [*mesh.chosen, *mesh.storing()]
 
 

@@ -32,7 +32,7 @@ def rule(
 
     The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims of
     every tensor input and output. Dims with one name run over the same indices. `...` stands for any dims, `(g r)` for
-    one dim that holds two factors, the outer one first. autopart may run the operator on shards of any one factor, with
+    one dim that holds two factors, the outer one first. autopart can run the operator on shards of any one factor, with
     its other arguments unchanged. Inputs without the factor are replicated.
 
     Args:
@@ -40,7 +40,7 @@ def rule(
         lines: one line; several for calls with different numbers of tensors or dims, tried in turn.
         sum: factors that an output lacks. Sharding them leaves a partial sum, which is reduced. All must be named.
         whole: factors that must not be sharded.
-        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They may be partial sums together.
+        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They can be partial sums together.
         flops: factors whose product, doubled, is the FLOPs of the operator. It then is matrix work, to divide over
             `tp`.
     Raises:

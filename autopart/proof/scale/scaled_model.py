@@ -1,8 +1,8 @@
 """Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
 
-Blocks of one kind (equal class, equal shapes) are right or wrong together, so a few represent all. Two are kept of
-every run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. The
-config that the model is made from gives smaller sizes (`smaller_config.py`).
+If one block is right, so are all blocks of equal class and shapes; so a few represent all. The copy has two of every
+run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. Smaller sizes
+come from the config with which the model is made (`smaller_config.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ScaledCopy:
         return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
-        """Convert a plan of the model to the copy: its entries for kept blocks, with new stage boundaries."""
+        """Convert a plan of the model to the copy: the entries of its blocks, with new stage boundaries."""
         nodes = list(operators(traced.graph))
         known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
@@ -426,7 +426,7 @@ def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
 
 
 def _kind(block: nn.Module) -> tuple:
-    """Return a key that is equal for blocks that are right or wrong together."""
+    """Return a key of classes, shapes and settings. Of blocks with equal keys, one needs to be verified."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     modes = tuple(

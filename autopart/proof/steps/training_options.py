@@ -59,7 +59,7 @@ def read_training(
 ) -> Training | None:  # fmt: skip
     """Validate the training options of `verify`. Return None if there are none.
 
-    With a `loss_fn` a batch may contain its `target`. Raises OptionError and InputError for invalid options.
+    With a `loss_fn` a batch can contain its `target`. Raises OptionError and InputError for invalid options.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None

@@ -137,7 +137,7 @@ class _Comparing:
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Record the index of a result without a reference to it: torch copies results that others refer to."""
+        """Record the index of a result without a reference to it: torch would then copy the tensor."""
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
 

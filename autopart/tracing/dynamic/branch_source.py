@@ -3,7 +3,7 @@
 Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no such branch. It needs none if
 the skipped code only writes to elements of tensors: then the code always runs, and writes to no element when the model
 would skip it (`data_dependent_branches.py`). This file decides it from the source: the skipped statements must write to
-elements of tensors, and no other code may read their other results.
+elements of tensors, and their other results must not be read by later code.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
-    """Return True if two graphs compute the same in the same order, unused calls apart."""
+    """Return True if two graphs are equal without their unused calls."""
     for graph in (one, other):
         graph.eliminate_dead_code()
     pairs = list(zip(one.nodes, other.nodes, strict=False))
