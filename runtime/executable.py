@@ -335,7 +335,10 @@ def has_collectives(stage: Stage) -> bool:
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """If a call fails and the ranks were called differently, raise the difference instead."""
+    """Run a call in a `with` block.
+
+    If it fails and the ranks passed different arguments, raise an error that names these instead.
+    """
     try:
         with naming_operators():
             yield

@@ -40,9 +40,9 @@ def selections_in(atoms: Atoms) -> set[str]:
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return the atoms of each factor of a rule, from the inputs that have the factor.
+    """Return the atoms of each factor of a rule, read from the inputs that have the factor.
 
-    If inputs disagree, a data-dependent atom takes precedence, then a weight's, then a batch's.
+    If inputs differ, data-dependent atoms take precedence, then those of weights, then those of the batch.
     """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):

@@ -98,7 +98,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
 
 
 def with_salt(seed: Tensor, salt: int) -> Tensor:
-    """Return a seed tensor of two numbers: the seed, and the salt of an operator."""
+    """Return a tensor of two numbers: the seed, and a number that distinguishes the operator (its salt)."""
     return torch.tensor([int(seed), salt])
 
 

@@ -306,7 +306,7 @@ class GraphUnderTest:
 
 
 class _InputGradients:
-    """Gradients of inputs, as every rank has them."""
+    """Gradients of the model inputs on every rank."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")

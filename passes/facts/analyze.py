@@ -357,7 +357,10 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the batch factors of a call, and (input, dim, factor) of its dims of kind DATA_DIM."""
+    """Return the factors of a call that run over samples, and its other data dims.
+
+    The latter (`DATA_DIM`) are returned as (input, dim, factor).
+    """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
         (position, i, dim[0])

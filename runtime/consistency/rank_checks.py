@@ -45,7 +45,7 @@ def begin_alike(
     A collective call of all ranks of a host group; None: there is one rank.
 
     Args:
-        subjects: {subject: text}.
+        subjects: {what is compared: the text of it on this rank}.
         weights: also compare the values of parameters and buffers. If only these differ, all ranks take the first
             rank's.
     """
@@ -93,7 +93,7 @@ def program_text(program: Program) -> str:
 def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
     """Return True if the weights are equal on all ranks.
 
-    Raises RuntimeSetupError if another subject differs.
+    Raises RuntimeSetupError if any other text in `subjects` differs.
     """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)

@@ -183,7 +183,8 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
     where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
     if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
         return InputError(
-            "the ranks are given different numbers of rows", why=by_rank([f"{rows} rows" for rows in num_rows], group),
+            "the ranks are given different numbers of samples",
+            why=by_rank([f"{rows} samples" for rows in num_rows], group),
             where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
         )  # fmt: skip
     if len(set(texts)) > 1:

@@ -195,7 +195,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """This rank's value of a replicated stack. Backward stacks."""
+    """Select this rank's entry of a stack of all ranks' values. The backward stacks the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:

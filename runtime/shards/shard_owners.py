@@ -72,9 +72,8 @@ class ShardInfo:
 def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
     """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
-    Example: a weight that is sharded over `tp` and replicated over `dp` has one owner per `tp` coordinate, the rank
-    with
-        `dp` coordinate 0.
+    A weight that is sharded over `tp` and replicated over `dp`, for example, has one owner per `tp` coordinate: the
+    rank with `dp` coordinate 0.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)

@@ -35,7 +35,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Write the boxes of a shard to their offsets in `out`, in its dtype."""
+        """Read the boxes of this tensor that make up a shard into the shard `out`, cast to its dtype."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])

@@ -61,8 +61,8 @@ class Weights:
 
     Attributes:
         model: meta copy of the user's model.
-        problem: the error if there are no weights. Then `model` is the user's, and the error is raised after all ranks
-            have compared their subjects.
+        problem: the error if there are no weights. Then `model` is the user's. The error is raised only after the
+            ranks have compared their calls, so that no rank waits for this one.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):

@@ -315,7 +315,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     ModuleHook: other("'gate' has a backward hook",
                       "only the forward is traced; its gradients are computed without hooks of modules",
                       "remove it, or use tensor.register_hook inside forward()", ""),
-    Scripted: other("'gate' is a TorchScript module", "a trace follows Python, and it has none",
+    Scripted: other("'gate' is a TorchScript module", "it has no Python code to trace",
                     "the nn.Module that it was scripted or traced from; compile=True compiles it", ""),
     Lazy: other("'gate' is a LazyLinear that has no weights yet",
                 "their shapes come with its first call, and this one does not call it",

@@ -119,7 +119,14 @@ class _Fill:
 
 
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least seconds for each number of memory steps with one more block, and its option."""
+    """Add a block to a dynamic program over memory, which is counted in equal units.
+
+    Returns, for each number of units, the least seconds with the block, and the block's option that gives it.
+
+    Args:
+        before: the least seconds without the block, for each number of units.
+        quanta, seconds: units and seconds of the block under each option.
+    """
     ways = np.full((len(quanta), len(before)), np.inf)
     for option, (used, time_s) in enumerate(zip(quanta, seconds, strict=True)):
         if used < len(before):

@@ -69,8 +69,8 @@ def depth(row: Measured) -> float:
 def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> tuple[list[list[float]], float, float]:
     """Fit the efficiency of matrix products.
 
-    Returns the curve of shares of the peak by FLOPs, the inner dim at which the rate is half, and the share of the
-    rate with odd row lengths.
+    Returns three values: the reached share of peak FLOP/s as a curve over the FLOPs of the product, the inner dim at
+    which half of it is reached, and the factor of the rate if rows have an odd length.
 
     Args:
         usual: the dtype of the curve.

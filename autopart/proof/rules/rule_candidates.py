@@ -194,7 +194,10 @@ def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -
 
 
 def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
-    """Return the two ranks' shards of a value; the full value for other placements."""
+    """Return a value's shards on two ranks, or the value twice if it is replicated.
+
+    `part`: the fraction of the value on the first rank.
+    """
     if not place.is_shard:
         return [whole, whole]
     numerator, denominator = part

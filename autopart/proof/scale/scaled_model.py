@@ -238,7 +238,7 @@ def _with_fewer_blocks(
                 continue
             raise
         return ScaledCopy(copied, kept, is_random), needed
-    raise AssertionError("no attempt keeps all blocks")
+    raise AssertionError("the last attempt must keep all blocks")
 
 
 def _with_smaller_sizes(

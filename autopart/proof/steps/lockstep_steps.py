@@ -46,7 +46,7 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """Results of a step's backward on one side, with clipped gradients."""
+    """Losses, gradient norms, loss scales and skipped steps, by rank, of one step after clipping."""
 
     losses: dict[int, Tensor]
     norms: dict[int, Tensor]

@@ -130,7 +130,7 @@ class _Side:
 
     @classmethod
     def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
-        """Compare the graphs of two traces."""
+        """Compare the graph of the full trace with `other`, that of the trace with the other outcome."""
         ours, theirs = list(graph.nodes), list(other.nodes)
         start = 1 + ours.index(_decided(graph)[number])
         known = dict(zip(theirs[:start], ours[:start], strict=False))

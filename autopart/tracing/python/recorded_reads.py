@@ -222,7 +222,10 @@ def is_watched(module: Any) -> bool:
 
 
 def is_terminal(value: Any) -> bool:
-    """Return True if a value is compared itself; of other objects only the attributes read are."""
+    """Return True for values that a guard compares as a whole.
+
+    Of other objects it compares the attributes that were read.
+    """
     return isinstance(value, (*PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
 
