@@ -64,7 +64,7 @@ def parallelize(
         plan: a Plan, or the path of one; then nothing is chosen.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
-    Raises a subclass of AutopartError (`autopart.errors`) that says what is wrong, why, where, and what to try.
+    Raises a subclass of AutopartError (`autopart.errors`) that states what is wrong, why, where, and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
