@@ -41,7 +41,10 @@ TOLERANCE = 1e-10
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options that `search` also takes. None means the default, here and in the two classes below."""
+    """Options that `search` has in common with `plan` and `parallelize`.
+
+    None means the default, here and in the two classes below.
+    """
 
     hardware: str | None
     memory: int | str | None

@@ -329,13 +329,16 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph has an operator over a mesh axis, so that ranks may communicate."""
+    """Return True if a stage graph has an operator over a mesh axis, so that ranks can communicate."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """If a call fails and the ranks were called differently, raise the difference instead."""
+    """Run a call in a `with` block.
+
+    If it fails and the ranks passed different arguments, raise an error that names these instead.
+    """
     try:
         with naming_operators():
             yield

@@ -105,7 +105,7 @@ class ProgramSource(Protocol):
 
     @property
     def changed_values(self) -> str:
-        """Python values in the last call's program that differ from the first such call, as text."""
+        """Text of the Python values that differ between the last call and the first call of its program."""
 
     def agreed(self) -> Mapping[str, str]:
         """Return {subject: text} of versions, options and the plan, which all ranks must share."""
@@ -379,8 +379,8 @@ class ParallelModule(
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Compare the call with other ranks if its trace fails in this context.
 
-        With `local_batch`, other ranks may pass samples for which the trace succeeds. Then all ranks raise the
-        difference.
+        With `local_batch`, other ranks can pass samples for which the trace succeeds. Then all ranks raise an error
+        that shows the difference.
         """
         try:
             yield
@@ -395,7 +395,7 @@ class ParallelModule(
     def _traced(self, subject: str) -> Program:
         if self._program is None:
             raise TraceError(
-                f"{subject} is not known yet",
+                f"{subject} is not available yet",
                 why="the model is traced at the first call, and its parameters are partitioned then",
                 hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
             )

@@ -65,8 +65,8 @@ class Decisions:
     that is missing computes all samples on every rank. `stored`: {parameter: its layout, if that is not `R`}. `zero`,
     `prefetch`: how long gathered parameters live and how early they are gathered (`Program`). `scatter_sends`: values
     that are replicated on the feature axes are sent to the next stage as shards
-    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: rows of
-    the fullest rank of experts over the mean, for which buffer sizes are planned.
+    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: load of
+    the busiest expert rank over the mean load, for which buffer sizes are planned.
     """
 
     mesh: Mesh

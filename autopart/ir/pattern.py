@@ -18,8 +18,9 @@ SELECTED = "selected"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A rule fitted to one call: the factors and sizes of each dim of its tensor inputs and outputs.
+    """The einsum-like sharding rule of one operator call, such as `b s k, n k -> b s n`.
 
+<<<<<<< HEAD
     `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once, which makes the
     output a partial sum. `lookup`: a factor that can be sharded only by a special local operator (`embedding`,
     `cross_entropy_loss`). `all_reduces`: number of all-reduces in that local operator, each of the output's size. It
@@ -30,6 +31,22 @@ class Pattern:
     factor: the sizes of its sections} (`cat`, `split_with_sizes`). A dim of such a factor has all sections or, if it is
     smaller, one of them. `local`: writes the call for one rank (`passes/rules/local_forms.py`) if the traced call on
     local operands would be wrong.
+=======
+    Each dim of a tensor is a list of factors (the letters). Sharding a factor shards all dims that contain it.
+
+    Attributes:
+        inputs: the dims of each tensor input.
+        outputs: the dims of each output.
+        sizes: the size of each factor.
+        whole: factors that cannot be sharded.
+        linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
+        lookup: a factor that only a special local operator can shard (`embedding`, `cross_entropy_loss`).
+        flops: FLOPs of the call.
+        joined: {factor: section sizes} of concatenated dims (`cat`, `split_with_sizes`).
+        tied: inputs that are indices into a selection (`ir/selection.py`), stored with the elements they select.
+        routes: "out" if the call dispatches tokens to experts, "back" if it combines the expert outputs.
+        local: writes the call for one rank if the original call would be wrong on shards.
+>>>>>>> w-reading
     """
 
     inputs: tuple[Dims, ...]

@@ -7,7 +7,7 @@ graph. Ranks differ only through two kinds of node:
 - `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
 
 Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts next to `dp`. A value that is `S(0)` on it is
-the samples of one microbatch. A `P` is summed over microbatches. No collective may run over it.
+the samples of one microbatch. A `P` is summed over microbatches. No collective runs over it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StageInput:
 class Boundary:
     """A value that one stage sends to the next: local shape for one microbatch on one rank.
 
-    `uneven`: (axis, how it shards) if shards are unequal; `shape` is then that of the longest shard.
+    `uneven`: (axis, how the axis shards a dim) if shards are unequal; `shape` is then that of the longest shard.
     """
 
     name: str
@@ -177,7 +177,7 @@ class StoredTensor:
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
-        """Return the parameter as if stored unsharded, if its method needs full gradients (`zero=1`).
+        """Return this parameter without ZeRO sharding, if its `dp_sync` method needs full gradients.
 
         None if the method works on the stored shard.
         """
@@ -189,7 +189,7 @@ class StoredTensor:
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes on whose ranks its values are meant to differ."""
+        """Return the axes on which replicas have different values, because a `dp_sync` method averages models."""
         return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
@@ -197,9 +197,7 @@ class StoredTensor:
 class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `layout`: that of the tensor.
-
-    `made_of`: the inputs that the value depends on, if every rank passes its local batch.
+    `layout`: that of the tensor. `made_of`: the inputs that the value depends on, if every rank passes its local batch.
     """
 
     position: int | None

@@ -38,7 +38,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """All differences of two plans; false if they mean the same. Print it for a table."""
+    """All differences of two plans; false if there are none. Print it for a table."""
 
     rows: tuple[DiffRow, ...]
 
@@ -147,7 +147,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return rows by pattern, with the numbers of the blocks if only some of them differ."""
+    """Return differences by pattern, with block numbers if only some of the blocks differ."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):

@@ -1,4 +1,4 @@
-"""Causal and sliding-window structure of attention masks in the traced call, for a plan's figures."""
+"""Structure (causal, sliding window) of the attention masks in the traced call, for a plan's figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def band_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: band_notes)
 def find_bands(trace: Trace) -> None:
-    """Write `band` on attention masks that depend on inputs alone, by their values in the call.
+    """Write `band` on attention masks that depend only on inputs, by their values in the traced call.
 
     Sequences are sharded in zigzag order if one of the masks is causal.
     """
@@ -74,7 +74,7 @@ def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
-    """Return an input-only value in the traced call, with one of equal samples unless `all_rows`.
+    """Return the value of a node in the traced call; equal samples appear once, unless `all_rows`.
 
     Returns None if it depends on a tensor without values, is random, or is too large.
     """
@@ -112,9 +112,9 @@ def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 
 
 class _CallValues:
-    """Values of a trace on the CPU, for the distinct samples of the batch.
+    """Values of a trace's nodes on the CPU, for the distinct samples of the batch.
 
-    Of equal samples, the first is kept.
+    Of equal samples, only the first is used.
     """
 
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
@@ -125,7 +125,7 @@ class _CallValues:
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
-        """Return one value, or None if it needs too much memory or its samples are not those of another value."""
+        """Return the value of a node; None if it needs too much memory, or its samples do not match others'."""
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
@@ -144,7 +144,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that count samples of the batch and nothing else."""
+        """Return the dims of a value whose only atom is the batch."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
@@ -161,7 +161,7 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the indices of the first sample of each kind, by all these values."""
+    """Return the indices of distinct samples, compared by all these values."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
@@ -169,7 +169,7 @@ def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elements(output: Any) -> int:
-    """Return the number of elements of a tensor in memory."""
+    """Return the number of elements of a tensor in memory, without broadcast ones."""
     if not isinstance(output, torch.Tensor):
         return 0
     return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

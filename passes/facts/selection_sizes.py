@@ -1,8 +1,7 @@
 """Share of elements that a mask selects, for the figures of a plan. The true count is data-dependent.
 
-If the mask depends on inputs alone, it is the share in the example call. Masks that partition one value (the
-experts that tokens are dispatched to) each select an equal share. All other masks count as selecting
-everything.
+If the mask depends only on inputs, it is the share in the example call. If masks partition one value, such as tokens by
+expert, each selects an equal share. All other masks count as selecting everything.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def share_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: share_notes)
 def share_selections(trace: Trace) -> None:
-    """Write `shares` on values of selected elements, and scale their FLOPs by it."""
+    """Write `shares` on values of selected elements, and scale their FLOPs by these shares."""
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
@@ -82,7 +81,7 @@ def _share(node: fx.Node) -> float:
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of a mask that is true in the traced call, or None if inputs do not decide it."""
+    """Return the share of a mask that is true in the traced call; None if it depends on parameters."""
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)

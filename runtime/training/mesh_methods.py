@@ -1,4 +1,4 @@
-"""Methods of a partitioned model that concern its mesh: coordinates, waiting times, graphs."""
+"""Methods of a partitioned model that concern its mesh: coordinates, sums over ranks, waiting, graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeshMethods(nn.Module):
 
     @property
     def data_rank(self) -> int:
-        """Index of the samples of the global batch that this rank computes, from 0 to `num_data_ranks - 1`.
+        """Index of this rank's share of the global batch, from 0 to `num_data_ranks - 1`.
 
         Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
 
@@ -72,7 +72,7 @@ class MeshMethods(nn.Module):
         Each parameter counts once, on whichever rank it is stored. Differentiable in the parameters. A collective call.
 
         Args:
-            fn: returns a scalar of one parameter or its gradient, which behave as the full tensors.
+            fn: returns a scalar computed from one parameter or its gradient, which behave as the full tensors.
 
         Example:
             penalty = pm.summed(lambda p: p.abs().sum())
@@ -100,10 +100,10 @@ class MeshMethods(nn.Module):
         return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients of `step`, or of `backward` of forwards in this context, without reducing them.
+        """Accumulate the gradients of calls in this context without reducing them over ranks.
 
-        The next call outside reduces all of them once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`.
-        Enter it on every rank.
+        This concerns `step`, and `backward` of forwards in this context. The next call outside reduces all of them
+        once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`. Enter it on every rank.
 
         Until then `.grad` holds this rank's partial gradients. Functions that read them (norms, clipping, an
         optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced as well.

@@ -228,7 +228,7 @@ HOOK = Method("hook")
 
 @dataclass(frozen=True)
 class DpSync:
-    """Method for all parameters, and exceptions by name.
+    """A method for all parameters, and exceptions by parameter name.
 
     `only`: (pattern of names (`fnmatch`), method); the first match applies. `from_step`: number of first steps that
     all-reduce gradients exactly. `seed`: seed of the random numbers of methods.
@@ -302,9 +302,10 @@ class DpSync:
         rows = mesh.along("rows")
         if self.across == "node" and len(rows) < 2:
             raise OptionError(
-                f"dp_sync across='node' on {mesh}", why="two data axes must say which ranks share a node",
+                f"dp_sync across='node' is not possible on {mesh}",
+                why="it needs two data axes: dpr between nodes, dp inside a node",
                 hint="mesh='dpr2,dp4': the method over dpr, exact sums over dp",
-            )  # fmt: skip
+            )
         return rows[0] if rows else ""
 
     def method_of(self, name: str) -> Method | None:
@@ -337,10 +338,13 @@ class DpSync:
 
 
 def _complete(sync: DpSync) -> DpSync:
-    """Return `sync` after checking that its methods are compatible. Raises OptionError if they are not."""
+    """Return `sync` if its methods are compatible with each other; raise OptionError if they are not."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
-        raise OptionError(f"dp_sync='{sync}' mixes models with gradients", why="a method of models is for all "
-                          "parameters: every data rank has its own", hint=f"dp_sync='{sync.method}'")  # fmt: skip
+        raise OptionError(
+            f"dp_sync='{sync}' mixes methods of models and of gradients",
+            why="a method of models applies to all parameters: every data rank has its own model",
+            hint=f"dp_sync='{sync.method}'",
+        )
     if sync.changes_models and sync.from_step:
         raise OptionError(f"dp_sync='{sync}' with from_step={sync.from_step}", why="replicas differ from the first "
                           "step on", hint="train the first steps with dp_sync='all_reduce'")  # fmt: skip

@@ -109,7 +109,7 @@ class StageExchange:
         return works[num_sends:]
 
     def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
-        """Return the value of the rank at `pp` coordinate `owner`, on all ranks along `pp`.
+        """Broadcast a value from the rank at `pp` coordinate `owner` to all ranks along `pp`, and return it.
 
         The owner does not wait for the other ranks.
         """
@@ -160,7 +160,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class BatchInFlight:
-    """A batch whose first microbatches may have started."""
+    """A batch that has been started and is not finished."""
 
     def __init__(
         self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
@@ -252,10 +252,14 @@ class InFlight(OverlappedBatches):
             raise
 
     def check_landed(self, what: str) -> None:
+<<<<<<< HEAD:autopart/extras/pipedream_2bw/batches_in_flight.py
+=======
+        """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
+>>>>>>> w-reading:runtime/pipedream_2bw.py
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} while a batch is in flight",
-                why="under schedule='1f1b_2bw' the gradient of the last step() is still to come, of the weights before",
+                why="under schedule='1f1b_2bw' the gradient of the last step() is not complete yet",
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
@@ -269,14 +273,17 @@ class InFlight(OverlappedBatches):
                              hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
 
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
-        """Start a batch and finish the batch in flight; either may be None.
+        """Start a batch and finish the batch in flight; either can be None.
 
         The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
         new batch is dropped, the batch in flight is finished, and the error is raised.
         """
         if self.is_broken:
-            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have exchanged parts of it",
-                             hint="parallelize() the model again")  # fmt: skip
+            raise UsageError(
+                "an earlier step failed in the middle of a batch",
+                why="ranks have already exchanged some of its microbatches",
+                hint="parallelize() the model again",
+            )
         finishing, self.batch, self.is_broken = self.batch, None, True
         if finishing is not None:
             finishing.loss_scale = loss_scale  # the whole last stage of this batch runs in this period
@@ -352,3 +359,61 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
     except AutopartError as error:
         return error
     return None
+<<<<<<< HEAD:autopart/extras/pipedream_2bw/batches_in_flight.py
+=======
+
+
+class FlushMethods:
+    """Methods of a module whose schedule delays gradients by one batch."""
+
+    _in_flight: InFlight
+    _process: Process
+    _local_parameters: Mapping[str, nn.Parameter]
+    _data_sync: DataSync
+
+    def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
+        check_precision(schedule, "fp16" if scales_loss else None)
+        is_delayed = schedule in DELAYED
+        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync, is_delayed)
+
+    @meeting
+    def flush(self) -> Tensor:
+        """Finish the last batch under `schedule="1f1b_2bw"`.
+
+        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
+        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
+        under another schedule. A collective call.
+
+        Example:
+            for batch in batches:
+                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = pm.flush()
+            optimizer.step()
+        """
+        if not self._in_flight.is_delayed:
+            raise UsageError(
+                "flush() without schedule='1f1b_2bw'", hint="remove the call",
+                why="with other schedules step() finishes its batch: nothing is left to flush",
+            )  # fmt: skip
+        return self._in_flight.flush()
+
+    @property
+    def _is_cold(self) -> bool:
+        """True if the executable of the batch in flight has not run before."""
+        batch = self._in_flight.batch
+        return batch is not None and not batch.pair.is_warm
+
+    def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
+        """Raise UsageError for options of `step` that do not work while batches overlap."""
+        if not self._in_flight.is_delayed:
+            return
+        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
+        if options.outputs:
+            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
+                             "pm(**batch), which first finishes the batch in flight")  # fmt: skip
+        if leaves_unsummed:
+            raise UsageError("step() inside no_sync()", why=why,
+                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
+>>>>>>> w-reading:runtime/pipedream_2bw.py

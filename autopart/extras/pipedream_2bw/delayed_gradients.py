@@ -1,4 +1,4 @@
-"""Requirements of schedules that return the gradient of the previous batch (PipeDream-2BW)."""
+"""Requirements of a schedule whose step returns the gradient of the previous batch (PipeDream-2BW)."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def storing_axes(program: Program) -> list[str]:
 class ParameterGather(NamedTuple):
     """All-gather of a parameter: its operator, axis and dim.
 
-    `size`, `sections`: those of the dim in the rank's shard over the other axes. `dtype`, `grad_dtype`: in mixed
-    precision, dtypes of the unsharded parameter and of the gradient reduction.
+    `size`, `sections`: of the gathered dim (other axes can still shard it). `dtype`, `grad_dtype`: in mixed precision,
+    dtypes of the unsharded parameter and of the gradient reduction.
     """
 
     operator: str
@@ -52,7 +52,7 @@ class ParameterGather(NamedTuple):
 
 
 def gather_of(node: fx.Node) -> ParameterGather:
-    """Return how a node gathers a parameter."""
+    """Return the all-gather of a parameter that a node runs."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
     return ParameterGather(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
@@ -85,8 +85,8 @@ def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alon
 
     Args:
         nodes: the gathers.
-        kind: returns what else must be equal for the parameter of a node: its dtype, the axes of its gradient
-        reduction. alone: put each gather in a group of its own.
+        kind: returns what else must be equal in a group, such as dtype and gradient axes of the parameter.
+        alone: put each gather in a group of its own.
     """
     if alone:
         return [[node] for node in nodes]

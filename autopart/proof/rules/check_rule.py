@@ -1,4 +1,4 @@
-"""Proof of a sharding rule by execution: its claims hold, and it claims all that holds."""
+"""Proof of a sharding rule by execution: every claimed sharding is right, and no right one is missing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Split every dim of the outputs like a fused projection, so that analysis requests all sections."""
+    """Split every output dim as after a fused projection, so that the rule is also tried with sections."""
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
         for node in outputs:
