@@ -252,10 +252,7 @@ class InFlight(OverlappedBatches):
             raise
 
     def check_landed(self, what: str) -> None:
-<<<<<<< HEAD:autopart/extras/pipedream_2bw/batches_in_flight.py
-=======
         """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
->>>>>>> w-reading:runtime/pipedream_2bw.py
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} while a batch is in flight",
@@ -359,61 +356,3 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
     except AutopartError as error:
         return error
     return None
-<<<<<<< HEAD:autopart/extras/pipedream_2bw/batches_in_flight.py
-=======
-
-
-class FlushMethods:
-    """Methods of a module whose schedule delays gradients by one batch."""
-
-    _in_flight: InFlight
-    _process: Process
-    _local_parameters: Mapping[str, nn.Parameter]
-    _data_sync: DataSync
-
-    def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
-        check_precision(schedule, "fp16" if scales_loss else None)
-        is_delayed = schedule in DELAYED
-        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync, is_delayed)
-
-    @meeting
-    def flush(self) -> Tensor:
-        """Finish the last batch under `schedule="1f1b_2bw"`.
-
-        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
-        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
-        under another schedule. A collective call.
-
-        Example:
-            for batch in batches:
-                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
-                optimizer.step()
-                optimizer.zero_grad()
-            loss = pm.flush()
-            optimizer.step()
-        """
-        if not self._in_flight.is_delayed:
-            raise UsageError(
-                "flush() without schedule='1f1b_2bw'", hint="remove the call",
-                why="with other schedules step() finishes its batch: nothing is left to flush",
-            )  # fmt: skip
-        return self._in_flight.flush()
-
-    @property
-    def _is_cold(self) -> bool:
-        """True if the executable of the batch in flight has not run before."""
-        batch = self._in_flight.batch
-        return batch is not None and not batch.pair.is_warm
-
-    def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
-        """Raise UsageError for options of `step` that do not work while batches overlap."""
-        if not self._in_flight.is_delayed:
-            return
-        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
-        if options.outputs:
-            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
-                             "pm(**batch), which first finishes the batch in flight")  # fmt: skip
-        if leaves_unsummed:
-            raise UsageError("step() inside no_sync()", why=why,
-                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
->>>>>>> w-reading:runtime/pipedream_2bw.py

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Pipeline schedules, and how many stages and microbatches each can run."""
-=======
 """Pipeline schedules, and the numbers of stages and microbatches that each can run, without torch."""
->>>>>>> w-reading
 
 from __future__ import annotations
 
