@@ -21,8 +21,7 @@ PLACES = {
         (
             "sync_gradients",
             "_begin_next",
-            "_finish_first",
-            "Reducer.finish",
+            "ReductionQueue.finish",
             "_StartReduce.backward",
             "_WaitReduce.backward",
         ),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import UsageError
-from autopart.runtime.gradients.reducer import flatten, unflatten
+from autopart.runtime.gradients.reductions import flatten, unflatten
 
 Hook = Callable[..., Any]
 
