@@ -1,4 +1,4 @@
-"""Launch the reductions of a step's gradients while its backwards run, each bucket as soon as it is complete.
+"""Launch gradient reductions while the backwards of a step run, each bucket as soon as it is complete.
 
 The buckets of a stage are sorted by the order in which its backward completes them: the last block comes first. A hook
 on the autograd node that accumulates into `.grad` reports that a gradient is ready. Buckets start in their sorted

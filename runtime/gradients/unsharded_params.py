@@ -169,7 +169,7 @@ class StepUnshard:
 
 
 class UnshardedGradReduce(ReduceStrategy):
-    """Unsharded gradients that a `dp_sync` method receives, all-reduced over all axes but the method's."""
+    """Reduction of unsharded gradients over all axes except the axis that a `dp_sync` method reduces."""
 
     def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
         self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype
