@@ -20,7 +20,7 @@ PLACES = {
     **dict.fromkeys(
         (
             "sync_gradients",
-            "_begin_next",
+            "ReductionQueue.launch",
             "ReductionQueue.finish",
             "_StartReduce.backward",
             "_WaitReduce.backward",
