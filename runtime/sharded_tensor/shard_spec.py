@@ -49,12 +49,14 @@ class ShardSpec:
         name: of the parameter that the tensor belongs to.
         shards: outer mesh axis first. Empty if the rank stores the full tensor, as under `pp`, where other ranks store
             other parameters.
+        is_derived: True for a value that was computed from the full parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     shards: tuple[DimShard, ...]
     process: Process
+    is_derived: bool = False
 
     @property
     def axes(self) -> set[str]:
