@@ -16,7 +16,7 @@ from torch import Tensor
 from autopart.errors import OptionError, UsageError
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.program import Program
-from autopart.runtime.gradients.reducer import flatten, unflatten
+from autopart.runtime.gradients.reductions import flatten, unflatten
 
 Hook = Callable[..., Any]
 

@@ -307,7 +307,7 @@ class InFlight(OverlappedBatches):
         remaining = [(finishing, index) for index in range(num_warmup, finishing.microbatches)] if finishing else []
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
-        reducing = finishing.executable.reduce_during_backward(lambda: None) if finishing else nullcontext()
+        reducing = finishing.executable.reduce_during_backward() if finishing else nullcontext()
         with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
