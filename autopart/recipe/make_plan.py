@@ -30,11 +30,9 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
-from autopart.ir.run.delayed_gradients import check_delayed
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
-from autopart.ir.run.unshard_policy import check_full_gradients
+from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra, schedule_for
+from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
 from autopart.options import Options
@@ -44,7 +42,6 @@ from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
 from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
 from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks
@@ -221,7 +218,8 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
         raise _memory_error(traced, mesh, options, *too_large[0])
     if axes := draft.problem.expert_axes:
         check_balance(mesh, options.balance, axes)
-    check_delayed(draft.problem.schedule.name, draft.program)
+    if (extra := schedule_extra(draft.problem.schedule.name)) is not None:
+        extra.check_program(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
     reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, chosen))) \
         if traced.folds else _reasons(draft)  # fmt: skip
@@ -260,7 +258,7 @@ def can_be_folded(mesh: Mesh, options: Options) -> bool:
     Dumps of passes show the full graph, so they disable deduplication.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
-    sync_is_plain = DpSync.parse(options.dp_sync).is_default
+    sync_is_plain = parse_sync(options.dp_sync).is_default
     return not by_name and sync_is_plain and not flags().dump
 
 
@@ -307,7 +305,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions, solved = choose_stages_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_sharded_storage(problem, decisions.stored))
-    check_methods(traced, decisions)
+    decisions.dp_sync.check_storage(traced, decisions)
     return _with_program(problem, decisions, solved, options)
 
 
@@ -330,7 +328,7 @@ def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, S
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     decisions = replace(decisions, scatter_sends=False)
     unscattered = written(traced, decisions, outputs, rng, options.compile)
-    check_full_gradients(unscattered.program)
+    decisions.dp_sync.check_program(unscattered.program)
     if not scatter_is_cheaper(crossings(traced, unscattered.program), problem.mesh, problem.hardware):
         return Draft(problem, decisions, unscattered.program, solved, unscattered.walks)
     decisions = replace(decisions, scatter_sends=True)
@@ -354,7 +352,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
+        options.context, parse_sync(options.dp_sync), options.balance, options.sequence_dims,
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Access flags and hooks, which are equal for a shard."""
+    """Read or set flags and hooks, which a shard has in common with the full tensor."""
     return func(*args, **kwargs)
 
 
@@ -194,7 +194,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose result has the layout of its argument: copies, casts, `*_like`."""
+    """Run a function whose result is sharded like its argument: copies, casts, `*_like`."""
     result = func(*args, **kwargs)
     if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
@@ -203,7 +203,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of a given size, with the dtype and device of a shard."""
+    """Create a plain tensor of a given size, with the dtype and device of the shard."""
     return func(*args, **kwargs)
 
 
@@ -234,7 +234,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Refuse a number computed from one stage parameter together with another parameter."""
+    """Raise UsageError for a number of one stage parameter that meets another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs) and _is_of_stage(specs[0]):
         _check_all_stages(name, specs[0])
@@ -267,7 +267,7 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
     """Return the local values of an argument for a result of this spec.
 
-    The gradient of the result is that of the full argument.
+    In backward, the argument gets its full gradient.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -356,7 +356,7 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _combines_stages() -> bool:
-    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor separately."""
+    """Return True inside `pm.summed`, or in the step of an optimizer that treats each tensor separately."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -431,12 +431,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True if other ranks of a pipeline do not hold this parameter."""
+    """Return True under `pp`, where ranks of other stages do not have this parameter."""
     return "pp" in spec.process.groups and not _combines_stages()
 
 
 def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
-    """Keep the parameter's name on a result, so that a later reduction over one stage's parameters is refused."""
+    """Mark a result as computed from this parameter, so that a later reduction over it can be rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
     if name in RANDOM_FILLS:
@@ -470,7 +470,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function of lists of tensors, position by position."""
+    """Run a foreach function, which takes lists of tensors, for each tensor."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):

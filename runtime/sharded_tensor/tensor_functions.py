@@ -1,4 +1,4 @@
-"""Table of how each function of torch runs on a sharded tensor, and the arithmetic of reductions."""
+"""Table of how each torch function runs on a sharded tensor, and the arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class FunctionKind(enum.Enum):
-    """Method by which a function runs on a sharded tensor."""
+    """Kind of a function: the way in which it runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
@@ -172,7 +172,7 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def kind_of(func: Any, name: str) -> FunctionKind:
-    """Return the method by which a function runs.
+    """Return how a function runs on a sharded tensor.
 
     `name`: of the function. Attributes have the prefix "get:" or "set:".
     """

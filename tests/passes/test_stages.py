@@ -25,7 +25,7 @@ from autopart.cost.predict.table_data import plan_setting
 from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
-from autopart.ir.run.dp_sync import ALL_REDUCE
+from autopart.ir.run.sync_option import ALL_REDUCE
 from autopart.passes.choose.stages.stage_partition import boundary_bytes, equal_layer_loads, partition
 from autopart.recipe.make_plan import prepare
 from autopart.tracing.trace_model import bind_call
@@ -137,6 +137,7 @@ def sent_bytes(plan):
     return sum(moved.bytes for moved in plan.collectives if moved.forward == "send")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_stages_send_less_over_a_slow_link(num_layers, tmp_path):
     """Also of a model whose blocks are deduplicated."""
@@ -155,6 +156,7 @@ def test_stages_send_less_over_a_slow_link(num_layers, tmp_path):
     assert fast.cuts == even.cuts
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{}, {"virtual_stages": 2, "schedule": "interleaved_1f1b"}])
 @pytest.mark.parametrize("mesh", ["pp2", "pp2,tp2", "dp2,pp2"])
 @pytest.mark.parametrize("bytes_per_s", [1e6, 1e7, 1e8, None])
@@ -168,6 +170,7 @@ def test_a_table_has_the_stages_of_the_plan(bytes_per_s, mesh, options, tmp_path
     assert cuts == table.cuts[len(plan.cuts) + 1]
 
 
+@pytest.mark.large
 def test_pinned_stages_stay_where_they_are(tmp_path):
     model, batch = zoo.llama(num_layers=4)
     pins = {"stages": {"cut_before": ["model.layers.1"]}}
@@ -185,7 +188,7 @@ def possible_cuts(graph):
     return [facts(n)["key"] for n, sent in zip(nodes, boundary_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_random_cuts_are_exact(name):
     """Also in the middle of attention, inside a norm, between a skip and what it is added to."""
