@@ -508,8 +508,8 @@ RANK_CASES = {
         "in train mode", "forward 1"),
     ("tp2", "names"): CASES["call: names"][1],
     ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of samples\n  why    rank 0: "
-        "4 samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and DataLoader(..., "
-        "drop_last=True)",
+        "4 samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and "
+        "DataLoader(..., drop_last=True)",
     ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
         "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "
         "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks",

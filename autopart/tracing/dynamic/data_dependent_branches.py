@@ -71,7 +71,7 @@ class DataDependentBranches:
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True if a length is data-dependent, and the calling frame only skips writes if it is 0."""
+        """Return True for the data-dependent length in `if len(x) > 0:` if the branch only writes."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python

@@ -226,7 +226,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def _content(place: Any) -> dict[Any, Any]:
-    """Return the values in a place, by key."""
+    """Return {key: value} of what an object stores (a dict, list, class, closure cell or cache)."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
