@@ -242,7 +242,7 @@ def _content(place: Any) -> dict[Any, Any]:
 
 
 def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Restore the values of a place from before the forward."""
+    """Restore what a container stored before the forward."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()
