@@ -47,7 +47,7 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates this condition, and the names that it writes are tensors."""
+        """Return True if a frame is at this condition, and the code under it writes only to tensors."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
