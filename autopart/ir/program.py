@@ -28,7 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, mesh_axes_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync, Method
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncMethod, SyncOption
 from autopart.ir.run.weight_updates import WeightUpdates
 from autopart.ir.sharding import DimSharding
 
@@ -169,7 +169,7 @@ class StoredTensor:
     grad_axes: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype | None = None
-    method: Method | None = None
+    method: SyncMethod | None = None
 
     def reduced_over(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes with several ranks over which its gradient is reduced once a step."""
@@ -247,7 +247,7 @@ class Program:
     """Number of blocks to prefetch, if unsharded parameters live only while they are used."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     """Method of data-parallel communication."""
 
     @cached_property

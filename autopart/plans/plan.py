@@ -22,10 +22,10 @@ from autopart.common.text import ShownText
 from autopart.errors import PlanError
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import ALL_REDUCE
 
 if TYPE_CHECKING:
     from torch import nn

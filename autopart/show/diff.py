@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText, quantity
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.recompute_spec import recompute_mode_of, text_of
+from autopart.ir.run.sync_option import parse_sync
 
 if TYPE_CHECKING:
     from autopart.plans.plan import Plan
@@ -93,7 +93,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("zero", "level"): str(plan.zero),
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
-        ("dp_sync", "between data ranks"): str(DpSync.parse(plan.dp_sync)),
+        ("dp_sync", "between data ranks"): str(parse_sync(plan.dp_sync)),
         ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
         ("sequence_dims", "cut over cp"): str(plan.sequence_dims or "all positions"),
         ("compile", "stages"): "yes" if plan.compile else "no",

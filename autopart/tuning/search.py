@@ -28,10 +28,10 @@ from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
 from autopart.cost.predict.table import RunSetting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption, parse_sync
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
 from autopart.options import Options, SearchOptions, read_options, with_options
@@ -75,7 +75,7 @@ class Candidate:
     zero: int
     step_time_s: float
     memory_bytes: float
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     simulation: Simulation | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -158,7 +158,7 @@ class Space:
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
-    methods: Sequence[DpSync] = ()
+    methods: Sequence[SyncOption] = ()
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     tables: dict[tuple[LayoutKind, RecomputeMode], Table] = field(default_factory=dict)
@@ -419,7 +419,7 @@ def search(
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it must be an integer from 1")
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
-    methods = [DpSync.parse(method) for method in dp_sync]
+    methods = [parse_sync(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
     space.sequence_dims = asked.sequence_dims
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
@@ -470,7 +470,7 @@ def _planned(
 
 def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
-    precision: Precision | None = None, methods: Sequence[DpSync] = (), balance: float = 1.0,
+    precision: Precision | None = None, methods: Sequence[SyncOption] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
     """Return the search space of `search`. Raises the errors of `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)

@@ -44,11 +44,10 @@ from autopart.ir.selection import is_data_dependent, is_selection, positions_of
 from autopart.ir.trace import Trace, batch_size
 from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules import dispatches_rows, pattern_for
+from autopart.passes.rules import pattern_for, rule_of
 from autopart.passes.rules.call_keys import CallCache
 from autopart.passes.rules.local_forms import takes_shape
 from autopart.passes.rules.operators.autograd_function_rules import backward_is_linear
-from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
@@ -77,7 +76,7 @@ def annotate(trace: Trace) -> None:
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
         facts(node)["pattern"] = kinds.once(node, pattern_for) if known else None
-        facts(node)["moves"] = known and operator_name(node) in MOVES
+        facts(node)["moves"] = known and rule_of(node).moves
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
     _note_dispatched(trace.graph)
@@ -214,9 +213,10 @@ def _role(node: fx.Node, trace: Trace) -> str:
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
-        return ACTIVE if dispatches_rows(node) else DATA
+        # Dispatched rows belong to a stage, even if experts are chosen by token id.
+        return ACTIVE if rule_of(node).routes == "out" else DATA
     of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
-    return WEIGHT if of_weights and operator_name(node) in KEEPING_WEIGHTS else ACTIVE
+    return WEIGHT if of_weights and rule_of(node).keeps_weights else ACTIVE
 
 
 def _note_draws(graph: fx.Graph) -> None:
@@ -250,7 +250,7 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
         return node.target in trace.parameters and trace.parameters[node.target].requires_grad
     if node.op == "placeholder":
         return facts(node).get("input_grad", False)
-    if node.op != "call_function" or operator_name(node) in WITHOUT_GRADIENT:
+    if node.op != "call_function" or not rule_of(node).has_gradient:
         return False
     floating = is_floating(node) or not is_tensor(node)
     return floating and any(facts(n)["needs_grad"] for n in node.all_input_nodes)

@@ -14,14 +14,15 @@ from torch.fx.node import map_aggregate
 from autopart.compat.torch_internals import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
-from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.graph import draws_random_numbers, is_tensor, operators, tuple_values
 from autopart.ir.mask_structure import MaskWindow
 from autopart.ir.subgraphs import ancestors_of
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.mask_key_ranges import KeyRangeEvaluator
 from autopart.ops.masked_attention import mask_window_of
-from autopart.ops.stage_masks import is_attention, mask_of, scores_of
+from autopart.ops.stage_masks import mask_of, scores_of
 from autopart.passes.pass_pipeline import driven
+from autopart.passes.rules import rule_of
 
 _LARGEST = 2**28
 """Maximum number of elements of a value that is computed for a plan. Above it, the attended keys of a mask are derived
@@ -86,8 +87,8 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 def mask_notes(trace: Trace) -> list[str]:
     """Return the note on attention masks in the traced call: `2 causal, 1 with its mask as it is`."""
     kinds = Counter[str]()
-    for node in filter(is_attention, trace.graph.nodes):
-        mask = argument(node, "attn_mask")
+    for node in operators(trace.graph):
+        mask = mask_of(node) if rule_of(node).context else None
         if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
             kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
     text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

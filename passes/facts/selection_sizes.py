@@ -22,7 +22,7 @@ from autopart.ir.selection import is_selection
 from autopart.ir.trace import Trace
 from autopart.passes.facts.mask_facts import values_in_call
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
+from autopart.passes.rules import rule_of
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
@@ -95,12 +95,12 @@ def _partition_key(mask: fx.Node) -> Hashable:
     """
     node = mask
     while node.op == "call_function":
-        name = operator_name(node)
+        rule = rule_of(node)
         if node.target is operator.getitem:
             return node.args[0]
-        if name in PARTS and not isinstance(node.args[1], fx.Node):
-            return node.args[0], name
-        if name not in KEEPING_MASKS or len(node.all_input_nodes) != 1:
+        if rule.selects and not isinstance(node.args[1], fx.Node):
+            return node.args[0], operator_name(node)
+        if not rule.keeps_masks or len(node.all_input_nodes) != 1:
             break
         node = node.args[0]
     return mask

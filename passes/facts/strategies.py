@@ -45,7 +45,6 @@ from autopart.ir.layout import (
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
-from autopart.ops.stage_masks import is_attention
 from autopart.passes.rules.operators.selection_rules import shifts_indices
 
 TENSOR_KINDS = frozenset({FEATURE})
@@ -92,7 +91,7 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
         plain = strategies(node, num_shards, _KINDS[cuts], positions)
         routed = _routed(node, num_shards, plain) if cuts_experts and facts(node).get("routed") else ()
         kept = [s for s in plain if _keeps_weights(node, s, cuts, cuts_experts) and s.factor not in others]
-        rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
+        rings = _rings(node, kept) if cuts == "positions" else ()
         known[key] = (*kept, *routed, *rings)
     return known[key]
 
@@ -146,6 +145,9 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 
     It requires equal numbers of queries and keys, no dropout, and no mask that needs a gradient.
     """
+    pattern = facts(node)["pattern"]
+    if pattern is None or pattern.context != "ring":
+        return []
     sizes = [value(source).shape for source in tensor_inputs(node)]
     alike = all(len(size) == 4 for size in sizes[:3]) and sizes[0][2] == sizes[1][2]
     learns = any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:])
@@ -286,7 +288,7 @@ def _sharded(
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
-        unsharded = R if factor == pattern.lookup and not pattern.linear else P
+        unsharded = R if factor == pattern.lookup and pattern.all_reduces else P
         for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are given by the first row

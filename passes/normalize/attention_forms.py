@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, dropout_probability, operator_name, shape, value
+from autopart.ir.graph import argument, dropout_probability, shape, value
 from autopart.ops.operators import autopart_ops
 from autopart.passes.normalize.random_ops import drop, noise_like
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, name_written_out, repeat_each, replace
-from autopart.passes.rules.tables import COSTS
+from autopart.passes.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         key = _turned_back(graph, turned, result)
         arguments = (query, key, val, mask, p, seed, salt, shard)
         fused = graph.create_node("call_function", target, arguments, {"scale": scale}, name="attention_dropout")
-    fused.meta = {**result.meta, "cost": COSTS[operator_name(fused)]}
+    fused.meta = {**result.meta, "cost": rule_of(fused).cost}
     replace(result, fused)
 
 

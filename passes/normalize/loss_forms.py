@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import argument, is_floating, operator_name, shape, short_name, value
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, replace
-from autopart.passes.rules.tables import LOSS_REDUCTIONS
+from autopart.passes.rules.tables import RULES
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
@@ -67,7 +67,7 @@ def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     return None, views
 
 
-@on_calls(*LOSS_REDUCTIONS)
+@on_calls(*(name for name, rule in RULES.items() if rule.has_reduction))
 def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite the mean of a loss as a sum divided by the number of labels that are not ignored.
 

@@ -27,7 +27,6 @@ from autopart.ir.graph import (
     describe,
     draws_random_numbers,
     inexact,
-    operator_name,
     operators,
     reads,
     source_of,
@@ -51,10 +50,8 @@ from autopart.passes.choose.storage.parameter_storage import stored_tensors
 from autopart.passes.dump import program_files
 from autopart.passes.facts.strategies import local_batch_placement, rows_of
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules import local_form
+from autopart.passes.rules import local_form, rule_of
 from autopart.passes.rules.local_forms import LocalCall, local_value
-from autopart.passes.rules.operators.dropout_rules import can_draw
-from autopart.passes.rules.tables import COSTS
 from autopart.passes.write.convert_layout import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 
@@ -93,7 +90,7 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
     """
     return {
         node for node in random
-        if node.users and all(can_draw(n) and facts(n)["role"] == ACTIVE for n in node.users)
+        if node.users and all(rule_of(n).draws_noise and facts(n)["role"] == ACTIVE for n in node.users)
     }  # fmt: skip
 
 
@@ -177,8 +174,8 @@ class _Writer:
             node.meta = {k: v for k, v in origin.meta.items() if k in CARRIED}
             if target is not origin.target and (val := local_value(node)) is not None:
                 node.meta["val"] = val
-            if operator_name(node) in COSTS:
-                facts(node)["cost"] = COSTS[operator_name(node)]
+            if (cost := rule_of(node).cost) is not None:
+                facts(node)["cost"] = cost
             return node
 
         return emit

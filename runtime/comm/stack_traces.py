@@ -20,9 +20,8 @@ PLACES = {
     **dict.fromkeys(
         (
             "sync_gradients",
-            "_begin_next",
-            "_finish_first",
-            "Reducer.finish",
+            "ReductionQueue.launch",
+            "ReductionQueue.finish",
             "_StartReduce.backward",
             "_WaitReduce.backward",
         ),

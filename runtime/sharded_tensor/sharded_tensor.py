@@ -234,7 +234,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError if a number computed from a stage's parameter meets another parameter."""
+    """Raise UsageError for a number of one stage parameter that meets another parameter."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs) and _is_of_stage(specs[0]):
         _check_all_stages(name, specs[0])

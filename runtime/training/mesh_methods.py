@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopart.errors import StageError
+from autopart.errors import StageError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, first_ranks_seed
@@ -57,6 +58,13 @@ class MeshMethods(nn.Module):
     def device(self) -> torch.device:
         """Device on which this rank computes."""
         return self._process.device
+
+    def process_group(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along a mesh axis. Raises UsageError if the axis has one rank."""
+        if axis not in self._process.groups:
+            raise UsageError(f"no process group of axis '{axis}'", why=f"the mesh is {self._process.mesh}",
+                             hint=f"one of {', '.join(self._process.groups) or 'none: there is one rank'}")  # fmt: skip
+        return self._process.groups[axis]
 
     def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return the sum of `fn(parameter)` over all parameters of the model, equal on every rank.

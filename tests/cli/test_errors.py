@@ -507,8 +507,8 @@ RANK_CASES = {
     ("dp2", "purposes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[8,32], y f64[8,32]) "
         "in train mode", "forward 1"),
     ("tp2", "names"): CASES["call: names"][1],
-    ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of samples\n  why    rank 0: "
-        "4 samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and "
+    ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of samples\n  why    rank 0: 4 "
+        "samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and "
         "DataLoader(..., drop_last=True)",
     ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
         "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "

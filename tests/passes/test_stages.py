@@ -120,6 +120,7 @@ def sent_bytes(plan):
     return sum(moved.bytes for moved in plan.collectives if moved.forward == "send")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_stages_are_less_even_where_a_named_link_is_slow(num_layers, tmp_path):
     """Also of a model whose blocks are planned as one that stands for all."""
@@ -141,6 +142,7 @@ def test_stages_are_less_even_where_a_named_link_is_slow(num_layers, tmp_path):
     assert fast.cuts == even.cuts
 
 
+@pytest.mark.large
 def test_pinned_stages_stay_where_they_are(tmp_path):
     model, batch = zoo.llama(num_layers=4)
     pins = {"stages": {"cut_before": ["model.layers.1"]}}
@@ -158,7 +160,7 @@ def possible_cuts(graph):
     return [facts(n)["key"] for n, sent in zip(nodes, boundary_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_random_cuts_are_exact(name):
     """Also in the middle of attention, inside a norm, between a skip and what it is added to."""

@@ -30,6 +30,7 @@ def test_every_plan_has_a_certificate(plan):
     assert plan.cost["work_share"] == plan.cost["weight_share"] == 1 / 8
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj", DOWN, "model.layers.1.mlp.down_proj.weight"])
 def test_a_weight_and_its_runner_up(plan, name):
     found = plan.why(name)

@@ -86,6 +86,7 @@ def pages() -> Iterator[Text]:
                     yield Text(f"{path.relative_to(ROOT)}:{number}", line)
 
 
+@pytest.mark.large
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     faults = [
         fault

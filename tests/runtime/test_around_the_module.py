@@ -79,6 +79,7 @@ def second_order(mesh: str, zero: int, of_parameters: bool) -> str:
     return ""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("of_parameters", [False, True])
 @pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 def test_gradients_of_gradients(mesh, zero, of_parameters):
@@ -303,6 +304,7 @@ def refusals(mesh: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_uses_that_would_change_nothing_are_refused(mesh):
     expected = {use.__name__: text for use, text in REFUSED.items()}
@@ -331,6 +333,7 @@ def modes_and_weights(mesh: str) -> None:
         pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_modes_and_loaded_weights(mesh):
     dist.run_ranks(modes_and_weights, 2, mesh, timeout_s=TIMEOUT_S)

@@ -58,7 +58,7 @@ def dropped(mesh: str, lazily: bool) -> tuple[int, list[float], dict[str, Tensor
     return alive, losses, pm.full_grads(), set(pm.full_state_dict()), type(pm(**EXAMPLES[1])).__name__
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "lazily"), [("tp2", False), ("pp2", False), ("dp2", True)])
 def test_the_model_is_gone_once_the_user_drops_it_and_other_calls_still_run(mesh: str, lazily: bool) -> None:
     model = zoo.gpt2()[0].double().eval()
@@ -186,7 +186,7 @@ def kept(build: Any) -> tuple[list[str], bool, float]:
     return [str(w.message) for w in seen], held() is not None, pm(torch.ones(8, SIZE)).sum().item()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("build", "why"),
     [(Closing, "the model's own module 'part'"), (lambda: Uncopied(SIZE, SIZE), "only one of these")],

@@ -325,6 +325,7 @@ def test_no_method_is_unlisted():
     assert sorted([*RIGHT, *HARMLESS, *REFUSED]) == sorted(methods) and len(methods) > 45
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 def test_methods_of_modules(mesh):
     (verdicts, first), (others, second) = dist.run_ranks(table, 2, mesh, timeout_s=TIMEOUT_S)

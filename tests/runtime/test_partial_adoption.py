@@ -77,6 +77,7 @@ def encoder_call() -> dict[str, Tensor]:
     return {"x": x, "mask": torch.ones(ROWS, SEQ).tril(1), "shift": shift}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "dp2,tp2"])
 def test_gradients_of_inputs_are_exact(mesh):
     found = autopart.verify(Encoder(), mesh, example_kwargs=encoder_call())

@@ -78,6 +78,7 @@ BEYOND = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "name", "change", "purpose"), BEYOND)
 def test_drift_is_an_error(mesh, name, change, purpose):
     when = 4 if change else 3  # before one rank's NaN is in the gradients of all
@@ -99,6 +100,7 @@ def test_rounding_is_mended_with_one_warning(mesh, name):
     assert first[2]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("option", "step"), [(3, 3), (1, 3), (5, 5), (True, 4), (False, 0), (0, 0)])
 def test_the_steps_are_an_option(option, step):
     reports = dist.run_ranks(train, 2, "dp2", "up.weight", 1e-3, 6, {"check_replicas": option})
@@ -112,12 +114,14 @@ def test_what_is_cut_is_not_compared():
         assert [error for error, _, _ in reports] == [(0, "")] * 2
 
 
+@pytest.mark.large
 def test_on_two_axes_the_ranks_are_named():
     reports = dist.run_ranks(train, 4, "dp2,tp2", "up.weight", 1e-3, 6, {})
     assert len({error for error, _, _ in reports}) == 1
     assert "why    rank 3 from rank 1 by up to" in reports[0][0][1]
 
 
+@pytest.mark.large
 def test_nothing_is_said_of_a_right_loop():
     assert [r[:2] for r in dist.run_ranks(train, 4, "dp2,tp2", "", 0, 9, {"check_replicas": 1})] == [((0, ""), [])] * 4
 

@@ -44,6 +44,7 @@ def rank(number: int, port: int, fault: str, said: Any) -> None:
     os._exit(0)  # the groups wait for the other rank
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fault", ["missing", "raising", "killed", "stopped"])
 def test_the_other_rank_ends_with_one_clear_error(fault):
     with socket.socket() as free:

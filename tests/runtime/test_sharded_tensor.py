@@ -112,7 +112,7 @@ def methods(mesh: str, zero: int) -> tuple[dict[str, str], int]:
     return wrong, ran
 
 
-@pytest.mark.whole
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_every_method_is_right_or_refused(mesh, zero):
     for wrong, ran in dist.run_ranks(methods, 2, mesh, zero, timeout_s=TIMEOUT_S):
@@ -182,6 +182,7 @@ def run_loops(mesh: str, zero: int) -> list[str]:
     return refused
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "refused"), [("tp2", 0, []), ("dp2", 3, [])])
 def test_what_a_loop_computes_of_parameters(mesh, zero, refused):
     assert dist.run_ranks(run_loops, 2, mesh, zero, timeout_s=TIMEOUT_S) == [refused] * 2

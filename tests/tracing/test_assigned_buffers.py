@@ -82,6 +82,7 @@ def test_a_cache_is_computed_in_every_call(name, mesh, is_training):
     assert not result.notes
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_the_second_call_and_the_users_model(name):
     model, x = MODELS[name]().double(), torch.randn(4, SIZE, dtype=torch.float64)

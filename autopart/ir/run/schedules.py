@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from autopart.common.extras import load_extra
 from autopart.errors import OptionError, StageError
 
 SINGLE_STAGE = ("gpipe", "1f1b", "1f1b_2bw")
@@ -37,6 +39,11 @@ def _letters(name: str) -> str:
 def versions_of(schedule: str | None) -> int:
     """Return how many versions of its weights, and of a batch's inputs, a rank holds under a schedule."""
     return 2 if schedule in DELAYED else 1
+
+
+def schedule_extra(schedule: str | None) -> Any:
+    """Import and return the package that runs a schedule of `DELAYED`, None for other schedules."""
+    return load_extra("pipedream_2bw") if schedule in DELAYED else None
 
 
 def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.errors import OptionError
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
@@ -77,27 +76,6 @@ def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, P
         for name, gathers in gathers_by_name.items()
         if len(gathers) == 1 and (gather := next(iter(gathers))) is not None
     }
-
-
-def check_full_gradients(program: Program) -> None:
-    """Raise OptionError if a `dp_sync` method needs the full gradient of a parameter gathered per use."""
-    needs_full_gradient = [name for name, one in program.parameters.items() if one.unsharded_to_sync(program.mesh)]
-    if not needs_full_gradient:
-        return
-    graphs, gathers_for_step = (
-        [stage.graph.graph for stage in program.stages],
-        unsharded_for_step(program, program.stages),
-    )
-    read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
-    gathered_per_use = [name for name in needs_full_gradient if name in read and name not in gathers_for_step]
-    if gathered_per_use:
-        sync = program.dp_sync
-        rest = str(sync) if sync.only else f"*={sync}"
-        raise OptionError(
-            f"dp_sync='{sync}' with zero=1 for '{gathered_per_use[0]}'",
-            why="it is read in more than one layout, so every use gathers its shards and reduces its gradient",
-            hint=f"zero=0, or an exact sum: dp_sync='{gathered_per_use[0]}=all_reduce,{rest}'",
-        )
 
 
 def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False) -> list[list[fx.Node]]:

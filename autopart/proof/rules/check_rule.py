@@ -32,14 +32,20 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
     """Return the annotated trace of one operator call, whose tensors are parameters, and these parameters.
 
-    Values in the trace are real: `val` is the computed tensor.
+    A tensor that is passed twice is one parameter. Values in the trace are real: `val` is the computed tensor.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
+    node_of: dict[int, fx.Node] = {}
 
     def read(argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
+        if id(argument) not in node_of:
+            node_of[id(argument)] = parameter(argument)
+        return node_of[id(argument)]
+
+    def parameter(argument: Tensor) -> fx.Node:
         name = f"p{len(weights)}"
         weights[name] = nn.Parameter(argument.detach().clone(), requires_grad=argument.requires_grad)
         node = graph.get_attr(name)

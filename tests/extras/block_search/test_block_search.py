@@ -127,7 +127,7 @@ def options_of(blocks: Blocks, choice: BlockChoice) -> dict:
     ).options
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "schedule", "off"),
     [("dp4", None, 0.01), ("tp2", None, 0.01), ("pp4", "gpipe", 0.05), ("dp2,pp2,tp2", "1f1b", 0.05),
