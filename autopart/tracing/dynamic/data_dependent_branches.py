@@ -122,7 +122,10 @@ class Marks:
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Advance to a node; nodes must come in graph order. Returns True for a marker or an end."""
+        """Advance to the next node of the graph.
+
+        Returns True if it marks the begin or end of code that the model can skip.
+        """
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())
