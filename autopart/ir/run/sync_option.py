@@ -1,7 +1,7 @@
 """The option `dp_sync=`: how data-parallel ranks synchronise gradients or models.
 
-The default is an exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in `autopart.extras.dp_sync`, which
-is imported when an option names one of them. They implement the two protocols below.
+The default is an exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in `autopart.extras.dp_sync`,
+which is imported when an option names one of them. They implement the two protocols below.
 """
 
 from __future__ import annotations
