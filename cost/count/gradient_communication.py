@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from autopart.cost.predict.dp_sync_costs import MethodParameters, carried
+from autopart.cost.predict.dp_sync_costs import carried
 from autopart.ir.layout import local_shape
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.run.dp_sync import Method
+from autopart.ir.run.sync_option import MethodParameters, SyncMethod
 from autopart.ir.trace import Trace
 
 
@@ -22,7 +22,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
     """Return what data-parallel ranks exchange for these parameters instead of an all-reduce, by method."""
-    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+    rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
         stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize
         if stored.method is not None:

@@ -27,7 +27,6 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.cost.predict.operator_work import Sizes
 from autopart.cost.predict.table_rows import RowBytes, named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
@@ -103,7 +102,7 @@ def _rank(
     unsharded = sum(map(priced.whole_bytes, held.values()))
     grown = sum(map(priced.grown_bytes, held.values()))
     communication = _receive_buffers(priced, all_stages, order)
-    communication += sum(state_bytes_of_method(one, priced.data_ranks[0]) for one in priced.carried(held))
+    communication += sum(one.method.state_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
     received = received_bytes(one.traffic for one in stages.values())
     passing = max(peak_stage_bytes(ran, of_stages, round(grown)), received, gradients + bucket)
     return RankMemory(
