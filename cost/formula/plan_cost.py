@@ -214,7 +214,7 @@ class Cost(dict[str, Any]):
         The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if
         their number or the tokens per sample change. Memory is counted from the same operators, as in `Plan.memory`.
 
-        Layouts stay those of the plan. A note says so if a plan made for these sizes may have other layouts.
+        Layouts stay those of the plan. A note is added if a plan for these sizes may have other layouts.
 
         Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than the
         plan's `balance`. Raises LayoutError if the layouts divide fewer shards than there are ranks. Raises
