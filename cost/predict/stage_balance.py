@@ -163,7 +163,7 @@ class _Stages:
         return float(slowest[-1])
 
     def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of first stages, and of stages between positions [positions, starts] as in `_before`.
+        """Return the times of first stages, and of all stages [positions, starts] as in `_before`.
 
         The time of a stage above the load limit is infinite.
         """
