@@ -403,7 +403,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Add to a node's inputs the sections in which this or a later node can use shards."""
+    """Store at a node's inputs the sections in which their dims must be sharded for this and later nodes."""
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return
