@@ -64,7 +64,7 @@ def parallelize(
         plan: a Plan, or the path of one; then nothing is chosen.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
-    Raises a subclass of AutopartError (`autopart.errors`) that says what is wrong, why, where, and what to try.
+    Raises a subclass of AutopartError (`autopart.errors`) that states what is wrong, why, where, and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
@@ -92,7 +92,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Choose a plan without running anything: no process group, no GPU, and the model may be on `meta`.
+    """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
@@ -138,7 +138,7 @@ def verify_loop(
     forked processes with one seed. Compared are: each loss (of `backward()` and `step`), all gradients before and all
     weights after each optimizer step, the final weights, and the function's return value. The result names the first
     value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of every
-    step are kept on disk.
+    step are stored on disk.
 
     Args:
         fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
@@ -148,7 +148,7 @@ def verify_loop(
         example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; of a dict,
             the entries that the model takes]
         tolerance: largest difference, relative to the largest value.
-        time_limit_s: seconds that one run may take.
+        time_limit_s: time limit of one run, in seconds.
         **options: `RunOptions`.
     Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
     Raises what autopart raises on a rank, once; InputError if `fn` fails in one process or trains nothing.
@@ -179,7 +179,7 @@ def _check_model(model: Any) -> None:
     inside = partitioned_in(model)
     if inside is not None:
         raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
-                         hint="parallelize the outer model, made of the plain one")  # fmt: skip
+                         hint="parallelize the outer model, with its original submodule")  # fmt: skip
     wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
                 "OptimizedModule": "_orig_mod"}  # fmt: skip
     if kind in wrappers and hasattr(model, wrappers[kind]):
@@ -213,14 +213,17 @@ def _searched(
 ) -> tuple[Plan, Options]:
     """Return the best plan for a number of devices, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
-        raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
-                         hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
+        raise InputError(
+            f"mesh={devices} needs an example call",
+            why="the search traces the model on it to choose the axes",
+            hint="example_kwargs={'input_ids': ids, 'labels': labels}",
+        )
     kept = {name: getattr(options, name) for name in OPTIONS if name not in PlanOptions.__annotations__}
     asked = [name for name in PlanOptions.__annotations__ if name not in SearchOptions.__annotations__
              and getattr(options, name) != OPTIONS[name].default]  # fmt: skip
     if options.local_batch:
-        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks rows "
-                          "are cut", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks "
+                          "the batch is split", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
     if asked:
         raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
                           hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip

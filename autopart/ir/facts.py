@@ -30,12 +30,15 @@ class CostNotes(NamedTuple):
     view of its output's gradient. `is_causal`: attention whose kernel skips the keys after each query.
     `counts_attended`: its work was counted only over attended keys.
 
-    `joins`: a compiler fuses it with other operators, as it does with all elementwise work. "remade": the backward
-    recomputes it if that saves memory. "copied": it is never recomputed. "drawn": the mask that it saves is never
-    recomputed. `gradients`: the kernels that compute the gradients of its operands in eager torch. "together": one
-    kernel; "each": one per operand; "handed on": none, as for sums. For views: zeros and a copy of the "part", a
-    concatenation of the "parts", or a sum of what was "repeated". Arithmetic has "each" or "handed on".
-    `keeps_sign`: its backward needs only the sign of what it reads, for which a compiler saves one byte per element.
+    `joins`: not empty if `torch.compile` fuses the operator with others. Elementwise operators need no entry. "remade":
+    the backward recomputes it if that saves memory. "copied": it is never recomputed. "drawn": it saves a random mask,
+    which is never recomputed.
+
+    `gradients`: the kernels that compute its operands' gradients in eager torch. "together": one kernel for all.
+    "each": one per operand. "handed on": none, as for a sum. "part", "parts" and "repeated" are for views: zeros with a
+    copy of the slice, a concatenation, and a sum over the expanded dim. Arithmetic has "each" or "handed on".
+
+    `keeps_sign`: its backward needs only the sign of its input, for which a compiler saves one byte per element.
     """
 
     kind: str = "matmul"

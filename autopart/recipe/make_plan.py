@@ -34,11 +34,9 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
-from autopart.ir.run.delayed_gradients import check_delayed
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
-from autopart.ir.run.unshard_policy import check_full_gradients
+from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra, schedule_for
+from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
 from autopart.options import Options
@@ -48,7 +46,6 @@ from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
 from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
 from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks
@@ -229,7 +226,7 @@ def can_be_folded(mesh: Mesh, options: Options) -> bool:
     Dumps of passes show the full graph, so they disable deduplication.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
-    sync_is_plain = DpSync.parse(options.dp_sync).is_default
+    sync_is_plain = parse_sync(options.dp_sync).is_default
     return not by_name and sync_is_plain and not flags().dump
 
 
@@ -241,7 +238,8 @@ def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
     options, draft, memory = _fitted(traced, mesh, options)
     if axes := draft.problem.expert_axes:
         check_balance(mesh, options.balance, axes)
-    check_delayed(draft.problem.schedule.name, draft.program)
+    if (extra := schedule_extra(draft.problem.schedule.name)) is not None:
+        extra.check_program(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
     reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
         if traced.folds else _reasons(draft)  # fmt: skip
@@ -298,10 +296,10 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions, solved = choose_stages_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_sharded_storage(problem, decisions.stored))
-    check_methods(traced, decisions)
+    decisions.dp_sync.check_storage(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng, options.compile)
-    check_full_gradients(whole.program)
+    decisions.dp_sync.check_program(whole.program)
     decisions = replace(
         decisions, scatter_sends=scatter_is_cheaper(crossings(traced, whole.program), mesh, problem.hardware)
     )
@@ -327,7 +325,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
+        options.context, parse_sync(options.dp_sync), options.balance, options.sequence_dims,
         IMBALANCE_TOLERANCE if options.stage_slack is None else options.stage_slack,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopart.cost.formula.step_formula import ShardedBytes, Totals
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import MethodParameters, by_method, sync_s
+from autopart.cost.predict.dp_sync_costs import by_method, sync_s
 from autopart.cost.predict.operator_work import (
     NOTHING,
     Size,
@@ -38,10 +38,10 @@ from autopart.cost.predict.table_memory import rank_rows
 from autopart.cost.predict.table_rows import OperatorRow, Parameter, cast_bytes, mean_share, named_in, summed_over
 from autopart.errors import StageError
 from autopart.ir.layout import mesh_axes_of
-from autopart.ir.run.dp_sync import EXACT
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
+from autopart.ir.run.sync_option import MethodParameters
 
 WIDE_IMBALANCE_TOLERANCE = 0.1
 """Imbalance tolerance of the most loaded stage if a step is shorter with less balanced stages."""
@@ -309,7 +309,7 @@ class TableCost:
 
     def apart(self, name: str) -> tuple[str, ...]:
         """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
-        return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
+        return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _parts_over(self, name: str) -> str:
         """Return the flattened axes over which ZeRO shards a parameter; "" if the rank has all of it."""

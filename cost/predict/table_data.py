@@ -13,8 +13,8 @@ from autopart.cost.predict.table import RunSetting, Table
 from autopart.cost.predict.table_rows import OperatorRow, Parameter
 from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable, expand_blocks
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import SyncOption
 
 _BlockRun = list[Any]
 """`[container, index, [row, ...]]`: consecutive operators of one block."""
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def plan_setting(
-    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption
 ) -> RunSetting:
     """Return the setting for which the table of a plan was counted, from the plan's fields of these names."""
     rows = table.b * mesh.data_parallel_size * schedule.microbatches

@@ -237,7 +237,8 @@ ERRORS = [
     (["explain", "plan.json", "--model", "test_cli:gpt2"], "name a plan or a model, not both"),
     (["explain"], "name the mesh"),
     (["verify", "--model", "test_cli:gpt2"], "name the mesh"),
-    (["verify", "--model", "test_cli:gpt2", "--plan", "p.json", "--schedule", "1f1b"], "--schedule with --plan"),
+    (["verify", "--model", "test_cli:gpt2", "--plan", "p.json", "--schedule", "1f1b"],
+     "--schedule cannot be combined with --plan"),
     (["run", "--model", "test_cli:gpt2", "--mesh", "tp2"], "mesh tp2 needs 2 processes"),
 ]  # fmt: skip
 

@@ -86,7 +86,7 @@ REFUSED = {
                 "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
                 "  try    balance=1.25"),
     "large": ({"balance": 3}, "OptionError: balance=3 is too large for ep2\n"
-              "  why    a rank that has all rows has 2 times the mean over 2 ranks\n"
+              "  why    a rank that has all tokens has 2 times the mean over 2 ranks\n"
               "  try    balance=2, or less"),
 }  # fmt: skip
 

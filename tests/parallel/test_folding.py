@@ -275,7 +275,7 @@ REFUSED = {
         "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
         "LayoutError: cannot pin 'up' as S(0) on dp\n"
-        "  why    up: ep cuts dim 0 already; over dp a weight is stored sharded and used unsharded\n"
+        "  why    up: ep shards dim 0 already; over dp a weight is stored sharded and used unsharded\n"
         "  try    S(1), S(2) or R; experts themselves are sharded over cp, ep, tp"),
     "pp": ("pp2,ep2", folded(["pp"], stacks=["up"]), {},
         "OptionError: the pin 'up' as S(0) on pp is impossible\n"
@@ -287,7 +287,7 @@ REFUSED = {
         "  try    leave compile out, or the pins that cut experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
         "OptionError: balance=5 is too large for ep2,tp2\n"
-        "  why    a rank that has all rows has 4 times the mean over 4 ranks\n"
+        "  why    a rank that has all tokens has 4 times the mean over 4 ranks\n"
         "  try    balance=4, or less"),
 }  # fmt: skip
 
@@ -319,10 +319,10 @@ def test_weights_that_something_else_reads_are_gathered_where_they_divide(expert
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, "cp2,ep2", example_kwargs=batch, pins=folded(["cp"]))
     assert str(error.value) == (
-        "ep cannot cut or gather dim 0 of up alone\n"
-        "  why    its 10 experts are in unequal parts over cp too, and something else than products with rows reads "
-        "them\n"
-        "  try    no pins that cut them over ep, or sizes of axes whose product divides them"
+        "ep cannot shard or gather dim 0 of up separately\n"
+        "  why    its 10 experts are also sharded unevenly over cp, and an operator other than the experts' products "
+        "uses them\n"
+        "  try    no pins that shard them over ep, or sizes of axes whose product divides them"
     )
 
 
@@ -334,7 +334,7 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
         "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp cuts dim 0 already; only experts are sharded over several axes, where there are enough\n"
+        "  why    tp shards dim 0 already; only experts are sharded over several axes, where there are enough\n"
         "  where  line 1\n  try    R"
     )
 

@@ -412,6 +412,6 @@ def without_an_operator():
 def test_an_operator_that_the_device_does_not_have_is_named():
     assert run_ranks(without_an_operator, 1) == [
         "RuntimeSetupError: this device has no operator 'cdist' in fp16\n"
-        "  why    the model computes it in what precision='fp16' casts to\n"
+        "  why    precision='fp16' makes the model compute it in this dtype\n"
         "  try    precision='bf16', a GPU, or x.float() before it in the model"
     ]

@@ -167,8 +167,8 @@ def two():
      "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has 3 positions, dim 1 of x has 6, and no "
      "operator can be sharded along that of beside\n  try    leave beside out, or name a dim of size 6"),
     (two, "cp2", {"beside": 1}, LayoutError,
-     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model works on "
-     "each of the 3 positions of dim 1 by itself\n  try    leave beside out; the inputs are "
+     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model treats "
+     "the 3 entries of dim 1 independently\n  try    leave beside out; the inputs are "
      "x [2, 6, 8], beside [2, 3]"),
     (lambda: zoo.llama(seq=5), "cp8", {"input_ids": 1}, LayoutError,
      "cp=8 cannot shard a sequence of 5\n  why    every rank needs a part of the longest sequence, of "

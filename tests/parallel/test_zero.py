@@ -29,7 +29,7 @@ from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
 from autopart.runtime import lockstep
-from autopart.runtime.gradients import shard_buckets, unshard_blocks
+from autopart.runtime.gradients import shard_collectives, unshard_blocks
 from autopart.runtime.shards.shard_state import join, shard_parameters
 from autopart.tracing.trace_model import bind_call
 
@@ -271,7 +271,7 @@ def calls() -> None:
 def noted_gathers():
     """Inside, every gathered weight is noted: its name, and its memory."""
     found: list[tuple[str, StorageWeakRef]] = []
-    gather = shard_buckets.ShardBucket.gather
+    gather = shard_collectives.ShardCollectives.gather
 
     def noted(self, *given):
         wait = gather(self, *given)
@@ -285,7 +285,7 @@ def noted_gathers():
 
         return wholes
 
-    with mock.patch.object(shard_buckets.ShardBucket, "gather", noted):
+    with mock.patch.object(shard_collectives.ShardCollectives, "gather", noted):
         yield found
 
 

@@ -344,7 +344,7 @@ def test_batches_of_other_shapes_follow_the_same_plan():
         ({"max_norm": -1.0}, "max_norm=-1.0 is not a norm to clip to"),
         ({"optimizer": "adamw"}, "optimizer='adamw' does not make optimizers"),
         ({"scaler": {"scale": 2}}, "scaler has no setting 'scale'"),
-        ({"scaler": "yes"}, "scaler='yes' is not a scaler of losses"),
+        ({"scaler": "yes"}, "scaler='yes' is not a loss scaler"),
     ],
 )
 def test_what_is_no_training_loop(asked, text):

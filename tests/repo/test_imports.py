@@ -79,6 +79,25 @@ def test_public_functions_load_no_compiler():
     assert "autopart.runtime.module" in modules and modules.isdisjoint(COMPILER)
 
 
+PLAN = """
+import autopart, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+plan = autopart.plan(model, "{mesh}", example_args=(torch.randn(4, 8),), microbatches=2{options})
+str(plan), plan.why("dp_sync"), plan.cost.parts, autopart.ParallelModule, autopart.search
+"""
+
+
+@pytest.mark.parametrize(("mesh", "options", "extra"), [
+    ("dp2", "", None), ("pp2", ', schedule="1f1b"', None), ("dp2", ', dp_sync="all_reduce"', None),
+    ("dp2", ', dp_sync="top_k:0.5"', "dp_sync"), ("pp2", ', schedule="1f1b_2bw"', "pipedream_2bw"),
+])  # fmt: skip
+def test_extras_are_loaded_on_use(mesh, options, extra):
+    """Plans and modules load only the extra that an option needs, and of that extra nothing that runs."""
+    modules = loaded(PLAN.format(mesh=mesh, options=options))
+    assert {name.split(".")[2] for name in modules if name.startswith("autopart.extras.")} == ({extra} - {None})
+    assert not [name for name in modules if name.endswith((".data_sync", ".batches_in_flight"))]
+
+
 @pytest.mark.large
 def test_loaded_can_fail():
     assert not loaded("import torch").isdisjoint(HEAVY)

@@ -196,7 +196,7 @@ def test_a_model_that_has_no_skeleton_is_kept_with_a_warning(build: Any, why: st
     with pytest.raises(CannotCopy, match=why):
         meta_copy_of(model, [name for name, _ in model.named_parameters()])
     source = Source(model)
-    with pytest.warns(UserWarning, match=rf"every rank keeps the whole {type(model).__name__} in memory.*{why}"):
+    with pytest.warns(UserWarning, match=rf"every rank keeps the full {type(model).__name__} in memory.*{why}"):
         source.let_go([name for name, _ in model.named_parameters()])
     held = weakref.ref(model)
     del model
@@ -209,4 +209,4 @@ def test_ranks_run_a_model_that_has_no_skeleton() -> None:
     expected = Closing()(torch.ones(8, SIZE)).sum().item()
     for told, alive, total in dist.run_ranks(kept, 2, Closing):
         assert alive and total == pytest.approx(expected, rel=1e-5)
-        assert [text for text in told if "every rank keeps the whole Closing" in text]
+        assert [text for text in told if "every rank keeps the full Closing" in text]

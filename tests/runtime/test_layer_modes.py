@@ -344,7 +344,7 @@ def test_layers_before_the_first_call():
     torch.manual_seed(0)
     plain, x = Net().double(), torch.randn(8, 8).double()
     pm = autopart.parallelize(copy.deepcopy(plain), "tp1")
-    with pytest.raises(AttributeError, match="'weight' is not known yet"):
+    with pytest.raises(AttributeError, match="'weight' is not available yet"):
         pm.head.weight  # noqa: B018
     for each in (plain, pm):
         each.backbone.eval()

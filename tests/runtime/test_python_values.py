@@ -293,7 +293,7 @@ def test_deciding_by_a_count_is_refused():
 
     with pytest.raises(TraceError, match="computes something else in every call") as error:
         pm.step(x, loss_fn=loss_fn, target=y)
-    assert "it changes COUNTED and decides by it" in str(error.value)
+    assert "it changes COUNTED and branches on it" in str(error.value)
 
 
 def test_one_warning_names_the_value():

@@ -86,7 +86,7 @@ def test_drift_is_an_error(mesh, name, change, purpose):
     assert reports[0][0] == reports[1][0]
     step, text = reports[0][0]
     assert step == when
-    assert text.startswith(f"the copies of '{name}' that ranks must hold alike have drifted apart\n")
+    assert text.startswith(f"the replicas of '{name}' have different values\n")
     assert "why    rank 1 from rank 0 by up to" in text
     assert f"where  before step {when}" in text
 
@@ -96,7 +96,7 @@ def test_rounding_is_mended_with_one_warning(mesh, name):
     first, second = dist.run_ranks(train, 2, mesh, name, 2 * EPS, 6, {})
     assert first[0] == second[0] == (0, "")
     (said,) = first[1]
-    assert f"before step 4 the copies of '{name}' on ranks 0, 1 differ by" in said and second[1] == []
+    assert f"before step 4 the replicas of '{name}' on ranks 0, 1 differ by" in said and second[1] == []
     assert first[2]
 
 
@@ -168,4 +168,4 @@ def save(mesh, method):
 def test_a_skipped_update_is_found_before_saving(mesh, method):
     first, second = dist.run_ranks(save, 2, mesh, method)
     assert first == second
-    assert "that ranks must hold alike have drifted apart" in first and f"before {method}(), after step 5" in first
+    assert "have different values" in first and f"before {method}(), after step 5" in first

@@ -492,7 +492,7 @@ def test_ranks_with_unlike_files_say_so(second: str, tmp_path: Path) -> None:
     if second == "missing":
         assert texts[0].startswith(f"CheckpointError: there is no checkpoint at {two}")
     elif second == "other shapes":
-        assert texts[0].startswith("RuntimeSetupError: the ranks do not begin alike: they differ in weights=")
+        assert texts[0].startswith("RuntimeSetupError: the ranks start differently: they differ in weights=")
         assert "rank 1: the checkpoint at" in texts[0] and "does not fit Plain" in texts[0]
     else:
         assert texts[0] == "nothing was raised"
@@ -552,7 +552,7 @@ def test_the_command_line_runs_a_config_with_weights(weights: str, tmp_path: Pat
         runs.append([step["loss"] for step in json.loads(result.stdout)["steps"]])
     assert runs[0] == runs[1]  # the seed is that of the model that was saved
     refused = CliRunner().invoke(main, ["run", "--hf-config", config, "--mesh", "tp1", "--compare", "--weights", given])
-    assert refused.exit_code != 0 and "--compare with --weights" in refused.output
+    assert refused.exit_code != 0 and "--compare cannot be combined with --weights" in refused.output
 
 
 def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

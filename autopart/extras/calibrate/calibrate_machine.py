@@ -146,11 +146,11 @@ def check_path(path: str | Path) -> None:
     """Raise OptionError if a profile cannot be written there."""
     path = Path(path)
     if path.suffix != ".json":
-        raise OptionError(f"a profile cannot be written to {path}", why="a path of a profile ends in .json",
+        raise OptionError(f"a profile cannot be written to {path}", why="its name must end in .json",
                           hint=str(path.with_suffix(".json")))  # fmt: skip
     if not path.parent.is_dir() or path.is_dir():
         why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise OptionError(f"a profile cannot be written to {path}", why=why, hint="a file in a folder that is there")
+        raise OptionError(f"a profile cannot be written to {path}", why=why, hint="a path in an existing folder")
 
 
 def _write(path: Path, text: str) -> None:
@@ -192,4 +192,4 @@ def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
         return device, [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = "it has no 'device' and 'measured' of that form"
-        raise OptionError(f"{path} holds no measurements", why=why, hint=_FORM) from error
+        raise OptionError(f"{path} contains no measurements", why=why, hint=_FORM) from error

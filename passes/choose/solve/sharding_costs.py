@@ -38,7 +38,6 @@ from autopart.ir.layout import (
 )
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.trace import Trace
-from autopart.ops.stage_masks import is_attention
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
@@ -281,13 +280,13 @@ class ShardingCosts:
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and DISPATCHED in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
-        if is_attention(node) and is_ring_strategy(node, option):
+        if is_ring_strategy(node, option):
             return self._ring_s(node)
-        if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
+        if pattern is None or not option.factor or option.factor != pattern.lookup:
             return 0.0
         first = tuple_values(node)[0]
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
-        return self.step.microbatches * 3 * self._time_s("all_reduce", size)
+        return self.step.microbatches * pattern.all_reduces * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
         """Return the seconds that ring attention sends keys, values and their gradients."""

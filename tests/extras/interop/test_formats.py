@@ -279,7 +279,7 @@ CANNOT = {
         lambda: dataclasses.replace(
             autopart.plan(llama()[0], "pp2", example_kwargs=llama()[1]), cuts=("lm_head/linear",)
         ).export("pipelining"),
-        "the stages of the plan are not those of its cuts\n  why    the cuts were edited",
+        "the stages of the plan do not match its 'cuts'\n  why    the cuts were edited",
     ),
     "stages in a V": (
         lambda: exported("megatron", "pp2", schedule="zbv", pins={"stages": {"together": [["model.layers.*.mlp"]]}}),
@@ -362,5 +362,7 @@ def test_rows_of_an_embedding_are_its_dim_0():
 @pytest.mark.parametrize("to", ["transformers", "parallelize_module", "pipelining", "megatron"])
 def test_positions_are_in_no_format(to):
     model, batch = zoo.llama()
-    with pytest.raises(LayoutError, match=f"the format '{to}' cannot say what is cut over cp\n  why    it has layouts"):
+    with pytest.raises(
+        LayoutError, match=f"the format '{to}' cannot express sharding over cp\n  why    it describes layouts"
+    ):
         autopart.plan(model, "pp2,cp2", example_kwargs=batch).export(to, model)

@@ -430,7 +430,7 @@ def test_verify_gives_optimizers_the_gradient_of_the_batch_before():
         optimizer=lambda named: adamw([p for _, p in named]), **TWO_BW,
     )  # fmt: skip
     assert found.ok and [step.loss for step in found.steps] == pytest.approx(losses, rel=1e-7)
-    with pytest.raises(OptionError, match="a scaler with schedule='1f1b_2bw'"):
+    with pytest.raises(OptionError, match="scaler= cannot be combined with schedule='1f1b_2bw'"):
         autopart.verify(model, "pp2", example_kwargs=batches[0], steps=1, scaler=True, **TWO_BW)
 
 

@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 import autopart
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds
 from autopart.ir.mesh import Mesh
 from autopart.runtime.checkpoint.saved_shard import ShardTensor
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds
 
 STEPS = 50
 ROWS = 8
@@ -381,7 +381,7 @@ def refused(what: str) -> str:
     [("full_grads", "every data rank has its own model"), ("beside", "both define what data-parallel ranks send"),
      ("arguments", "it is called with a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
      ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
-     ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
+     ("hook", "ranks synchronise gradients when the backward has ended, and the hook would run before")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))
