@@ -76,11 +76,12 @@ def parallelize(
         chosen, asked = _searched(model, mesh, example_args, example_kwargs, asked)
     sizes = Mesh.parse(chosen.mesh_object() if type(mesh) is int and chosen is not None else mesh)
     weights = None if asked.weights is None else Weights(model, asked.weights)
-    whole = model if weights is None else weights.model
-    compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare the compiler's options
+    full_model = model if weights is None else weights.model
+    compiler = Compiler(full_model, sizes, replace(asked, weights=None), chosen)  # ranks compare these options
     if (example_args or example_kwargs is not None) and (weights is None or weights.problem is None):
-        compiler.trace_example(example_args, example_kwargs or {})
-    return _module(whole, mesh, sizes, compiler, weights)
+        compiler.trace_example(example_args, example_kwargs or {})  # trace; make or read the plan
+    # Shard the weights, bind mesh axes to process groups. Each new call is traced and its program is written.
+    return _module(full_model, mesh, sizes, compiler, weights)
 
 
 @with_options(PlanOptions)
@@ -114,8 +115,11 @@ def plan(
     sizes = Mesh.parse(mesh)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     call = bind_call(model, example_args, example_kwargs or {})
+    # Trace the model, normalize its operators, and annotate each with its sharding rule.
     traced = prepare(model, call, precision=precision, fold=can_be_folded(sizes, asked))
-    return advised(make_plan(model, traced, sizes, asked), asked)
+    # Choose layouts, stages and storage; write the program; count its time and memory.
+    chosen = make_plan(model, traced, sizes, asked)
+    return advised(chosen, asked)
 
 
 @with_options(RunOptions)

@@ -271,8 +271,6 @@ class Options:
         "file; init (the model's class, from its config); or a function without arguments that returns the model.",
         "the model's own", "PATH|init", read=_weights)
     # fmt: on
-    stage_slack: float | None = None
-    """As `Problem.stage_slack`; None for its default. Set by the recipe, not by users."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -286,7 +284,7 @@ class Options:
                               hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
-OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options) if row.metadata}
+OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}
 
 
 def names_of(kind: Any) -> list[str]:

@@ -113,7 +113,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Record passes over graphs that have no dump of their own in this dump, for a `with` block."""
+    """Use this dump, for a `with` block, for the passes over graphs that were not given one."""
     token = _within.set(dump)
     try:
         yield

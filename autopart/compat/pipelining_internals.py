@@ -78,7 +78,7 @@ def stage_class() -> Any:
             return done
 
         def after_backward(self) -> None:
-            """Hook that the owner sets."""
+            """Does nothing. The code that creates the stage replaces it."""
 
     return PipelineStage
 

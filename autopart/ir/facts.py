@@ -6,6 +6,7 @@ A name that is not declared in this file is an error of the type checker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -131,6 +132,19 @@ def facts(node: fx.Node) -> Facts:
 def times(node: fx.Node) -> int:
     """Return how many nodes of the model this node represents (`autopart.ir.blocks.deduplication`)."""
     return facts(node).get("times", 1)
+
+
+def weighted(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Yield each node with the number of nodes of the model that it represents.
+
+    Sums over a graph weight each node by this number.
+    """
+    return ((node, times(node)) for node in nodes)
+
+
+def num_represented(nodes: Iterable[fx.Node]) -> int:
+    """Return how many nodes of the model these nodes represent."""
+    return sum(map(times, nodes))
 
 
 def cost_notes(node: fx.Node) -> CostNotes:

@@ -87,7 +87,7 @@ class Trace:
 
     @cached_property
     def originals(self) -> Mapping[str, str]:
-        """{parameter of any block: the parameter in the graph that represents it}."""
+        """Maps each parameter of every block to the parameter in the graph that represents it."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:

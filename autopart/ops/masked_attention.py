@@ -121,7 +121,10 @@ def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
 
 
 def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], **options: Any) -> Tensor:
-    """Compute attention of runs of queries, with a mask per block if no kernel supports a run's structure."""
+    """Compute attention one run of queries at a time.
+
+    If no kernel supports a run's mask structure, the run is computed in blocks of queries, each with a mask.
+    """
     outputs, start = [], 0
     for run in runs:
         queries = query.narrow(-2, start, run.queries)

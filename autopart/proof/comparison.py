@@ -215,7 +215,7 @@ class GraphUnderTest:
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """Lower the program of a training step, which returns the loss in its layout; else that of a call."""
+        """Lower the program of a training step, which returns only the loss. Without a loss: that of a call."""
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")

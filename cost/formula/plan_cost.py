@@ -263,18 +263,6 @@ class Cost(dict[str, Any]):
         """Prediction at the plan's own sizes."""
         return self._predicted({})
 
-    @property
-    def has_quickest_stages(self) -> bool:
-        """True if the plan has the stage boundaries of the fastest step."""
-        from autopart.cost.hardware.profile import Hardware
-        from autopart.cost.predict.table import fastest_stage_boundaries, trades_balance_for_sends
-
-        hardware = Hardware.load(self._plan.hardware)
-        if not trades_balance_for_sends(hardware):  # stages are only balanced
-            return True
-        setting = self._setting({})
-        return fastest_stage_boundaries(self.table, replace(setting, cuts=None), hardware) == setting.cuts
-
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.table import predict

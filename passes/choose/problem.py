@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.schedules import Schedule
@@ -40,8 +39,6 @@ class Problem:
     dp_sync: SyncOption = ALL_REDUCE
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
-    stage_slack: float = IMBALANCE_TOLERANCE
-    """Imbalance tolerance: relative excess load of the largest stage that is accepted to send less."""
 
     @property
     def graph(self) -> fx.Graph:

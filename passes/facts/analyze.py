@@ -21,7 +21,7 @@ from torch import fx
 
 from autopart.errors import Refusal, TraceError
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms, selected_atoms, selections_in
-from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, times
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, weighted
 from autopart.ir.graph import (
     assign_keys,
     describe,
@@ -190,7 +190,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
         position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops and reads_weights(n)
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
-    positions = places(kinds, reads, products, [times(node) for node in nodes])
+    positions = places(kinds, reads, products, [weight for _, weight in weighted(nodes)])
     for node, inputs, place in zip(nodes, sources, positions, strict=True):
         facts(node)["place"] = place
         for i, source in enumerate(inputs):
@@ -403,7 +403,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Add to a node's inputs the sections in which this or a later node can use shards."""
+    """Store at a node's inputs the sections in which their dims must be sharded for this and later nodes."""
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return

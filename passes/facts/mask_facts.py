@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat.torch_internals import has_values
 from autopart.ir.atoms import BATCH
-from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
+from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, weighted
 from autopart.ir.graph import draws_random_numbers, is_tensor, operators, tuple_values
 from autopart.ir.mask_structure import MaskWindow
 from autopart.ir.subgraphs import ancestors_of
@@ -87,10 +87,10 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 def mask_notes(trace: Trace) -> list[str]:
     """Return the note on attention masks in the traced call: `2 causal, 1 with its mask as it is`."""
     kinds = Counter[str]()
-    for node in operators(trace.graph):
+    for node, weight in weighted(operators(trace.graph)):
         mask = mask_of(node) if rule_of(node).context else None
         if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
-            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
+            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += weight
     text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return [f"attention by the masks of this call: {text}"] if text else []
 

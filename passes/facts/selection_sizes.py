@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.atoms import selections_in
-from autopart.ir.facts import DATA, INPUT, facts, times
+from autopart.ir.facts import DATA, INPUT, facts, weighted
 from autopart.ir.graph import is_tensor, operator_name, shape
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
@@ -63,10 +63,10 @@ def share_selections(trace: Trace) -> None:
 def selection_notes(trace: Trace) -> list[str]:
     """Return notes on assumed sizes: `2 selections by values (...) counted as 25 % of the elements`."""
     shares = Counter[float]()
-    for node in filter(is_selection, trace.graph.nodes):
+    for node, weight in weighted(filter(is_selection, trace.graph.nodes)):
         for part in list(node.users)[:1]:
             if part.target is operator.getitem:
-                shares[facts(part)["shares"][0]] += times(node)
+                shares[facts(part)["shares"][0]] += weight
     return [
         f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
         "elements"

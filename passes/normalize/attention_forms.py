@@ -97,7 +97,7 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return the keys before this transpose; if they are gathered after it, the transpose of the result."""
+    """Return the keys [..., s, d] from transposed keys [..., d, s], before or after a new transpose."""
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)

@@ -117,7 +117,7 @@ class Converter:
         )
 
     def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """Return the size of a dim on a rank before this axis shards it, when all other axes have."""
+        """Return the local size of a dim that is sharded over all axes of the layout except this one."""
         beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
         others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
         in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))

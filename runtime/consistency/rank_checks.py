@@ -61,7 +61,7 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Return {subject: text} of a model that must be equal on all ranks, without weights' values."""
+    """Return texts of a model that must be equal on all ranks: its class, and its tensors without values."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 

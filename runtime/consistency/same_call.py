@@ -78,7 +78,11 @@ class Given:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return, for these inputs, one number that must be equal, then numbers that can differ by `slack`."""
+        """Return numbers that ranks compare, computed from these inputs.
+
+        The first, a hash of the integer inputs, must be equal. The others, sums over the floating-point inputs, can
+        differ by `slack`.
+        """
         whole = {name: number for name, number in self.whole_numbers.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
         floats = [marks for name, marks in self.floats.items() if name in names]

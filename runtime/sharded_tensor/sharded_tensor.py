@@ -170,7 +170,7 @@ def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _attribute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return a size of the full tensor."""
+    """Return an attribute of the full tensor, such as `shape` or `nbytes`."""
     if name == "get:nbytes":
         return args[0].spec.numel() * args[0].element_size()
     return ATTRIBUTES[name](args[0].spec, *args[1:], **kwargs)

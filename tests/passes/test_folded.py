@@ -119,7 +119,7 @@ def traces(name, precision=None):
 
 
 def text_of(model, traced, mesh, options):
-    return make_plan._make_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
+    return make_plan._best_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
 
 
 @pytest.mark.large

@@ -108,12 +108,12 @@ def calibrate(
     Args:
         path: file of the profile (`.json`); then `hardware=path` names it.
         name: name of the profile.  [default: the file's, or the device's]
-        base: profile of what cannot be measured here, such as links between nodes; it is named as the source.
+        base: profile that supplies what cannot be measured here, such as links between nodes.
             [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
-        quick: few sizes, once: seconds, and less exact.
+        quick: measure only a few sizes, once. It takes seconds and is less exact.
         progress: show a bar on standard error, if that is a terminal.
         raw: file for every measurement (`.json`).
-        of: such a file; the profile is made from it, and nothing is measured.
+        of: a file written by `raw`. The profile is computed from it, without new measurements.
 
     Raises OptionError if a file cannot be written, before anything is measured.
 

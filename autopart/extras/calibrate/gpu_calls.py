@@ -58,7 +58,7 @@ def shapes() -> list[Shape]:
 
 
 def around(size: int, usual: int = 4096) -> Iterator[Shape]:
-    """Yield three shapes: each dim has this size once, the others the usual size."""
+    """Yield three shapes of matrix products. In each, one dim has this size, the others the usual."""
     yield from ((size, usual, usual), (usual, size, usual), (usual, usual, size))
 
 

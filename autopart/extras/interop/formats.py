@@ -201,7 +201,7 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _gather(kind: type, role: str) -> str:
-    """Return the role of a module. The output of an embedding sharded along its width is always gathered."""
+    """Return COLUMN for an embedding with the role GATHERED, because its output is always gathered."""
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 

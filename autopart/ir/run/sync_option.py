@@ -1,7 +1,7 @@
 """The option `dp_sync=`: how data-parallel ranks synchronise gradients or models.
 
-The core has one method, the exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in the extra `dp_sync`,
-whose values follow the two protocols below. It is imported when a value needs it.
+The default is an exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in `autopart.extras.dp_sync`,
+which is imported when an option names one of them. They implement the two protocols below.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SyncMethod(Protocol):
         """Return the collectives of a step. `several`: number of ranks, if `num_ranks` is an expression."""
 
     def passes(self, num_ranks: int) -> float:
-        """Return how often a step reads or writes as many bytes as there are gradients, besides communication."""
+        """Return the memory traffic of a step besides communication, as a multiple of the gradients' bytes."""
 
     def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
         """Return the bytes of state that a rank keeps from step to step."""

@@ -78,7 +78,10 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Split every output dim as after a fused projection, so that the rule is also tried with sections."""
+    """Append calls that split each output dim (as after a fused q/k/v projection).
+
+    The rule is then also tried with shards by section.
+    """
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
         for node in outputs:

@@ -89,7 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield new attention sizes: fewer heads as the mesh allows, narrower heads, and the new width."""
+    """Yield smaller attention sizes of a config: the number of heads, their width, and the total width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(

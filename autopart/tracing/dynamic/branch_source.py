@@ -47,7 +47,7 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates this condition, and the names that it writes are tensors."""
+        """Return True if a frame is at this condition, and the code under it writes only to tensors."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
@@ -221,7 +221,10 @@ class _OnlyWrites:
 
 
 class _Behind:
-    """Analysis of code after skipped statements: `reads` are the names they assign that it can read."""
+    """Finds whether code that follows skipped statements reads variables that these assign.
+
+    `reads`: the names of such variables.
+    """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
         self.skipped, self.assigned = set(map(id, skipped)), assigned
@@ -229,9 +232,10 @@ class _Behind:
         self._block(function.body, assigned)
 
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
-        """Analyze statements.
+        """Analyze statements in order.
 
-        `others`: the names whose value is not from skipped statements, before and after.
+        `others`: the names that were assigned outside of the skipped statements, before this block. Returns those
+        after it.
         """
         for statement in block:
             if id(statement) in self.skipped:

@@ -71,7 +71,7 @@ class DataDependentBranches:
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True if a length is data-dependent, and the calling frame only skips writes if it is 0."""
+        """Return True for the data-dependent length in `if len(x) > 0:` if the branch only writes."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -122,7 +122,10 @@ class Marks:
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Advance to a node; nodes must come in graph order. Returns True for a marker or an end."""
+        """Advance to the next node of the graph.
+
+        Returns True if it marks the begin or end of code that the model can skip.
+        """
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())

@@ -115,7 +115,7 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
 
 
 def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
-    """Trace once more with filled caches."""
+    """Trace once more, with the buffers that the forward fills on its first call already filled."""
     buffers.are_filled = True
     try:
         return again()

@@ -177,7 +177,7 @@ class ConcreteConstants:
             return False
 
     def _forms_of(self, recipe: Any) -> set[int]:
-        """Return the identities of the tensors whose metadata a recipe reads."""
+        """Return the ids of the tensors of which only metadata is needed to repeat these recorded calls."""
         forms, seen, todo = set[int](), set[int](), [recipe]
         while todo:
             leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]

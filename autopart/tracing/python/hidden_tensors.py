@@ -226,7 +226,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def _content(place: Any) -> dict[Any, Any]:
-    """Return the values in a place, by key."""
+    """Return {key: value} of what an object stores (a dict, list, class, closure cell or cache)."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
@@ -242,7 +242,7 @@ def _content(place: Any) -> dict[Any, Any]:
 
 
 def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Restore the values of a place from before the forward."""
+    """Restore what a container stored before the forward."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()

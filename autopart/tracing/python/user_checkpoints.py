@@ -45,7 +45,7 @@ class UserCheckpoints:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Also make non-reentrant checkpoints plain calls, for a `with` block."""
+        """Run non-reentrant `torch.utils.checkpoint` calls as plain calls, for a `with` block."""
 
         def note(module: nn.Module, args: Any) -> None:
             if self._seen is not None and module in self.paths:
