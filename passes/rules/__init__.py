@@ -14,7 +14,7 @@ from autopart.passes.rules.local_forms import LocalForm
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.operators.pointwise_rules import POINTWISE, is_tagged_pointwise, pointwise
 from autopart.passes.rules.registered_rules import REGISTERED, has_rule
-from autopart.passes.rules.tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
+from autopart.passes.rules.tables import LINES, OF_SPARSE, SHAPED
 
 __all__ = ["Rule", "dispatches_rows", "has_rule", "local_form", "pattern_for"]
 
@@ -56,8 +56,7 @@ def local_form(node: fx.Node) -> LocalForm | None:
     None if the traced call on local operands is right.
     """
     pattern: Pattern | None = facts(node)["pattern"]
-    by_rule = pattern.local if pattern is not None else None
-    return by_rule or WITHOUT_RULE.get(operator_name(node))
+    return pattern.local if pattern is not None else None
 
 
 def _by_line(rule: Rule, node: fx.Node) -> Pattern | None:

@@ -11,7 +11,6 @@ from torch import fx
 
 from autopart.ir.facts import CostNotes
 from autopart.ir.pattern import Pattern
-from autopart.passes.rules.local_forms import LocalForm
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.operators import (
     attention_rules,
@@ -184,9 +183,6 @@ LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_l
 
 OF_SPARSE = {"aten::_sparse_mm"}
 """The only operators whose rules hold for sparse tensors."""
-
-WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": view_rules.as_strided}
-"""Local forms of operators that have no rule."""
 
 KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze", "aten::squeeze",
                    "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
