@@ -131,6 +131,12 @@ def data_of_a_value(h: Tensor) -> Tensor:
     return h
 
 
+def logical_write(h: Tensor) -> Tensor:
+    h = h * 2
+    h.logical_not_()
+    return h
+
+
 def outside(h: Tensor) -> Tensor:
     return h[:, 1:].as_strided((4, 8), (8, 1))
 
@@ -149,6 +155,7 @@ REFUSED = {
     incomplete_windows: "a view made by unfold is written in place",
     detached_view: "fill_ writes in place to a detached value whose gradient is used",
     data_of_a_value: "mul_ writes in place to a detached value whose gradient is used",
+    logical_write: "logical_not_ writes in place to a value that has a gradient",
     outside: "as_strided reads memory outside of its input",
 }
 

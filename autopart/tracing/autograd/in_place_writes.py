@@ -19,6 +19,9 @@ from autopart.tracing.exported_graph import record_origin
 
 aten = torch.ops.aten
 
+_WITHOUT_DERIVATIVE = {"logical_and_", "logical_not_", "logical_or_", "logical_xor_"}
+"""Operators that leave the gradient of the written value as it was, in eager PyTorch."""
+
 
 @torch.no_grad()  # torch refuses writes to weights in grad mode, also to fake ones
 def explicit_writes(graph: fx.Graph) -> None:
@@ -157,6 +160,8 @@ def _written_views(graph: fx.Graph) -> set[fx.Node]:
         if _carries_gradient(node, with_gradient):
             with_gradient.add(node)
         for target in _targets(node):
+            if short_name(node) in _WITHOUT_DERIVATIVE and target in with_gradient:
+                raise _gradient_before(node, "a value that has a gradient")
             views = list(_chain(target, bases))
             written.update(views)
             if node in with_gradient:
@@ -214,11 +219,15 @@ def _check_unread(write: fx.Node, detached: list[fx.Node], bases: Mapping[fx.Nod
         chains = {node: list(_chain(node, bases)) for node in (owner, *bases)}
         others = [node for node, chain in chains.items() if chain[-1] is owner and view not in chain]
         if any(user > write for node in others for user in node.users):
-            raise _refused(
-                write, f"{short_name(write)} writes in place to a detached value whose gradient is used",
-                why="its gradient would be that of the value before",
-                hint=f"{short_name(write).rstrip('_')} in grad mode, or on value.detach().clone()",
-            )  # fmt: skip
+            raise _gradient_before(write, "a detached value whose gradient is used")
+
+
+def _gradient_before(write: fx.Node, target: str) -> TraceError:
+    name = short_name(write)
+    return _refused(
+        write, f"{name} writes in place to {target}", why="its gradient would be that of the value before",
+        hint=f"{name.rstrip('_')} in grad mode, or on value.detach().clone()",
+    )  # fmt: skip
 
 
 def _refused(node: fx.Node, what: str, why: str, hint: str) -> TraceError:
