@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-models demo test test-all fuzz replay mutants check gpu-test bench golden-update
+.PHONY: help setup setup-models demo test test-fast test-all fuzz replay mutants check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,11 +22,14 @@ setup-models: $(STAMP)  ## add the packages whose models `benchmarks/coverage.py
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
-test: $(STAMP)  ## run the tests but the large matrices; those that need a GPU skip without one
-	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not large"
+test: $(STAMP)  ## run the tests (6 minutes on two cores); those that need a GPU skip without one
+	@$(PYTEST) -n 2 --dist loadfile -m "not large"
 
-test-all: $(STAMP)  ## run every test, the large matrices too
-	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+test-fast: $(STAMP)  ## run the tests of traces, passes and plans, which start no process (90 seconds)
+	@$(PYTEST) -n 2 --dist loadfile -m "not large" --no-processes tests/passes tests/plans tests/tracing
+
+test-all: $(STAMP)  ## run every test, also slow ones and whole matrices
+	@$(PYTEST) -n 2 --dist loadfile
 
 fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)
 	@echo "make fuzz SEED=$(SEED)"

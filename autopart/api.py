@@ -64,7 +64,7 @@ def parallelize(
         plan: a Plan, or the path of one; then nothing is chosen.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
-    Raises a subclass of AutopartError (`autopart.errors`) that says what is wrong, why, where, and what to try.
+    Raises a subclass of AutopartError (`autopart.errors`) that states what is wrong, why, where, and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
@@ -76,11 +76,12 @@ def parallelize(
         chosen, asked = _searched(model, mesh, example_args, example_kwargs, asked)
     sizes = Mesh.parse(chosen.mesh_object() if type(mesh) is int and chosen is not None else mesh)
     weights = None if asked.weights is None else Weights(model, asked.weights)
-    whole = model if weights is None else weights.model
-    compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare the compiler's options
+    full_model = model if weights is None else weights.model
+    compiler = Compiler(full_model, sizes, replace(asked, weights=None), chosen)  # ranks compare these options
     if (example_args or example_kwargs is not None) and (weights is None or weights.problem is None):
-        compiler.trace_example(example_args, example_kwargs or {})
-    return _module(whole, mesh, sizes, compiler, weights)
+        compiler.trace_example(example_args, example_kwargs or {})  # trace; make or read the plan
+    # Shard the weights, bind mesh axes to process groups. Each new call is traced and its program is written.
+    return _module(full_model, mesh, sizes, compiler, weights)
 
 
 @with_options(PlanOptions)
@@ -92,7 +93,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Choose a plan without running anything: no process group, no GPU, and the model may be on `meta`.
+    """Choose a plan without running anything: no process group, no GPU, and the model can be on `meta`.
 
     Args:
         model, mesh, example_args, example_kwargs: as `parallelize`, with an example.
@@ -114,8 +115,11 @@ def plan(
     sizes = Mesh.parse(mesh)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     call = bind_call(model, example_args, example_kwargs or {})
+    # Trace the model, normalize its operators, and annotate each with its sharding rule.
     traced = prepare(model, call, precision=precision, fold=can_be_folded(sizes, asked))
-    return advised(make_plan(model, traced, sizes, asked), asked)
+    # Choose layouts, stages and storage; write the program; count its time and memory.
+    chosen = make_plan(model, traced, sizes, asked)
+    return advised(chosen, asked)
 
 
 @with_options(RunOptions)
@@ -138,7 +142,7 @@ def verify_loop(
     forked processes with one seed. Compared are: each loss (of `backward()` and `step`), all gradients before and all
     weights after each optimizer step, the final weights, and the function's return value. The result names the first
     value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of every
-    step are kept on disk.
+    step are stored on disk.
 
     Args:
         fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
@@ -148,7 +152,7 @@ def verify_loop(
         example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; of a dict,
             the entries that the model takes]
         tolerance: largest difference, relative to the largest value.
-        time_limit_s: seconds that one run may take.
+        time_limit_s: time limit of one run, in seconds.
         **options: `RunOptions`.
     Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
     Raises what autopart raises on a rank, once; InputError if `fn` fails in one process or trains nothing.
@@ -179,7 +183,7 @@ def _check_model(model: Any) -> None:
     inside = partitioned_in(model)
     if inside is not None:
         raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
-                         hint="parallelize the outer model, made of the plain one")  # fmt: skip
+                         hint="parallelize the outer model, with its original submodule")  # fmt: skip
     wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
                 "OptimizedModule": "_orig_mod"}  # fmt: skip
     if kind in wrappers and hasattr(model, wrappers[kind]):
@@ -213,14 +217,17 @@ def _searched(
 ) -> tuple[Plan, Options]:
     """Return the best plan for a number of devices, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
-        raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
-                         hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
+        raise InputError(
+            f"mesh={devices} needs an example call",
+            why="the search traces the model on it to choose the axes",
+            hint="example_kwargs={'input_ids': ids, 'labels': labels}",
+        )
     kept = {name: getattr(options, name) for name in OPTIONS if name not in PlanOptions.__annotations__}
     asked = [name for name in PlanOptions.__annotations__ if name not in SearchOptions.__annotations__
              and getattr(options, name) != OPTIONS[name].default]  # fmt: skip
     if options.local_batch:
-        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks rows "
-                          "are cut", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks "
+                          "the batch is split", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
     if asked:
         raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
                           hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip

@@ -20,9 +20,9 @@ from autopart.cost.hardware.profile import DEFAULT
 from autopart.cost.memory_kinds import parse_size
 from autopart.errors import OptionError
 from autopart.ir.mesh import Context
-from autopart.ir.run.dp_sync import METHODS, DpSync
 from autopart.ir.run.recompute_spec import Recompute, parse_recompute
 from autopart.ir.run.schedules import SCHEDULES, check_compile, check_precision, schedule_named
+from autopart.ir.run.sync_option import SYNC_NAMES, parse_sync
 from autopart.plans.pins import Pins
 from autopart.plans.rank_digest import TIMEOUT_S
 
@@ -41,7 +41,10 @@ TOLERANCE = 1e-10
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options that `search` also takes. None means the default, here and in the two classes below."""
+    """Options that `search` has in common with `plan` and `parallelize`.
+
+    None means the default, here and in the two classes below.
+    """
 
     hardware: str | None
     memory: int | str | None
@@ -239,9 +242,9 @@ class Options:
         "'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     dp_sync: Mapping[str, Any] | None = _row(
-        None, f"Gradient synchronization over data ranks: {', '.join(METHODS)}, with parameters "
+        None, f"Gradient synchronization over data ranks: {', '.join(SYNC_NAMES)}, with parameters "
         "'top_k:0.01', 'gossip:ring', 'local:16'; by parameter name '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
-        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda value: DpSync.parse(value).as_data(), in_plan="dp_sync")
+        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda value: parse_sync(value).as_data(), in_plan="dp_sync")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
         None, "Compute dtype (mixed precision): parameters keep their dtype and are cast on use; inputs are cast, "
@@ -268,8 +271,6 @@ class Options:
         "file; init (the model's class, from its config); or a function without arguments that returns the model.",
         "the model's own", "PATH|init", read=_weights)
     # fmt: on
-    stage_slack: float | None = None
-    """As `Problem.stage_slack`; None for its default. Set by the recipe, not by users."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -283,7 +284,7 @@ class Options:
                               hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
-OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options) if row.metadata}
+OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}
 
 
 def names_of(kind: Any) -> list[str]:

@@ -58,7 +58,7 @@ def losses(mesh: str, options: list[str], steps: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [*start, str(SCRIPT), "--mesh", mesh, "--steps", str(steps), "--tensorboard", folder, *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=60 + 20 * steps)
+        subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300 + 20 * steps)
         events = EventAccumulator(folder).Reload()
         return [event.value for event in events.Scalars("loss")]
 

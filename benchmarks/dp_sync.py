@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.dp_sync_costs import carried, exchanges
-from autopart.ir.run.dp_sync import DpSync
+from autopart.extras.dp_sync.sync_options import DpSync
 
 NUM_RANKS, TRAINED, ROWS, WIDTH = 4, 1347, 4, 48
 METHODS = [

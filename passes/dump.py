@@ -37,9 +37,9 @@ NodeNotes = Mapping[str, tuple[str, ...]]
 
 
 class Shown(NamedTuple):
-    """Conversion to text of the result of a pass that does not change its graph.
+    """Functions that turn the result of a pass into text, for a pass that does not change its graph.
 
-    `notes`: returns what the pass found out of every node. `files`: returns `{name: text}` of what it has written.
+    `notes`: returns what the pass found out about each node. `files`: returns {file name: text} of written programs.
     """
 
     notes: Callable[[Any], Notes] | None = None
@@ -47,7 +47,7 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """The folder of one trace, and the texts of its graphs after the last pass over them."""
+    """Dump folder of one trace, with the latest text of each graph to compare the next pass with."""
 
     def __init__(self, root: str, graph: fx.Graph):
         self.root, self.folder, self.num_passes = root, _new_folder(root), 0
@@ -98,9 +98,9 @@ _within: ContextVar[Dump | None] = ContextVar("the dump of the pass that is runn
 
 
 def dump_of(graph: fx.Graph, root: str) -> Dump | None:
-    """Return the dump for passes over a graph: of its trace, or of the pass that is writing it.
+    """Return the dump that records passes over this graph; None if `root` is "".
 
-    None if `root` is "".
+    A graph that a pass creates belongs to the dump of that pass, any other graph to a new dump.
     """
     if not root:
         return None
@@ -113,7 +113,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Let passes over graphs without a trace belong to this dump, for a `with` block."""
+    """Use this dump, for a `with` block, for the passes over graphs that were not given one."""
     token = _within.set(dump)
     try:
         yield
@@ -128,7 +128,7 @@ def check_folder() -> None:
 
 
 def _own_folder(root: str) -> Path:
-    """Return the folder of this process; several machines may share `root`."""
+    """Return the folder of this process; several machines can share `root`."""
     rank = os.environ.get("RANK")
     folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")
     with _in_words(root):
@@ -165,7 +165,7 @@ def _unusable(root: str, problem: OSError) -> OptionError:
     why = "it is a file, or lies below one" if is_file else problem.strerror or str(problem)
     return OptionError(
         f"{DUMP}={root!r} is not a folder to write to", why=why, where="the environment",
-        hint=f"{DUMP}=dump: a folder, made where there is none",
+        hint=f"{DUMP}=dump: a folder, which is created if it does not exist",
     )  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def _drive(
 
 
 def _failed(called: Pass, of: str, error: Exception) -> PassError:
-    """Return the error of a pass, with what is known of its node."""
+    """Return the PassError for an exception in a pass, with the node that it worked on, if known."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
     described = AutopartError(

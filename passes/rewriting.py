@@ -36,7 +36,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
 
 
 def told(leaf: Any) -> tuple:
-    """Return the part of an argument that a call's result depends on, as a cache key."""
+    """Return a cache key of an argument: everything that the metadata of a call's result depends on."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
     sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
@@ -44,7 +44,7 @@ def told(leaf: Any) -> tuple:
 
 
 def fake_mode(near: list[fx.Node]) -> Any:
-    """Return the context in which calls give fake tensors like these values."""
+    """Return the context manager under which calls return fake tensors like the values of these nodes."""
     values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
     values = [v for v in values if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
@@ -52,10 +52,10 @@ def fake_mode(near: list[fx.Node]) -> Any:
 
 
 def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
-    """Name the calls between `before` and `node`, which replace it.
+    """Name the calls between `before` and `node`, which replace `node`.
 
-    The first gets the name of `node`, so that a stage boundary there is found in a trace without random draws. The
-    others get `name`, which such a trace lacks.
+    The first one gets the name of `node`. So a stage boundary at `node` is also found in a trace without random
+    numbers, in which `node` is not replaced. The others get `name`.
     """
     call, first = before.next, True
     while call is not node:
@@ -72,7 +72,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
-    """Replace a call with several results: the results that are used by index."""
+    """Replace the used results of a call with several results by `parts[index]`, and erase the call."""
     for part in list(node.users):
         if part.users:
             part.replace_all_uses_with(parts[part.args[1]])
@@ -81,7 +81,7 @@ def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node
 
 
 def repeat_each(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, times: int) -> fx.Node:
-    """Return a value with each of its parts along a dim repeated, the copies next to each other."""
+    """Repeat each index along a dim `times` times, with the copies adjacent (`torch.repeat_interleave`)."""
     before, size, after = shape(node)[:dim], shape(node)[dim], shape(node)[dim + 1 :]
     apart = emit(graph, like, torch.ops.aten.unsqueeze.default, node, dim + 1)
     wide = emit(graph, like, torch.ops.aten.expand.default, apart, [*before, size, times, *after])

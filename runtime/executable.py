@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watchdog import sum_over
 from autopart.runtime.consistency.same_call import Comparison
-from autopart.runtime.dp_sync.data_sync import DataSync
+from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync
+from autopart.runtime.gradients.reductions import ReductionQueue
 from autopart.runtime.gradients.step_reduction import (
     accumulate_earlier,
     all_reduced_names,
@@ -57,7 +58,7 @@ class Executable:
         schedule: str | None,
         compile: bool,
         unreduced: NoSync,
-        data_sync: DataSync,
+        data_sync: GradientSync,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
@@ -66,13 +67,16 @@ class Executable:
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         create_reduce_groups(program, process)
-        self.unsharded = UnshardedParams(program, stages, process, self.parameters, self.data_sync.unsharded)
-        reducers, self.shared_buckets = stage_reducers(
-            program, stages, process, self.parameters, self.unsharded, unreduced
+        self.reductions = ReductionQueue()
+        self.unsharded = UnshardedParams(
+            program, stages, process, self.parameters, self.data_sync.unsharded, self.reductions
         )
-        splits = schedule in SPLIT_BACKWARD
+        reducers, self.shared_buckets = stage_reducers(
+            program, stages, process, self.parameters, self.unsharded, unreduced, self.reductions,
+            splits_backward=schedule in SPLIT_BACKWARD,
+        )  # fmt: skip
         self.modules = [
-            StageModule(stage, program, process, tensors, compile, self.unsharded, reducer, splits, self.shared_buckets)
+            StageModule(stage, program, process, tensors, compile, self.unsharded, reducer)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
         reduced_names = all_reduced_names(self.parameters, program, self.stage_style)
@@ -102,7 +106,7 @@ class Executable:
                     runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
                 if self.data_sync.methods and torch.is_grad_enabled():
                     leave = partial(self.unreduced.leave, self.unreduced.is_open)
-                    runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
+                    runs = [self.data_sync.synchronise_in_backward(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
                 outputs = self.rows.as_loss_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
@@ -139,7 +143,7 @@ class Executable:
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
-                bucket.begin_call(self.parameters)
+                bucket.begin_call()
             with self.unsharded.gathering():
                 yield
         finally:
@@ -163,14 +167,13 @@ class Executable:
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
             with (
                 self.unsharded.gathered(),
-                nullcontext() if is_unreduced else self.reduce_during_backward(comparison.finish_comparison),
+                nullcontext() if is_unreduced else self.reduce_during_backward(),
             ):
                 if self.pipeline is not None:
                     runs = self.pipeline.step(loss_scale)
                 else:
                     count = self.program.microbatches
-                    runs = [self._step_microbatch(index, loss_scale) for index in range(count)]
-            comparison.finish_comparison()
+                    runs = [self._step_microbatch(index, loss_scale, comparison) for index in range(count)]
             self._write_buffers()
             all_parameters = self.data_sync.with_unsharded(self.parameters)
             if not is_unreduced:
@@ -186,35 +189,32 @@ class Executable:
         return runs
 
     @contextmanager
-    def reduce_during_backward(self, before_first: Callable[[], None]) -> Iterator[None]:
-        """Reduce gradients over ranks while backwards run. At the end of this context they are complete.
-
-        `before_first` is called before any collective, possibly more than once.
-        """
+    def reduce_during_backward(self) -> Iterator[None]:
+        """Reduce gradients over ranks while backwards run. At the end of this context they are complete."""
         reducers = [module.reducer for module in self.modules]
+        self.reductions.clear()
         try:
             for reducer in reducers:
-                reducer.arm(before_first)
+                reducer.arm()
             yield
-            for reducer in reducers:
-                reducer.finish()
+            for bucket in self.shared_buckets:
+                bucket.reduce_accumulated()
+            self.reductions.finish()
         finally:
             for reducer in reducers:
-                reducer.abandon()
-        before_first()
-        finishes = [bucket.begin() for bucket in self.shared_buckets]
-        while finishes:
-            finishes = [finish() for finish in finishes if finish is not None]
+                reducer.disarm()
+            self.reductions.clear()
 
     def _write_buffers(self) -> None:
         new_buffers = {module.stage.index: module.new_buffers() for module in self.modules}
         write_buffers(self.buffers, new_buffers, self.program, self.process, self.stage_style)
 
-    def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
+    def _step_microbatch(self, microbatch: int, loss_scale: float, comparison: Comparison) -> tuple[Tensor, ...]:
         loss, *other_outputs = self._chain(microbatch)
         other_outputs = [
             value.detach() for value in other_outputs
         ]  # before the backward, so that it can free what only these outputs keep
+        comparison.finish_comparison()  # the backward reduces gradients
         scaled(loss, loss_scale).backward()
         for module in self.modules:
             module.reducer.after_backward()
@@ -313,7 +313,7 @@ class Executable:
                 parameter.grad = earlier
             raise
         finally:
-            self.data_sync.let_go()
+            self.data_sync.release_full_gradients()
         accumulate_earlier(before)
 
 
@@ -329,13 +329,16 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph has an operator over a mesh axis, so that ranks may communicate."""
+    """Return True if a stage graph has an operator over a mesh axis, so that ranks can communicate."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """If a call fails and the ranks were called differently, raise the difference instead."""
+    """Run a call in a `with` block.
+
+    If it fails and the ranks passed different arguments, raise an error that names these instead.
+    """
     try:
         with naming_operators():
             yield

@@ -155,7 +155,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _bands(self) -> dict[str, MaskStructure]:
-        """Return the mask structures that are equal on all ranks and microbatches, which share one graph."""
+        """Return the structures of the masks for which all ranks and microbatches find the same structure."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         mask_structures = [
@@ -258,7 +258,7 @@ def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Te
 
 
 def _ignore(node: fx.Node, value: PerRank) -> None:
-    """Stand in for `on_value` without doing anything."""
+    """Do nothing: the default of `on_value`."""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

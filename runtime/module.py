@@ -31,11 +31,10 @@ from autopart.runtime.comm.watchdog import meeting, watched
 from autopart.runtime.consistency.rank_checks import begin_alike, described
 from autopart.runtime.consistency.replicas import Replicas
 from autopart.runtime.consistency.same_call import Comparison, Given
-from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.dp_sync.sync_on_module import SyncsData
 from autopart.runtime.executable import Executable
+from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.no_sync import NoSync, check_reduced
-from autopart.runtime.pipedream_2bw import ExecutablePair, FlushMethods
+from autopart.runtime.overlapped_batches import FlushMethods, StepRunner
 from autopart.runtime.sharded_tensor.sharded_tensor import with_spec
 from autopart.runtime.shards.shard_owners import make_shard_info, register_placeholder, register_shard
 from autopart.runtime.shards.shard_state import (
@@ -60,6 +59,7 @@ from autopart.runtime.training.mesh_methods import MeshMethods
 from autopart.runtime.training.module_methods import ModuleMethods, patch_wrappers
 from autopart.runtime.training.step_options import StepOptions
 from autopart.runtime.training.surrounding_code import explain_backward, outside_inference_mode, run_uncompiled
+from autopart.runtime.training.sync_methods import SyncMethods
 from autopart.runtime.weights.load_weights import Weights
 from autopart.tracing.call_cache import MAX_CALLS, Recent, format_call
 from autopart.tracing.local_batch_call import num_rows
@@ -105,14 +105,14 @@ class ProgramSource(Protocol):
 
     @property
     def changed_values(self) -> str:
-        """Python values in the last call's program that differ from the first such call, as text."""
+        """Text of the Python values that differ between the last call and the first call of its program."""
 
     def agreed(self) -> Mapping[str, str]:
         """Return {subject: text} of versions, options and the plan, which all ranks must share."""
 
 
 class ParallelModule(
-    MeshMethods, LossScalingMethods, ClippingMethods, SyncsData, OptimizerStateMethods, FlushMethods, ModuleMethods
+    MeshMethods, LossScalingMethods, ClippingMethods, SyncMethods, OptimizerStateMethods, FlushMethods, ModuleMethods
 ):
     """A model partitioned over a device mesh.
 
@@ -263,7 +263,7 @@ class ParallelModule(
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
         with self._in_flight.drained_on_error():
-            self._check_delayed(options, self._unreduced.is_open)
+            self._in_flight.check_step(options, self._unreduced.is_open)
             with self._compared_on_error("step", args, kwargs):
                 program, inputs = self._compiler.program(
                     args, kwargs, purpose=purpose, training=self.training, settings=self._modes.settings,
@@ -379,8 +379,8 @@ class ParallelModule(
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Compare the call with other ranks if its trace fails in this context.
 
-        With `local_batch`, other ranks may pass samples for which the trace succeeds. Then all ranks raise the
-        difference.
+        With `local_batch`, other ranks can pass samples for which the trace succeeds. Then all ranks raise an error
+        that shows the difference.
         """
         try:
             yield
@@ -395,7 +395,7 @@ class ParallelModule(
     def _traced(self, subject: str) -> Program:
         if self._program is None:
             raise TraceError(
-                f"{subject} is not known yet",
+                f"{subject} is not available yet",
                 why="the model is traced at the first call, and its parameters are partitioned then",
                 hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
             )
@@ -407,7 +407,7 @@ class ParallelModule(
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> tuple[Executable | ExecutablePair, Comparison]:  # fmt: skip
+    ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
         """Return the executable of a call, and the started comparison of the ranks' calls."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
@@ -421,7 +421,7 @@ class ParallelModule(
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
-            self._process.watch.allow(first=is_new or self._is_cold)
+            self._process.watch.allow(first=is_new or self._in_flight.is_cold)
         tensors = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows, tensors = (
             min((tensors[name].size(0) for name in program.row_inputs or ()), default=0),
@@ -435,7 +435,7 @@ class ParallelModule(
         if problem is not None:
             raise problem
 
-        def make() -> Executable | ExecutablePair:
+        def make() -> Executable | StepRunner:
             is_first = self._program is None
             subjects = self._compiler.agreed() if is_first else {}
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
@@ -445,8 +445,8 @@ class ParallelModule(
                 Executable, adopted, self._process, buffers=buffers, schedule=self._schedule,
                 compile=self._compile, unreduced=self._unreduced, data_sync=self._data_sync,
             )  # fmt: skip
-            if purpose == "step" and self._in_flight.is_delayed:
-                return ExecutablePair(adopted, self._schedule, self._in_flight, bound)
+            if purpose == "step":
+                return self._in_flight.bind(adopted, bound)
             return bound(parameters=self._local_parameters)
 
         if criterion:
@@ -505,11 +505,11 @@ class ParallelModule(
             self._source.let_go(program.parameters.keys())
         self._program = program
         self._unreduced.adopt(program, self._local_parameters)
-        self._data_sync.adopt(program, self._local_parameters)
+        self._adopt_sync(program)
         return program
 
     def _reset_executables(self) -> None:
-        self._executables: Recent[Executable | ExecutablePair] = Recent(
+        self._executables: Recent[Executable | StepRunner] = Recent(
             2 * MAX_CALLS
         )  # a call and a training step per traced call
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
@@ -519,14 +519,14 @@ class ParallelModule(
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)
-        self._data_sync = DataSync(self._process)
-        self._unreduced = NoSync(self._process, stage_style, self._data_sync.reduce_by_method)
+        self._data_sync = GradientSync(self._process)
+        self._unreduced = NoSync(self._process, stage_style, lambda: self._data_sync.reduce_by_method())
         self._begin_flight(self._schedule, scales_loss=self._loss_scaling is not None)
 
     @on_local_values
     def _begin_as_copy(self) -> None:
         self._begin_steps(self._replicas.check_replicas)
-        self._data_sync.adopt(self._traced("copy"), self._local_parameters)
+        self._adopt_sync(self._traced("copy"))
         self._unreduced.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
             register_shard(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))

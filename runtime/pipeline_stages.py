@@ -22,7 +22,7 @@ from autopart.runtime.batch.buffer_updates import NewBuffers, buffer_updates_of
 from autopart.runtime.comm.collectives import bind, with_flat_names
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
-from autopart.runtime.gradients.reducer import ReduceBoundary, Reducer
+from autopart.runtime.gradients.reducer import Reducer
 from autopart.runtime.gradients.unshard_blocks import UnshardBlocks, insert_unshard_blocks
 from autopart.runtime.gradients.unshard_points import insert_unshard_points
 from autopart.runtime.gradients.unsharded_params import UnshardedParams
@@ -84,12 +84,11 @@ class StageModule(nn.Module):
 
     def __init__(
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool,
-        unsharded: UnshardedParams, reducer: Reducer, splits: bool, shared_buckets: Sequence[ReduceBoundary],
+        unsharded: UnshardedParams, reducer: Reducer,
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.unsharded = program, process, compile, unsharded
-        self.reducer, self.shared_buckets = reducer, shared_buckets
-        self.splits = splits  # into input and weight gradients, if the backward can be split
+        self.reducer = reducer
         self.tensors = {**tensors, **unsharded.parameters}
         stage, constant_masks = specialize_constant_masks(stage, program, process, self._bind)
         self.stage = stage
@@ -136,8 +135,8 @@ class StageModule(nn.Module):
         def write() -> _BoundGraph:
             stage = with_mask_structure(self.stage, dict(mask_structures), self.process.device)
             graph = self._bind(stage.graph)
-            blocks = insert_unshard_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
-            graph = insert_unshard_points(graph, [*self.reducer.buckets, *self.shared_buckets])
+            blocks = insert_unshard_blocks(graph, self.program, self.process, self.reducer, self.compiled)
+            graph = insert_unshard_points(graph, [*self.reducer.buckets, *self.reducer.shared])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _BoundGraph(self._finalize(graph), blocks, names)
 

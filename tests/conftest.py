@@ -2,37 +2,23 @@
 
 import difflib
 import gc
-import os
+import multiprocessing.process
 import random
-import shutil
-import tempfile
-import zlib
-from collections import Counter
-from functools import partial
+import re
+import subprocess
 from pathlib import Path
-from statistics import fmean
 
 import dist
 import hypothesis
 import pytest
-import remembered
 import torch
 
 SEED = 0
-SAMPLE = 2
-"""How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
-ONE_IN = 24
-LONGEST = (
-    "test_precision", "test_rules", "test_hangs", "test_context", "test_memory", "test_skipped_writes",
-    "test_sent_in_parts", "test_weights", "test_dp_sync_ranks", "test_two_versions", "test_compile", "test_search",
-    "test_recompute", "test_counted", "test_folded", "test_zero_levels", "test_other_calls", "test_dist", "test_masks",
-    "test_imports", "test_attention_dropout", "test_verify_size", "test_one_number", "test_random_exact",
-    "test_zero_over_axes", "test_published", "test_compiled_memory", "test_folding", "test_experts", "test_formula",
-    "test_zero", "test_chances", "test_balance", "test_pins", "test_written_parameters", "test_expert_plan", "test_cli",
-    "test_formats", "test_axes", "test_sequence_parallel", "test_verify_loop", "test_local_batch", "test_expert_loops",
-    "test_sequence_dims", "test_plan", "test_buffers",
-)  # fmt: skip
-"""The files that take longest in `make test`, the longest first (`pytest --durations=0`)."""
+SAMPLE, ONE_IN = 2, 24
+"""`make test` runs this many cases of a parametrised test, or one case in ONE_IN if that is more."""
+STARTS_PROCESSES = re.compile(
+    r"^(import|from) (dist|subprocess|process_\w+)\b|run_ranks|verify_loop|compile=True", re.M
+)
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)  # `make fuzz` draws other examples
 hypothesis.settings.load_profile("suite")
 
@@ -40,16 +26,20 @@ hypothesis.settings.load_profile("suite")
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=100, help="how many random graphs to run (test_fuzz.py)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="the first seed of random graphs")
+    parser.addoption("--no-processes", action="store_true", help="leave out the files whose tests start processes")
     parser.addoption("--golden-update", action="store_true", help="rewrite the golden files instead of comparing")
 
 
 def pytest_configure(config):
     torch.set_num_threads(1)
     dist.whole_float32()
-    remembered.remember()
-    if remembered.FOLDER not in os.environ:
-        os.environ[remembered.FOLDER] = folder = tempfile.mkdtemp(prefix="traces-")
-        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files whose tests start processes if `--no-processes` says so."""
+    if config.getoption("--no-processes") and collection_path.name.startswith("test_"):
+        return bool(STARTS_PROCESSES.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_collection_finish():
@@ -58,14 +48,14 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
-    for (_, name), cases in _by_function(items).items():
+    """Mark cases of parametrised tests as `large`, except a random sample that is the same in every run."""
+    for cases in _cases_by_function(items):
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
-        count, first = max(SAMPLE, len(sampled) // ONE_IN), 0
-        if cases[0].get_closest_marker("few"):
-            count, first = 1, zlib.crc32(name.encode())  # another one in each matrix, not always `dp2`
-        for index in beyond_sample([case.name for case in sampled], count, first):
-            sampled[index].add_marker(pytest.mark.large)
+        count = 1 if cases[0].get_closest_marker("few") else max(SAMPLE, len(sampled) // ONE_IN)
+        kept = {*random.Random(SEED).sample(range(len(sampled)), min(count, len(sampled)))}
+        for index, case in enumerate(sampled):
+            if index not in kept:
+                case.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -73,40 +63,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def _by_function(items):
-    """{(file, function): its cases in order}."""
+def _cases_by_function(items):
     functions = {}
     for item in items:
         functions.setdefault((item.fspath, getattr(item, "originalname", item.name)), []).append(item)
-    return functions
-
-
-def _place(file):
-    """Where a file comes in the order of a run: the longest first, so that no worker is left with one at the end."""
-    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
-
-
-def beyond_sample(names, count, first=0):
-    """Which cases of a matrix `make test` leaves to `make test-all`, by their names, `test[dp2-zero3]`. The others are
-    chosen one by one: the case at `first`, then each time the first of those whose words are the rarest among the
-    chosen.
-
-    >>> matrix = [f"test[{mesh}-{zero}]" for mesh in ("dp2", "tp2", "pp2") for zero in range(3)]
-    >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix, 3)]
-    ['test[dp2-0]', 'test[tp2-1]', 'test[pp2-2]']
-    >>> beyond_sample(["test"], 3), beyond_sample(matrix[:3], 1, first=4), beyond_sample([], 1)
-    (set(), {0, 2}, set())
-    """
-    left, times = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}, Counter()
-    for turn in range(min(len(names), count)):
-        chosen = min(left, key=lambda index: fmean(times[word] for word in left[index])) if turn else first % len(names)
-        times.update(left.pop(chosen))
-    return set(left)
-
-
-def pytest_runtest_setup(item):
-    """What tests of traces and passes trace is theirs alone."""
-    remembered.remember_all(item.path.parent.name not in ("tracing", "passes"))
+    return functions.values()
 
 
 def pytest_sessionfinish():
@@ -117,6 +78,18 @@ def pytest_sessionfinish():
 def _seed():
     random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_started(request, monkeypatch):
+    """With `--no-processes`, fail a test that starts one."""
+    if request.config.getoption("--no-processes"):
+        for starts in (dist.Pool, subprocess.Popen, multiprocessing.process.BaseProcess):
+            monkeypatch.setattr(starts, "run" if starts is dist.Pool else "__init__", _refuse)
+
+
+def _refuse(*_, **__):
+    pytest.fail("a test of a file without processes starts one: match the file by STARTS_PROCESSES")
 
 
 class Golden:

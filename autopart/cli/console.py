@@ -43,7 +43,7 @@ def tell(as_json: bool, data: Mapping[str, Any], text: str, ok: bool = True) -> 
 
 
 def note(text: str) -> None:
-    """Print text in addition to the result, on standard error; on the first rank alone."""
+    """Print text on standard error, separate from the result, on the first rank only."""
     if rank() == 0:
         click.echo(wrapped(text), err=True)
 
@@ -74,8 +74,8 @@ def _wrapped_line(line: str, width: int) -> str:
 def told(command: Command) -> Command:
     """Decorate a command: show the phases of long work, and print errors as their text, with exit code 2.
 
-    The first of several ranks prints. Another rank prints if it is still running some seconds later: then it alone has
-    the error, or no launcher ends the remaining processes.
+    With several ranks the first one prints an error. Another rank prints it if it still runs some seconds later: then
+    only that rank has the error, or no launcher ends the remaining processes.
     """
 
     @wraps(command)

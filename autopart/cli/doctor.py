@@ -1,7 +1,7 @@
 """Diagnosis of a model on one page, to paste into an issue.
 
-The page says whether the model can be traced, and for each mesh what is sharded, what is replicated and why, or what is
-refused.
+The page shows whether the model can be traced. For each mesh it lists what is sharded, what is replicated and why, or
+the error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the page names."""
+    """Return {software: version} for the page."""
     return {"autopart": autopart.__version__, "torch": torch.__version__, "Python": platform.python_version()}
 
 
@@ -52,9 +52,9 @@ class Outcome:
     """Result of planning a model for a mesh.
 
     `refused`: the error as text, or "" if there is a plan; then the other fields describe the plan. `divided`: {axis:
-    the share of the matrix FLOPs that it shards}. `heaviest_stage`: its share of the FLOPs. `whole`: kinds of
-    replicated operators, largest first, with their share of the matrix FLOPs. `change`: a change that would shard the
-    largest of them.
+    the share of the matrix FLOPs that it shards}. `heaviest_stage`: share of all FLOPs on the most loaded stage.
+    `whole`: kinds of replicated operators, largest first, with their share of the matrix FLOPs. `change`: a change that
+    would shard the largest of them.
     """
 
     mesh: str
@@ -135,9 +135,7 @@ def doctor(
     model: nn.Module, mesh: Any = None, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
 ) -> Diagnosis:  # fmt: skip
-    """Diagnose a model.
-
-    The page says whether it can be traced, what is sharded, what is replicated and why, and what is refused.
+    """Diagnose a model: whether it can be traced, and what is sharded, replicated or refused, and why.
 
     Nothing is run: `verify` proves that the plan is right.
 

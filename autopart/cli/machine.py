@@ -18,7 +18,7 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok`: False if something does not work without it. `hint`: what to do."""
+    """One line of the report. `ok`: False if something is missing that autopart needs. `hint`: what to do."""
 
     name: str
     value: str

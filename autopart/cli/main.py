@@ -279,8 +279,11 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     mesh = asked.mesh(chosen)
     planning = asked.planning(RunOptions)
     if compare and options["weights"] is not None:
-        raise OptionError("--compare with --weights", why="the plain model would need all of them on one rank",
-                          hint="leave one of them out")  # fmt: skip
+        raise OptionError(
+            "--compare cannot be combined with --weights",
+            why="the unpartitioned model would need all weights on one rank",
+            hint="leave one of them out",
+        )
     source = asked.source(meta=options["weights"] is not None and options["model"] is None, short=True)
     from autopart.cli.run_command import TrainingRun
 
@@ -297,7 +300,7 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 @JSON
 @told
 def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
-    """Measure this machine as a hardware profile, and print predictions beside measurements.
+    """Measure this machine as a hardware profile, and print predicted and measured times.
 
     Under torchrun all processes measure at once, with collectives between them; rank 0 writes and prints.
 

@@ -1,4 +1,4 @@
-"""Command `autopart run`: training steps of a partitioned model, optionally beside the plain model."""
+"""Command `autopart run`: training steps of a partitioned model, optionally compared with the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def ending_processes() -> Iterator[None]:
 
 @dataclass
 class TrainingRun:
-    """`steps` steps of AdamW on one batch. The first rank prints each, or one JSON object at the end."""
+    """Training of `steps` AdamW steps on one batch.
+
+    The first rank prints each step, or one JSON object at the end.
+    """
 
     source: ModelSource
     mesh: Mesh

@@ -38,7 +38,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def shared(kind: Any) -> Callable[[Command], Command]:
-    """Return the options of a TypedDict of `autopart.options` as click options. An absent option is None."""
+    """Return the options of a TypedDict of `autopart.options` as click options, None by default."""
 
     def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
@@ -116,9 +116,9 @@ class Asked:
         """Return the model and its example.
 
         Args:
-            meta: build weights without memory, unless the user chose.
-            short: use short examples for configs, unless the user chose, since they are computed.
-            again: the user was informed of the example before.
+            meta: build weights without memory, unless the user chose otherwise.
+            short: use short example sequences for `--hf-config`, unless the user chose a length, since the model runs.
+            again: a message about the example was already printed.
         """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
@@ -154,12 +154,17 @@ class Asked:
             if value is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise OptionError(
-                    f"{option} with --plan", why="the plan says it", hint=f"leave {option} out, or edit {path}"
+                    f"{option} cannot be combined with --plan",
+                    why="the plan sets it",
+                    hint=f"leave {option} out, or edit {path}",
                 )
         return Plan.load(path)
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
-        """Return the options of a TypedDict of `autopart.options`. Raises OptionError before a model is built."""
+        """Return and check the options of a TypedDict of `autopart.options`, before a model is built.
+
+        Raises OptionError.
+        """
         options = {name: self.values[name] for name in names_of(kind)}
         Options(**options)
         return options

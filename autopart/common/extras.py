@@ -7,7 +7,7 @@ from typing import Any
 
 from autopart.errors import OptionError
 
-EXTRAS = ("block_search", "calibrate", "interop")
+EXTRAS = ("block_search", "calibrate", "dp_sync", "interop", "pipedream_2bw")
 """Packages below `autopart.extras`, each with a README."""
 
 
@@ -24,6 +24,6 @@ def load_extra(name: str) -> Any:
         if error.name != package:
             raise
         raise OptionError(
-            f"this installation of autopart has no '{name}'", why=f"the package {package} is not there",
-            hint="install autopart again, with all of its packages",
+            f"this installation of autopart has no '{name}'", why=f"the package {package} is not installed",
+            hint="reinstall autopart with all of its packages",
         ) from None  # fmt: skip

@@ -53,7 +53,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(path: Path, error: type[AutopartError], hint: str = "") -> None:
-    """Raise an error if a file cannot be written in its folder, before the work whose result it stores."""
+    """Raise an error if a file cannot be written at `path`, before its content is computed."""
     folder = path.resolve().parent
     why = ""
     if path.is_dir():

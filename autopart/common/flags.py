@@ -26,10 +26,12 @@ class Flags(NamedTuple):
 
 
 def flags() -> Flags:
-    """Return the present values. Raises OptionError if a switch is neither 0 nor 1."""
+    """Return the current values. Raises OptionError if a switch is neither 0 nor 1."""
     check = os.environ.get(CHECK, "")
     if check not in _SWITCH:
-        raise OptionError(f"{CHECK}={check!r} is not a switch", where="the environment", hint=f"{CHECK}=1 or {CHECK}=0")
+        raise OptionError(
+            f"{CHECK}={check!r} is neither 1 nor 0", where="the environment", hint=f"{CHECK}=1 or {CHECK}=0"
+        )
     return Flags(os.environ.get(DUMP, ""), _SWITCH[check])
 
 

@@ -1,4 +1,4 @@
-"""Integer programs by rows, solved with HiGHS (scipy)."""
+"""Integer programs, given row by row and solved with HiGHS (scipy)."""
 
 from __future__ import annotations
 

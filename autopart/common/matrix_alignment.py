@@ -13,10 +13,10 @@ MOST_UNALIGNED = 3
 
 
 def unaligned(rows: Iterable[int]) -> int:
-    """Return how badly 16-bit matrices with these row lengths suit kernels, by the worst one.
+    """Return a penalty for 16-bit matrices with these row lengths, by the worst length.
 
     0: a multiple of 16 bytes, 2: an even number of values, 3: an odd number. On an H200 the logarithms of the rates
-    are about this far apart.
+    are about proportional to it.
 
     >>> unaligned([4096, 50304]), unaligned([4096, 30522]), unaligned([4096, 50257])
     (0, 2, 3)

@@ -1,4 +1,4 @@
-"""Progress of long work: code reports its present phase, and a caller may show it.
+"""Progress of long work: code reports its current phase, and a caller can show it.
 
 `phase("tracing the model")` costs nothing without a listener. `shown(write)` writes each phase of work that takes
 longer than two seconds, and every announcement at once.
@@ -24,21 +24,21 @@ _announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
 
 
 def phase(text: str) -> None:
-    """Report the phase that begins now: `phase("simulating 3 of 12")`."""
+    """Report the phase that begins: `phase("simulating 3 of 12")`."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def announce(text: str) -> None:
-    """Report in one line, at once, what is about to be done. Does nothing without a listener."""
+    """Report in one line, at once, what is about to start. Does nothing without a listener."""
     announcer = _announcer.get()
     if announcer is not None:
         announcer(text)
 
 
 class _Lines:
-    """The present phase, and a thread that writes it after `after_s` seconds of work."""
+    """The current phase, and a thread that writes it after `after_s` seconds of work."""
 
     def __init__(self, write: Listener, after_s: float):
         self.write, self.after_s = write, after_s

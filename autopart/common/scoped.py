@@ -17,7 +17,7 @@ _ABSENT = object()
 def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Set attributes, {(object, name): value}, and restore them at the end.
 
-    An attribute that the object did not have itself is deleted at the end.
+    An attribute that was not in the object's own `__dict__` is deleted at the end.
     """
     before = {(place, name): vars(place).get(name, _ABSENT) for place, name in values}
     for (place, name), value in values.items():
@@ -44,7 +44,7 @@ def variable(which: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default floating-point dtype, and restore it at the end. None keeps the present one."""
+    """Set torch's default floating-point dtype, and restore it at the end. None changes nothing."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

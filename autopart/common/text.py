@@ -1,4 +1,4 @@
-"""Text helpers: quantities with a prefix, indented lines, text that prints as it is."""
+"""Text helpers: numbers with a unit prefix, indented lines, text that prints without quotes."""
 
 from __future__ import annotations
 

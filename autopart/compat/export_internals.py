@@ -29,9 +29,9 @@ from autopart.common.scoped import attributes
 
 
 def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function of tensors of the present trace into a graph of its own.
+    """Trace a function of tensors of the current trace into a separate graph.
 
-    Other values of the present trace that it reads become attributes. Unused ones are left out.
+    Other values of the current trace that the function reads become attributes. Unused ones are left out.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
@@ -45,14 +45,15 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def quiet_shapes() -> AbstractContextManager[None]:
-    """Silence torch's log of operators that reject their arguments; the errors are raised as ever."""
+    """Silence torch's log of operators that reject their arguments. The errors are still raised."""
     return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
 
 
 def compiled_when_called() -> AbstractContextManager[None]:
     """Generate the Python code of new graphs when they are first called, not at every change.
 
-    torch's compiler builds its graphs so. `torch.export` generates code about thirty times per graph and calls none.
+    `torch.compile` builds its graphs this way. `torch.export` generates code about thirty times per graph and calls
+    none.
     """
     return _use_lazy_graph_module(True)
 
@@ -60,7 +61,7 @@ def compiled_when_called() -> AbstractContextManager[None]:
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
     """Limit the recorded stack trace of operators to frames inside the function `outermost`.
 
-    torch resolves every frame of the process for each operator, but only the frames of the model's call are kept.
+    torch resolves all frames of the process for each operator, although the trace keeps only those of the model's call.
     """
     if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
         return nullcontext()
@@ -77,7 +78,7 @@ class _Stack:
         return self
 
     def summary(self) -> StackSummary:
-        """Return the frames, outermost first. The text of a line is read on use."""
+        """Return the frames, outermost first. Source lines are read only when they are used."""
         frames = list[FrameSummary]()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -102,7 +103,10 @@ def noted(call: Callable[[], Any], note: str) -> Any:
 
 
 def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace `torch.cond(condition, a, b, operands)` of a tensor by `to(condition, a, b, operands)`."""
+    """Replace `torch.cond(condition, a, b, operands)` by `to(condition, a, b, operands)`.
+
+    A `torch.cond` whose condition is a Python value is not replaced.
+    """
     name = "_hop_compile_and_call"
     original: Any = getattr(higher_order, name, None)
     if original is None:  # a torch in which torch.cond is refused
@@ -139,7 +143,7 @@ def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, A
 
 
 def keep_calls(target: Any) -> None:
-    """Keep calls of an operator in graphs although their results are unused."""
+    """Keep calls of an operator in graphs even if their results are unused."""
     fx.node.has_side_effect(target)
 
 
@@ -158,9 +162,9 @@ def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[Non
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Take off the hooks on what autograd saves, and put them back.
+    """Remove the hooks on tensors that autograd saves, and restore them at the end.
 
-    `torch.func` refuses to run inside any.
+    `torch.func` refuses to run if there are any.
     """
     autograd: Any = torch._C._autograd
     hooks = []

@@ -20,7 +20,8 @@ _SCHEDULES = {
 def schedule_class(schedule: str) -> Any:
     """Return torch's class of a schedule.
 
-    Pipelining is imported on use, here and below: it imports torch.compile, which takes as long as torch itself.
+    `torch.distributed.pipelining` is imported on use, here and below. It imports torch.compile, which takes as long as
+    importing torch itself.
     """
     from torch.distributed import pipelining
 
@@ -31,7 +32,7 @@ def schedule_class(schedule: str) -> Any:
 
 
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
-    """Return {rank: the actions of torch's schedule, in order}, by torch's code, without processes.
+    """Return {rank: ordered actions} of a schedule, computed by torch's code without processes.
 
     The part that adds sends and receives is skipped: it takes minutes for large pipelines.
     """
@@ -56,8 +57,8 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 def stage_class() -> Any:
     """Return the class of a pipeline stage without torch's initial peer-to-peer handshake.
 
-    In torch 2.11 neighbouring stages on one rank (zbv, dualpipev) would do one with themselves, which gloo rejects.
-    `after_backward` is called when a microbatch's backward has reached the weights.
+    In torch 2.11 a rank with two neighbouring stages (zbv, dualpipev) would shake hands with itself, which gloo
+    rejects. `after_backward` is called when a microbatch's backward has reached the weights.
     """
     from torch.distributed import pipelining
 
@@ -77,16 +78,16 @@ def stage_class() -> Any:
             return done
 
         def after_backward(self) -> None:
-            """Hook that the owner sets."""
+            """Does nothing. The code that creates the stage replaces it."""
 
     return PipelineStage
 
 
 @functools.cache
 def batch_class() -> Any:
-    """Return a 1F1B schedule of one batch on one stage whose forwards and backwards are called one by one.
+    """Return a 1F1B schedule of one batch on one stage, with separate calls for forward and backward.
 
-    `step` takes the batch and runs nothing.
+    Its `step` only stores the batch.
     """
     from torch.distributed import pipelining
 
@@ -130,8 +131,8 @@ def batch_class() -> Any:
 def split_backward_counts_twice() -> bool:
     """Return True if the split backward (zero bubble) is wrong for a parameter with two uses in a stage.
 
-    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. This is
-    tested, not looked up by version: z = (x + w) + w has gradient 2 with respect to w.
+    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. A small
+    example decides it instead of the version: z = (x + w) + w has gradient 2 with respect to w.
     """
     from torch.distributed.pipelining import _backward
 

@@ -27,7 +27,7 @@ def is_symbol(size: Any) -> bool:
 
 
 def expression(size: Any) -> Any:
-    """Return a size or scalar of a trace as a sympy expression; a plain number stays."""
+    """Return a size or scalar of a trace as a sympy expression; a plain number is returned unchanged."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     known = size.node.expr  # with the replacements that torch has found since
@@ -35,7 +35,7 @@ def expression(size: Any) -> Any:
 
 
 def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """Return a traced value, as fake tensors, with these sizes for torch's symbols. Other symbols stay."""
+    """Return a traced value with its size symbols replaced by these numbers. Other symbols stay."""
     if isinstance(value, (tuple, list)):
         return type(value)(with_sizes(part, sizes) for part in value)
     if isinstance(value, torch.SymInt):
@@ -50,7 +50,7 @@ def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def symbolic_functions() -> dict[Any, str]:
-    """Return {operator: the function that torch writes for it} for functions such as `math.sqrt`."""
+    """Return {operator: name of the `math` function}, for functions that torch traces on symbolic scalars."""
     names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 
@@ -63,11 +63,11 @@ def free_symbols(size: Any) -> set[Symbol]:
 def many_elements(
     answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
 ) -> AbstractContextManager[None]:
-    """Answer questions about data-dependent sizes during a trace.
+    """Decide conditions on data-dependent sizes during a trace.
 
-    torch's own code that asks whether such a size is 0 or 1 gets "no": kernels are right for these sizes too. Code of
-    the model that asks for the truth of a comparison gets the answer of `answer_model`, which is passed the frame and
-    a function that makes the truth a tensor. None means that the truth is unknown.
+    If torch's own code asks whether such a size is 0 or 1, the result is False: its kernels are right for these sizes
+    too. For a condition in the model's code, `answer_model` decides. It is passed the frame, and a function that
+    returns the condition as a tensor. None means that the condition is unknown.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -92,7 +92,7 @@ def many_elements(
 
 
 def all_selected() -> AbstractContextManager[Any]:
-    """Assume that a mask without values is true everywhere."""
+    """Assume that a meta mask is true everywhere, in operators that select by it."""
     patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
     return patch
 
@@ -120,7 +120,7 @@ _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
 def _asking_frame() -> types.FrameType | None:
-    """Return the frame of the code that needs the answer."""
+    """Return the frame of the code that evaluates the condition."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
         frame = frame.f_back

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_local_values(function: F) -> F:
-    """Run a function of the library inside `local_values`."""
+    """Decorate a function of autopart so that it runs inside `local_values`."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def as_class(values: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """Return the name of a function of torch; that of an attribute has "get:", "set:" or "del:" before it."""
+    """Return the name of a torch function; for an attribute, with the prefix "get:", "set:" or "del:"."""
     name = getattr(func, "__name__", "")
     kind = {"__get__": "get:", "__set__": "set:", "__delete__": "del:"}.get(name)
     if kind is not None:
@@ -44,7 +44,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def register_foreach(kinds: Sequence[type[torch.Tensor]]) -> None:
-    """Let torch's optimizers and clipping choose foreach kernels for these classes, as for DTensor."""
+    """Allow torch's optimizers and clipping to use foreach kernels for these classes, as for DTensor."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 

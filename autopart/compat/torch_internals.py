@@ -1,4 +1,4 @@
-"""Private parts of torch that several packages use. Each name says what it is."""
+"""Private parts of torch that several packages use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Compile a function. In torch's caches on disk, its code is found under the same tag alone."""
+    """Compile a function. Its code in torch's on-disk caches is only reused under an equal tag."""
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
 
@@ -63,12 +63,12 @@ def is_operator(target: Any) -> bool:
 
 
 def targets_in(graph: fx.Graph) -> list[Any]:
-    """Return the targets of a graph's calls, each once, including those before a pass."""
+    """Return the distinct targets of all calls that a graph has, or had before a pass."""
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
 def is_composite(target: Any) -> bool:
-    """Return True if an operator, or a plain function, is implemented by other operators."""
+    """Return True for an operator that decomposes into others, or a plain function."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
 
 
@@ -78,7 +78,7 @@ def is_higher_order(target: Any) -> bool:
 
 
 def keeping_draws() -> Any:
-    """Keep unused random draws in a trace: they advance the model's generator."""
+    """Keep unused random operators in a trace: they advance the model's generator."""
     import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
@@ -121,14 +121,14 @@ def outside_of_tracing() -> Iterator[None]:
 
 
 def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function of tensors like these, outside of any present trace."""
+    """Trace a function on fake tensors like these, outside of any current trace."""
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
 
 
 class Tracing:
-    """The trace that torch is making: its graph, and the node of each tensor."""
+    """The trace that torch is recording: its graph, and the node of each tensor."""
 
     def __init__(self, tracer: Any):
         self.tracer = tracer
@@ -147,11 +147,10 @@ class Tracing:
 
     @property
     def last(self) -> fx.Node:
-        """The node that was added last."""
         return cast(fx.Node, self.tracer.graph._root.prev)
 
     def nodes_after(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that were added after one."""
+        """Return the nodes that were added after this one."""
         nodes = []
         while node.next is not self.tracer.graph._root:
             node = node.next
@@ -175,18 +174,18 @@ class Tracing:
         return cast(fx.Node, whole)
 
     def tracked(self) -> list[torch.Tensor]:
-        """Return all live tensors that are nodes of the trace."""
+        """Return all live tensors that have a node in the trace."""
         return list(self.tracer.tensor_tracker.keys())
 
     def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
-        """Add a call of `base` whose result is this tensor, which is no node yet."""
+        """Record an untraced tensor in the trace, as the result of a call on `base`."""
         with torch._C.DisableTorchFunction():
             args, name = (self.node_of(base), *options), operator_name(target)
             node = self.tracer.create_node("call_function", target, args, {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
     def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
-        """Replace the uses of `tensor`, present and future, by `replacement`, the result of one call on it.
+        """Replace all uses of `tensor`, current and later, by `replacement`, the result of one call on it.
 
         Returns False if the call depends on a node that is later than a use. `before`: {replacement: the replaced
         tensor}.
@@ -211,7 +210,7 @@ class Tracing:
         return True
 
     def counts(self) -> Any:
-        """Return how often each module has run, and which modules run now."""
+        """Return the trace's state of modules: how often each has run, and which are running."""
         tracer, scope = self.tracer, self.tracer.scope
         return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
 
@@ -236,10 +235,9 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Pass everything in a trace through `to(run, tracer, function, args, kwargs)`.
+    """Pass every step of a trace through `to(run, tracer, function, args, kwargs)`.
 
-    That is every operator, and every entry into and exit from a region of a grad mode or of autocast. `run()` does
-    what torch does.
+    Steps are operators, and the entry and exit of grad-mode and autocast regions. `run()` does what torch does.
     """
     mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
     dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
@@ -259,7 +257,7 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 class _Redirected:
-    """Code of `torch.autograd.Function.apply` inside `redirected_functions`."""
+    """Replacement code for `torch.autograd.Function.apply` inside `redirected_functions`."""
 
     to: Callable[..., Any]
     """Replacement of `apply`: receives torch's own `apply`, the class, and the call's arguments."""
@@ -277,7 +275,7 @@ class _Redirected:
 def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
     """Replace `F.apply(*args, **kwargs)` of every autograd.Function by `to(apply, F, args, kwargs)`.
 
-    The code object of `apply` is exchanged, so that this also holds for `f = F.apply` bound earlier.
+    The code object of `apply` is replaced, so that this also affects `f = F.apply` bound earlier.
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
@@ -302,7 +300,7 @@ def exporting() -> AbstractContextManager[None]:
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Make non-reentrant `torch.utils.checkpoint` a plain call of its function, in `around(function)`.
 
-    It then saves no random state and draws nothing.
+    It then does not save or restore the random state.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -338,17 +336,16 @@ def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has data, unlike fake and meta tensors."""
+    """Return True for a tensor with data: neither fake nor meta."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def fake_mode() -> AbstractContextManager[Any]:
-    """Return a mode in which tensors have shapes, strides and storages, but no data."""
     return cast(AbstractContextManager[Any], FakeTensorMode())
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a group; the device mesh's own groups have no argument for it."""
+    """Set the timeout of a process group: groups that a DeviceMesh creates take no timeout argument."""
     _set_pg_timeout(timeout, group)
 
 
@@ -358,18 +355,18 @@ def default_store() -> dist.Store:
 
 
 def clone_of(store: dist.Store) -> dist.Store:
-    """Return another client of the same store, for another thread."""
+    """Return another client of a store, for use in another thread."""
     return cast(dist.Store, cast(Any, store).clone())
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep objects alive: destroying a process group waits for its pending collectives."""
+    """Never free these objects: destroying a process group would wait for its pending collectives."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return the leaves of a call's arguments with readable names: `mask`, `batch.ids`, `states.0`."""
+    """Return (name, leaf) for each leaf of a call's arguments: `mask`, `batch.ids`, `states.0`."""
     if _is_flat(arguments):
         return list(arguments.items())
     named = []
@@ -385,7 +382,7 @@ def structure_of(arguments: Mapping[str, Any]) -> Hashable:
 
 
 def _is_flat(arguments: Mapping[str, Any]) -> bool:
-    """Return True if no argument is a container, as in most calls: torch's pytrees are slow Python."""
+    """Return True if no argument is a container, as in most calls. This avoids torch's slow pytrees."""
     return all(isinstance(value, _LEAVES) for value in arguments.values())
 
 
@@ -412,8 +409,8 @@ def operator_name(func: Any) -> str:
 def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
     """Hook into torch's full state dicts.
 
-    State dicts that `StateDictOptions(full_state_dict=True)` gathers pass `put_together` first. Those that
-    `broadcast_from_rank0=True` has filled from the first rank pass `check_loaded` afterwards.
+    `put_together` gets each state dict that `StateDictOptions(full_state_dict=True)` gathers, before it is returned.
+    `check_loaded` gets each one that `broadcast_from_rank0=True` has filled from the first rank.
     """
     from torch.distributed.checkpoint import state_dict as state_dicts
 
@@ -447,7 +444,7 @@ def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Record autograd inside a custom operator, which autograd itself does not look into."""
+    """Record autograd inside a custom operator, where torch disables it."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:

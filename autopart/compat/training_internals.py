@@ -16,7 +16,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run a function at the end of the present backward, as DistributedDataParallel does."""
+    """Run a function at the end of the current backward, as DistributedDataParallel does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -34,7 +34,7 @@ def current_transform() -> str:
 
 
 class _Norms:
-    """Code of two functions of `torch.nn.utils` after `redirect_norms`, and torch's own."""
+    """Replacement code of two functions of `torch.nn.utils` after `redirect_norms`, and the originals."""
 
     clip: Callable[..., Any]
     total: Callable[..., Any]
@@ -53,10 +53,9 @@ class _Norms:
 
 
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
-    """Replace `torch.nn.utils.clip_grad_norm_` by `clip(torch's own, ...)`, `get_total_norm` by `total`.
+    """Replace `torch.nn.utils.clip_grad_norm_` by `clip(original, ...)`, and `get_total_norm` by `total`.
 
-    Both run under `torch.no_grad()`. The code objects are exchanged, so that this also holds for names imported
-    earlier.
+    Both run under `torch.no_grad()`. The code objects are replaced, so that this also affects names imported earlier.
     """
     if _Norms.own_clip is not None:
         return
@@ -70,7 +69,7 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Give a function another code object, and return a function with its own.
+    """Replace a function's code object, and return a function with the original code.
 
     `names`: globals of the new code.
     """
@@ -83,7 +82,7 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
 
 
 def redirect_unscale(to: Callable[..., Any]) -> None:
-    """Replace the unscaling of every `torch.amp.GradScaler` by `to(torch's own, scaler, optimizer, ...)`.
+    """Replace the unscaling of every `torch.amp.GradScaler` by `to(original, scaler, optimizer, ...)`.
 
     It divides an optimizer's gradients by the scale, looks for infinities, and returns {device: 1.0 or 0.0}.
     """
@@ -100,7 +99,7 @@ def redirect_unscale(to: Callable[..., Any]) -> None:
 
 
 def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norm of every tensor, at least in float32: a vector per device and dtype."""
+    """Return the norms of all tensors, in at least float32: one vector per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -111,10 +110,10 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
 
 
 def before_wrappers(check: Callable[[Any, str], None]) -> None:
-    """Pass modules that DDP, DataParallel, FSDP and `fully_shard` wrap to `check` first.
+    """Run `check` before DDP, DataParallel, FSDP or `fully_shard` wraps a module.
 
     Args:
-        check: receives the module, or a list of modules, and the wrapper. No communication happens before.
+        check: gets the module, or a list of modules, and the wrapper's name, before any communication.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
@@ -140,7 +139,7 @@ def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
 
 
 class _FullyShard:
-    """Torch's own `fully_shard` after `before_wrappers`, and the check that runs first."""
+    """The original `fully_shard` after `before_wrappers`, and the check that runs first."""
 
     own: Callable[..., Any] | None = None
     check: Callable[[Any, str], None]

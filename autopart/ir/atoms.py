@@ -28,7 +28,7 @@ Atoms = tuple[Atom, ...]
 def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
     """Return the atoms of a dim of selected elements.
 
-    They are the atoms of the mask's dims. Only atoms of the batch may still be sharded.
+    They are the atoms of the mask's dims. Of these, only atoms of the batch can be sharded.
     """
     kind = _COUNTED + selection
     return tuple(atom if atom.kind == BATCH else Atom(atom.size, kind) for dim in dims for atom in dim)
@@ -40,9 +40,9 @@ def selections_in(atoms: Atoms) -> set[str]:
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return the atoms of each factor of a rule, taken from the inputs that have it.
+    """Return the atoms of each factor of a rule, read from the inputs that have the factor.
 
-    If inputs disagree, a data-dependent atom wins over a weight's, a weight's over a batch's, a batch's over the rest.
+    If inputs differ, data-dependent atoms take precedence, then those of weights, then those of the batch.
     """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):

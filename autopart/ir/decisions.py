@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
 
     No rank has all keys, so keys and values rotate around a ring.
     """
+    pattern = facts(node)["pattern"]
+    if pattern is None or pattern.context != "ring":
+        return False
     query, key, value = strategy.inputs[:3]
     return query.is_shard and query.dim == len(shape(node.args[0])) - 2 and query == key == value
 
@@ -61,8 +65,8 @@ class Decisions:
     that is missing computes all samples on every rank. `stored`: {parameter: its layout, if that is not `R`}. `zero`,
     `prefetch`: how long gathered parameters live and how early they are gathered (`Program`). `scatter_sends`: values
     that are replicated on the feature axes are sent to the next stage as shards
-    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: rows of
-    the fullest rank of experts over the mean, for which buffer sizes are planned.
+    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: load of
+    the busiest expert rank over the mean load, for which buffer sizes are planned.
     """
 
     mesh: Mesh
@@ -75,7 +79,7 @@ class Decisions:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     balance: float = 1.0
 
     def place(self, name: str, axis: str) -> Placement:

@@ -6,6 +6,7 @@ A name that is not declared in this file is an error of the type checker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -30,12 +31,15 @@ class CostNotes(NamedTuple):
     view of its output's gradient. `is_causal`: attention whose kernel skips the keys after each query.
     `counts_attended`: its work was counted only over attended keys.
 
-    `joins`: a compiler fuses it with other operators, as it does with all elementwise work. "remade": the backward
-    recomputes it if that saves memory. "copied": it is never recomputed. "drawn": the mask that it saves is never
-    recomputed. `gradients`: the kernels that compute the gradients of its operands in eager torch. "together": one
-    kernel; "each": one per operand; "handed on": none, as for sums. For views: zeros and a copy of the "part", a
-    concatenation of the "parts", or a sum of what was "repeated". Arithmetic has "each" or "handed on".
-    `keeps_sign`: its backward needs only the sign of what it reads, for which a compiler saves one byte per element.
+    `joins`: not empty if `torch.compile` fuses the operator with others. Elementwise operators need no entry. "remade":
+    the backward recomputes it if that saves memory. "copied": it is never recomputed. "drawn": it saves a random mask,
+    which is never recomputed.
+
+    `gradients`: the kernels that compute its operands' gradients in eager torch. "together": one kernel for all.
+    "each": one per operand. "handed on": none, as for a sum. "part", "parts" and "repeated" are for views: zeros with a
+    copy of the slice, a concatenation, and a sum over the expanded dim. Arithmetic has "each" or "handed on".
+
+    `keeps_sign`: its backward needs only the sign of its input, for which a compiler saves one byte per element.
     """
 
     kind: str = "matmul"
@@ -128,6 +132,19 @@ def facts(node: fx.Node) -> Facts:
 def times(node: fx.Node) -> int:
     """Return how many nodes of the model this node represents (`autopart.ir.blocks.deduplication`)."""
     return facts(node).get("times", 1)
+
+
+def weighted(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Yield each node with the number of nodes of the model that it represents.
+
+    Sums over a graph weight each node by this number.
+    """
+    return ((node, times(node)) for node in nodes)
+
+
+def num_represented(nodes: Iterable[fx.Node]) -> int:
+    """Return how many nodes of the model these nodes represent."""
+    return sum(map(times, nodes))
 
 
 def cost_notes(node: fx.Node) -> CostNotes:

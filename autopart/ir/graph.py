@@ -32,7 +32,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def name_of_target(target: Any) -> str:
-    """Return the `operator_name` of nodes that call this target."""
+    """Return the `operator_name` of a node that calls this target."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
@@ -168,7 +168,7 @@ NOT_EXACT = "rng='exact' cannot reproduce the random numbers of a single device"
 
 
 def inexact(node: fx.Node, device: torch.device) -> str:
-    """Return why this random op cannot be reproduced without the model's values on a device, "" if it can."""
+    """Return why `rng="exact"` cannot reproduce this random operator on a device, "" if it can."""
     on_gpu = facts(node).get("inexact_on_gpu", "") if device.type == "cuda" else ""
     return facts(node).get("inexact", on_gpu)
 

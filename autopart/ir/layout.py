@@ -16,7 +16,7 @@ convert to no other placement, because the number of rows per rank is known only
 selects its rows from the rows of all ranks. For `E(0; sent)` an all-to-all dispatches the rows to the ranks of their
 experts, and a second one combines them on the ranks of their tokens.
 
-A sequence dim may be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
+A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
 chunk i from the front and chunk i from the back. So causal attention costs the same on every rank (context parallelism
 of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
@@ -42,7 +42,7 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One pair of the module docstring.
+    """Placement of a value, and of its gradient, on one mesh axis: a row of the module's table.
 
     Use `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` and `shard(dim)`.
     """
@@ -162,7 +162,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the number of elements of each shard, as `torch.chunk`: the last may be smaller.
+    """Return the number of elements of each shard, as `torch.chunk`: the last can be smaller.
 
     >>> shard_sizes(97, 4)
     (25, 25, 25, 22)
@@ -174,7 +174,7 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 def mesh_axes_of(axis: str) -> tuple[str, ...]:
     """Return the mesh axes of a flattened axis, outermost first. A mesh axis returns itself.
 
-    >>> parts_of("dp_cp"), parts_of("tp")
+    >>> mesh_axes_of("dp_cp"), mesh_axes_of("tp")
     (('dp', 'cp'), ('tp',))
     """
     return tuple(axis.split("_"))
@@ -191,7 +191,7 @@ def local_shape(
         sizes: {axis: number of ranks}.
         balance: load factor of experts. A rank gets `balance` times the mean number of dispatched rows, at most all.
 
-    >>> local_shape((12, 8), {"dp": shard(0), "ep": ROUTED}, {"dp": 2, "ep": 2}, 1.5)
+    >>> local_shape((12, 8), {"dp": shard(0), "ep": ON_EXPERT_RANK}, {"dp": 2, "ep": 2}, 1.5)
     [5, 8]
     """
     local = list(full)
@@ -207,10 +207,10 @@ def local_shape(
 def flattened_shards(layout: Layout) -> dict[str, Placement]:
     """Return {axis: placement} of the axes that shard a value, outermost first. Flatten shared dims.
 
-    If no axis of a dim uses sections (as when several axes shard a stack of experts), its axes become one flattened
-    axis. The dim is then sharded once over all their ranks, so that uneven shards have the sizes of `torch.chunk`.
+    If several axes shard one dim without sections (as a stack of experts), they become one flattened axis. The dim is
+    then sharded once over all their ranks, so that uneven shards have the sizes of `torch.chunk`.
 
-    >>> [f"{axis}:{p}" for axis, p in cut_together({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
+    >>> [f"{axis}:{p}" for axis, p in flattened_shards({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
     ['cp_ep:S(0)', 'tp:S(1; sections=2)']
     """
     dims: dict[int, list[str]] = {}
@@ -233,7 +233,7 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
     """Return why a weight of these sizes cannot have this placement on an axis, "" if it can.
 
     >>> cannot_store(shard(0), (6, 5), "tp", 4)
-    'dim 0 has size 6, which does not cut so over tp=4'
+    'dim 0 has size 6, which cannot be sharded like this over tp=4'
     """
     if place.kind == "P":
         return "a weight is not a partial sum"
@@ -247,7 +247,9 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
         place.sections or -(-sizes_of_sections[0] // num_shards) * (num_shards - 1) >= sizes_of_sections[0]
     )
     if (uneven and leaves_empty_shard) or sum(sizes_of_sections) != sizes[place.dim]:
-        return f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over {axis}={num_shards}"
+        return (
+            f"dim {place.dim} has size {sizes[place.dim]}, which cannot be sharded like this over {axis}={num_shards}"
+        )
     return ""
 
 
@@ -258,18 +260,18 @@ def cannot_store_sharded(place: Placement, sizes: Sequence[int], axis: str, num_
         axis: a mesh axis, or several flattened into one.
         others: the layout of the weight on the other axes.
 
-    >>> cannot_store_parts(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
-    'tp cuts dim 0 already'
+    >>> cannot_store_sharded(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
+    'tp shards dim 0 already'
     """
     if place.sections:
-        return f"over {axis} a dim is cut in one piece"
+        return f"a dim with sections cannot be sharded over {axis}"
     for other, placement in others.items():
         if other == axis or not (place.is_shard and placement.is_shard):
             continue
         if set(mesh_axes_of(other)) & set(mesh_axes_of(axis)):
-            return f"{other} cuts it already"
+            return f"{other} shards it already"
         if place.dim == placement.dim:
-            return f"{other} cuts dim {place.dim} already"
+            return f"{other} shards dim {place.dim} already"
     return cannot_store(place, sizes, axis, num_shards)
 
 
@@ -342,8 +344,10 @@ def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]
     Args:
         others: (placement, number of ranks) of each other axis.
 
-    >>> str(inside(shard(1, (6,)), [(shard(1), 2), (shard(0), 2)])), str(inside(shard(1, (2,)), [(shard(1), 2)]))
-    ('S(1; sections=3)', 'S(1)')
+    >>> str(relative_placement(shard(1, (6,)), [(shard(1), 2), (shard(0), 2)]))
+    'S(1; sections=3)'
+    >>> str(relative_placement(shard(1, (2,)), [(shard(1), 2)]))
+    'S(1)'
     """
     if not place.is_shard or len(place.sections) != 1:
         return place

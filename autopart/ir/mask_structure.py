@@ -29,7 +29,7 @@ class QueryRun(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> QueryRun:
-        """Return the run of the queries from `start` to before `stop`."""
+        """Return the run of the queries `start` to `stop - 1`."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
@@ -37,7 +37,7 @@ class QueryRun(NamedTuple):
     def seen(self) -> int:
         """Number of attended (query, key) pairs.
 
-        >>> Run(3, 0, 3, -3, 1).seen
+        >>> QueryRun(3, 0, 3, -3, 1).seen
         6
         """
         at = torch.arange(self.queries)

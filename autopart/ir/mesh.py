@@ -29,7 +29,7 @@ class Axis:
     `cuts`: what the axis splits.
 
     - `"stages"`: the operators of the model, into pipeline stages.
-    - `"rows"`: the batch. Samples follow the rules of the operators, so nothing is chosen.
+    - `"rows"`: the batch. The rules of the operators determine all layouts, so the solver chooses nothing.
     - `"features"`: the dims that come from weights, and the sequence between them.
     - `"positions"`: the other dims of values, while weights stay replicated: the sequence, and heads of operators that
       read no weight.
@@ -37,7 +37,7 @@ class Axis:
 
     The solver chooses the cheapest placement of every operator on the last three. The layouts then imply what gradients
     need: if a parameter is replicated and values are sharded, its gradient is a partial sum, reduced once a step.
-    `stores`: parameters may be stored sharded over the axis (ZeRO), whatever it splits.
+    `stores`: ZeRO can shard parameters over the axis, whatever it splits.
     """
 
     name: str
@@ -67,7 +67,7 @@ section 3.2.2)."""
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 may be left out.
+    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 can be left out.
 
     Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the sizes are passed.
     `axes`: all possible axes and what they split, outermost first.
@@ -133,7 +133,7 @@ class Mesh:
         return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
-        """Return the axes with several ranks that split this, outermost first.
+        """Return the axes with several ranks that split `cuts`, outermost first.
 
         >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
         (('dp',), ())
@@ -183,13 +183,13 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """First axis over which parameters may be stored sharded, even if it has one rank: `dp`."""
+        """First axis over which ZeRO can shard parameters, even if it has one rank: `dp`."""
         return next(axis.name for axis in self.axes if axis.stores)
 
     def storing(self, cutting: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the flattened axes over which a parameter may be stored sharded, those with most ranks first.
+        """Return the flattened axes over which ZeRO can shard a parameter, those with most ranks first.
 
-        They are the storing axes on which ranks replicate the parameter. The shorter ones are for parameters whose dims
+        They consist of the axes on which ranks replicate the parameter. The shorter ones are for parameters whose dims
         do not divide. Every name begins with the first storing axis, even if that has one rank, so it never equals the
         name of an axis on which layouts are chosen.
 
@@ -206,7 +206,7 @@ class Mesh:
         return tuple(axis for axis in joined if self.size(axis) > 1)
 
     def joined(self, names: Collection[str]) -> str:
-        """Return storing axes flattened into one name: the first, and those with several ranks.
+        """Return the name of several storing axes flattened into one: the first, and all with several ranks.
 
         >>> Mesh.parse("ep2").joined(["dp", "cp", "ep"])
         'dp_ep'
@@ -216,11 +216,11 @@ class Mesh:
 
     @property
     def storing_axis(self) -> str | None:
-        """Flattened axis that stores most parameters, None if it has one rank."""
+        """Flattened axis over which ZeRO shards most parameters, None if it has one rank."""
         return next(iter(self.storing()), None)
 
     def stores(self, axis: str) -> bool:
-        """Return True for an axis over which parameters are stored: `data_axis`, or one flattened with it."""
+        """Return True for an axis of ZeRO storage: `data_axis`, or a flattened axis that begins with it."""
         return mesh_axes_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:
@@ -233,7 +233,7 @@ class Mesh:
         return self.innermost("features")
 
     def innermost(self, cuts: Cuts) -> str:
-        """Return the innermost axis that splits this, even if it has one rank.
+        """Return the innermost axis that splits `cuts`, even if it has one rank.
 
         Cost formulas are written in the size of this axis.
 
@@ -310,7 +310,7 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raise OptionError if no rank can have `balance` times the mean number of rows.
+    """Raise OptionError if no rank can have `balance` times the mean number of tokens.
 
     Args:
         axes: the axes that shard experts.
@@ -318,5 +318,5 @@ def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
     ranks = math.prod(map(mesh.size, axes))
     if balance > ranks:
         raise OptionError(f"balance={balance:g} is too large for {mesh}",
-                          why=f"a rank that has all rows has {ranks} times the mean over {ranks} ranks",
+                          why=f"a rank that has all tokens has {ranks} times the mean over {ranks} ranks",
                           hint=f"balance={ranks}, or less")  # fmt: skip

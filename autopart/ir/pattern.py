@@ -18,15 +18,25 @@ SELECTED = "selected"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A rule fitted to one call: the factors and sizes of each dim of its tensor inputs and outputs.
+    """The einsum-like sharding rule of one operator call, such as `b s k, n k -> b s n`.
 
-    `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once, which makes the
-    output a partial sum. `lookup`: a factor that can be sharded only by a special local operator (`embedding`,
-    `cross_entropy_loss`). `tied`: inputs that are indices into a selection (`ir/selection.py`). Their elements are on
-    the rank that has the selected elements if a factor is sharded. `routes`: the operator dispatches rows to their
-    experts ("out") or combines them ("back"). `joined`: {concatenated factor: the sizes of its sections} (`cat`,
-    `split_with_sizes`). A dim of such a factor has all sections or, if it is smaller, one of them. `local`: writes the
-    call for one rank (`passes/rules/local_forms.py`) if the traced call on local operands would be wrong.
+    Each dim of a tensor is a list of factors (the letters). Sharding a factor shards all dims that contain it.
+
+    Attributes:
+        inputs: the dims of each tensor input.
+        outputs: the dims of each output.
+        sizes: the size of each factor.
+        whole: factors that cannot be sharded.
+        linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
+        lookup: a factor that only a special local operator can shard (`embedding`, `cross_entropy_loss`).
+        all_reduces: number of all-reduces in that local operator, each of the output's size; its output is replicated.
+        flops: FLOPs of the call.
+        joined: {factor: section sizes} of concatenated dims (`cat`, `split_with_sizes`).
+        tied: inputs that are indices into a selection (`ir/selection.py`), stored with the elements they select.
+        routes: "out" if the call dispatches tokens to experts, "back" if it combines the expert outputs.
+        context: "ring" for attention whose local form can rotate keys and values, sharded like its queries, around a
+            ring of ranks.
+        local: writes the call for one rank if the original call would be wrong on shards.
     """
 
     inputs: tuple[Dims, ...]
@@ -35,10 +45,12 @@ class Pattern:
     whole: frozenset[str] = frozenset()
     linear: tuple[tuple[int, ...], ...] = ()
     lookup: str = ""
+    all_reduces: int = 0
     flops: int = 0
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[int] = frozenset()
     routes: Literal["", "out", "back"] = ""
+    context: Literal["", "ring"] = ""
     local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
@@ -58,7 +70,7 @@ class Pattern:
     def key(self) -> tuple:
         """Hashable key that is equal for equal patterns."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
-        rest = (self.flops, joined, self.tied, self.routes)
+        rest = (self.all_reduces, self.flops, joined, self.tied, self.routes, self.context)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest
 
 

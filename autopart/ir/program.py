@@ -7,7 +7,7 @@ graph. Ranks differ only through two kinds of node:
 - `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
 
 Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts next to `dp`. A value that is `S(0)` on it is
-the samples of one microbatch. A `P` is summed over microbatches. No collective may run over it.
+the samples of one microbatch. A `P` is summed over microbatches. No collective runs over it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, mesh_axes_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync, Method
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncMethod, SyncOption
 from autopart.ir.run.weight_updates import WeightUpdates
 from autopart.ir.sharding import DimSharding
 
@@ -85,7 +85,7 @@ class StageInput:
 class Boundary:
     """A value that one stage sends to the next: local shape for one microbatch on one rank.
 
-    `uneven`: (axis, how it shards) if shards are unequal; `shape` is then that of the longest shard.
+    `uneven`: (axis, how the axis shards a dim) if shards are unequal; `shape` is then that of the longest shard.
     """
 
     name: str
@@ -169,7 +169,7 @@ class StoredTensor:
     grad_axes: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype | None = None
-    method: Method | None = None
+    method: SyncMethod | None = None
 
     def reduced_over(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes with several ranks over which its gradient is reduced once a step."""
@@ -177,7 +177,7 @@ class StoredTensor:
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
-        """Return the parameter as if stored unsharded, if its method needs full gradients (`zero=1`).
+        """Return this parameter without ZeRO sharding, if its `dp_sync` method needs full gradients.
 
         None if the method works on the stored shard.
         """
@@ -189,7 +189,7 @@ class StoredTensor:
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes on whose ranks its values are meant to differ."""
+        """Return the axes on which replicas have different values, because a `dp_sync` method averages models."""
         return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
@@ -197,9 +197,7 @@ class StoredTensor:
 class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `layout`: that of the tensor.
-
-    `made_of`: the inputs that the value depends on, if every rank passes its local batch.
+    `layout`: that of the tensor. `made_of`: the inputs that the value depends on, if every rank passes its local batch.
     """
 
     position: int | None
@@ -249,7 +247,7 @@ class Program:
     """Number of blocks to prefetch, if unsharded parameters live only while they are used."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which ranks reduce gradients of parameters; None: the dtype of the gradient."""
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     """Method of data-parallel communication."""
 
     @cached_property

@@ -42,7 +42,7 @@ POSITIONS = torch.ops.autopart.positions.default
 
 
 def is_selection(node: fx.Node) -> bool:
-    """Return True if a node computes the indices of a mask's true elements, of data-dependent number."""
+    """Return True for a node that computes the indices of a mask's true elements."""
     return node.target is POSITIONS and len(node.args) == 1
 
 
@@ -71,7 +71,7 @@ _MOVES = {
 
 
 def positions_of(node: fx.Node) -> Positions | None:
-    """Return the selection whose indices a value contains, None for any other value."""
+    """Return the selection whose indices a value contains, None for a value of another kind."""
     while node.op == "call_function" and is_tensor(node) and value(node).dtype == torch.int64:
         source, dim = source_of(node)
         if is_selection(source):

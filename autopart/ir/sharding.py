@@ -1,4 +1,4 @@
-"""Arithmetic of shards: how a tensor is split into shards and joined again. Every kind of run uses it.
+"""Arithmetic of shards: split a tensor into shards and join them. Process groups and lockstep use it.
 
 A dim is a sequence of sections (one, if none are named). Each section is split as `torch.chunk` does: equal shards if
 possible, else the last are smaller. Shard i of the dim is the concatenation of shard i of every section. In zigzag each
@@ -22,7 +22,7 @@ from autopart.ir.layout import Sections, is_zigzag, section_sizes, shard_sizes
 class DimSharding:
     """Split of dim `dim`, of `size` elements in `sections`, into `num_shards` shards.
 
-    >>> Cut(0, 10, (8, 2), 2).length(0)
+    >>> DimSharding(0, 10, (8, 2), 2).length(0)
     5
     """
 
@@ -32,7 +32,7 @@ class DimSharding:
     num_shards: int
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of elements of each section in shard `index`, in zigzag of each of its two chunks."""
+        """Return the number of elements of each section in shard `index`; in zigzag, of both its chunks."""
         return [length for _, length in self.spans(index)]
 
     def length(self, index: int) -> int:
@@ -50,9 +50,9 @@ class DimSharding:
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) in the full dim of shard `index` of each section, in zigzag of both chunks.
+        """Return (start, length) in the full dim of each section of shard `index`; in zigzag, of both chunks.
 
-        >>> Cut(0, 10, (8, 2), 2).spans(1), Cut(0, 9, (-1,), 2).spans(0)
+        >>> DimSharding(0, 10, (8, 2), 2).spans(1), DimSharding(0, 9, (-1,), 2).spans(0)
         ([(4, 4), (9, 1)], [(0, 3), (7, 2)])
         """
         spans = []
@@ -144,7 +144,7 @@ def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> t
         shape: global shape.
         cuts: each split with the index of the shard, in the order of application.
 
-    >>> spans_of((8, 3), [(Cut(0, 8, (4, 4), 2), 1)])
+    >>> spans_of((8, 3), [(DimSharding(0, 8, (4, 4), 2), 1)])
     (((2, 2), (6, 2)), ((0, 3),))
     """
     spans: list[list[Span]] = [[(0, size)] for size in shape]

@@ -44,7 +44,7 @@ def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.Gr
 
 
 def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Erase those of the nodes that have no users, and then those whose users were erased."""
+    """Erase the given nodes that have no users, including those that lose their users by this."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

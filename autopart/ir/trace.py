@@ -25,7 +25,7 @@ class Call:
     """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
 
     A trace is specific to the tensors that need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad`
-    of each tensor before the call. A forward may set it on another input, to differentiate with respect to it.
+    of each tensor before the call. A forward can set it on another input, to differentiate with respect to it.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -87,7 +87,7 @@ class Trace:
 
     @cached_property
     def originals(self) -> Mapping[str, str]:
-        """{parameter of any block: the parameter in the graph that represents it}."""
+        """Maps each parameter of every block to the parameter in the graph that represents it."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
@@ -97,7 +97,7 @@ class Trace:
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
 
     def multiplicity_of(self, name: str) -> int:
-        """Return how many parameters of the model a parameter in the graph represents."""
+        """Return how many parameters of the model this parameter of the graph represents."""
         return next((fold.times for fold in self.folds if fold.holds(name)), 1)
 
     @property

@@ -1,8 +1,9 @@
-"""Attention with dropout, as one operator that draws its mask locally from a seed that all ranks have.
+"""Attention with dropout, as one operator whose mask each rank draws locally from a shared seed.
 
-On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
-and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
-the mask again: the same mask as `dropout` draws of the weights. Both work on one sample of the batch at a time.
+On a GPU it is torch's own fused kernel. The CPU implementation saves for backward what that kernel saves: operands,
+output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). Its backward recomputes the weights
+and draws the mask again, equal to the mask of `dropout`. Forward and backward process one sample of the batch at a
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Call torch's kernel after converting the operands to what it supports.
+    """Convert the operands to what torch's fused kernel supports, and call it.
 
     Its kernels support grouped heads only in 16 bits and without a mask, and need a contiguous last dim.
     """
@@ -72,7 +73,7 @@ def attention_dropout_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
     salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, and one number per query as a kernel saves it. Opaque to compilers.
+    """Return the output, and the number per query that backward needs. Opaque to `torch.compile`.
 
     On a GPU the backward re-runs the kernel's forward and needs no such numbers.
     """
@@ -109,7 +110,7 @@ def _backward_of_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None, enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Re-run the kernel's forward, then its backward. The caller has restored the forward's seed."""
+    """Re-run the kernel's forward, then its backward. The caller has set the forward's seed."""
     with recording_gradients():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
         differentiated = [query, key, value]
@@ -126,7 +127,7 @@ def _backward_of_kernel(
 class _CpuAttention:
     """A call on a CPU, one sample of the batch at a time.
 
-    Operands are in the precision of the computation. Keys and values are repeated for each head of queries.
+    Operands are in the precision of the computation. Grouped keys and values are already repeated for all query heads.
     """
 
     query: Tensor
@@ -140,7 +141,7 @@ class _CpuAttention:
 
     @functools.cached_property
     def causal_mask(self) -> Tensor:
-        """The additive mask of causal attention [q, k]."""
+        """Additive mask of causal attention [q, k]."""
         return self.query.new_full((self.query.size(-2), self.key.size(-2)), -math.inf).triu_(1)
 
     @classmethod
@@ -171,7 +172,7 @@ class _CpuAttention:
         return output, largest
 
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, with one key and value for each head of queries.
+        """Return the gradients of the queries, and of keys and values that are repeated for all query heads.
 
         The fourth is the gradient of all scores if that of the mask is needed, else an empty tensor.
         """
@@ -209,7 +210,7 @@ class _CpuAttention:
 
 
 def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
-    """The gradient of heads that were repeated for several of queries."""
+    """Sum the gradients of repeated heads to the gradient of the grouped K/V heads."""
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
 
@@ -223,7 +224,7 @@ def _kernel_layout(output: Tensor) -> Tensor:
 
 
 def _empty_statistics(query: Tensor, dropout_p: float) -> Tensor:
-    """Allocate the number per query, empty if the kernel's backward does not read it."""
+    """Allocate the number per query, or an empty tensor if backward does not need it."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
 

@@ -1,10 +1,11 @@
 """Blockwise attention: attention over blocks of keys and values, combined by their log-sum-exp.
 
-The blocks are the shards of all ranks in ring attention (Liu et al. 2023, arXiv:2310.01889). Within a run of queries
-they are the keys that all queries attend, and the keys that causal masking trims.
+In ring attention the blocks are the shards of all ranks (Liu et al. 2023, arXiv:2310.01889). Local attention has two
+blocks for a run of queries: the keys that all of them attend, and the keys on the diagonal, which are causal.
 
-A visit is one block of keys. It returns an output and the log-sum-exp of its scores, which combine the outputs of all
-visits. The backward of a visit needs the combined values (Dao et al. 2022, arXiv:2205.14135, section 3).
+A visit is the attention of local queries to one such block. It returns an output and the log-sum-exp of its scores, by
+which the outputs of all visits are combined. The backward of a visit needs the combined values (Dao et al. 2022,
+arXiv:2205.14135, section 3).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class ScoreBlock(NamedTuple):
-    """A block of scores: its queries and visiting keys as (start, length), and its mask.
+    """A block of scores: its queries and keys as (start, length), and its mask.
 
     `is_causal`: query i attends keys 0 to i of the block.
     """
@@ -40,7 +41,7 @@ class ScoreBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyBlockVisit:
-    """Keys and values of one rank, to be attended by the local queries.
+    """Attention of the local queries to the keys and values of one rank.
 
     `cut`: sharding of the sequence, dim -2, over all ranks. `here`: the local rank. `rank`: the rank of the keys.
     `mask`: [..., q, s] of the local queries and all keys: true if attended, or added to scores. None: `runs` define the
@@ -163,7 +164,7 @@ def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlock
 def _combine_visit(
     so_far: VisitResult | None, query: Tensor, key: Tensor, value: Tensor, of: KeyBlockVisit
 ) -> VisitResult:
-    """Combine the result so far with one more visit, in place. None: no visit so far."""
+    """Compute one more visit and combine it, in place, with the result so far (None: the first visit)."""
     key, value = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
@@ -207,7 +208,7 @@ def visit_backward(
 
 
 class _RunAttention(torch.autograd.Function):
-    """Attention of runs of queries to keys that are all local: one visit."""
+    """Autograd function of `attention_runs` for a kernel that returns the log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -246,8 +247,8 @@ def attention_runs(
     Returns:
         [b, h, q, e].
 
-    If a kernel returns the log-sum-exp, the keys before a run's diagonal are read without a mask and the keys on the
-    diagonal as causal, and both results are combined.
+    If a kernel returns the log-sum-exp, the keys before a run's diagonal are attended without a mask and the keys on
+    the diagonal as causal, and both results are combined.
     """
     all_runs = runs_of(runs)
     needs_masks = any(any(run.hides) and not run.is_causal for run in all_runs)
@@ -268,7 +269,7 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _score_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a mask as a four-dimensional bias of the scores."""
+    """Return a mask as a 4-d additive bias of the scores."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -321,5 +322,5 @@ def _attend_backward(
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Replace -inf, of queries that attend no key, by 0: all their weights are 0 anyway."""
+    """Replace -inf by 0 for queries that attend no key, whose weights are all 0."""
     return logs.masked_fill(logs == float("-inf"), 0.0)

@@ -1,7 +1,7 @@
 """Dropless dispatch of rows to the ranks of their experts (Gale et al. 2022, arXiv:2211.15841).
 
-Each row goes only to the rank of its expert, with no limit on rows per expert. This file defines what one rank sends
-and receives; the transport is separate.
+A row is one token for one of its experts. Each row is sent only to the rank of its expert, with no limit on rows per
+expert. This file computes what one rank sends and receives, but sends nothing itself.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def count_rows(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 
 def _ranks_of(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """Return the rank of each row's expert. Rows without an expert go to any rank, and return zeros."""
+    """Return the rank of each row's expert. Rows without an expert go to any rank, which returns zeros."""
     return (expert // -(-num_experts // num_ranks)).clamp(0, num_ranks - 1)

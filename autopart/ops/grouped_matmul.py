@@ -1,4 +1,7 @@
-"""Grouped matrix products of a mixture of experts, and selection of rows for the experts of a rank."""
+"""Grouped matrix products of a mixture of experts, and selection of rows for the local experts.
+
+A row is one token for one of its experts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """Return the rows of each local expert, then of all others. The only GPU synchronisation of a call."""
+    """Return the number of rows of each local expert, then of all others. Synchronises with the GPU."""
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]
 
@@ -96,7 +99,7 @@ def to_experts(
         [tokens * times, ...], or the rows whose expert is local, in this order.
     """
     if expert.size(0) != x.size(0) * times:
-        raise ValueError(f"{expert.size(0)} experts for {x.size(0)} rows with {times} experts each")
+        raise ValueError(f"{expert.size(0)} expert indices for {x.size(0)} rows with {times} experts each")
     if count < 0:
         return x.repeat_interleave(times, 0)
     return x[_local_rows(expert, first, count, num_experts) // times]

@@ -42,18 +42,18 @@ class KeyRanges(NamedTuple):
     keys: int
 
     def also(self, other: KeyRanges) -> KeyRanges:
-        """Return the keys that both masks allow."""
+        """Return the intersection with the key ranges of another mask."""
         return KeyRanges(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
     def equal_for_samples(self) -> tuple[Tensor, Tensor] | None:
-        """Return `first` and `end` [queries], None if samples differ or some query attends no key."""
+        """Return `first` and `end` [queries]; None if samples differ or some query attends no key."""
         rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
         first, end = (part[0] for part in rows)
         are_equal = first.numel() and not any((part != part[:1]).any() for part in rows)
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Return the queries in runs, empty if samples differ."""
+        """Return the runs of queries; [] if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return []
@@ -98,7 +98,7 @@ def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
 
 
 def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStructure | None:
-    """Return the mask structure to use in attention: a sliding window, or runs if they skip enough keys."""
+    """Return the mask structure for attention: a sliding window, or runs if they skip enough keys."""
     band = intervals.band()
     if band is not None and queries == keys:
         return band
@@ -129,15 +129,15 @@ def key_ranges_of_window(band: MaskWindow, queries: int, keys: int) -> KeyRanges
 class KeyRangeEvaluator:
     """Evaluator of masks as key ranges, from the values of their inputs.
 
-    >>> Seen({}).of(mask)    # doctest: +SKIP
-    Intervals(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
+    >>> KeyRangeEvaluator({}).of(mask)    # doctest: +SKIP
+    KeyRanges(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
     """
 
     def __init__(
         self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """Initialise with known values.
+        """Initialise with the values of some nodes.
 
         Args:
             values: {node: its value}.
@@ -157,7 +157,7 @@ class KeyRangeEvaluator:
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
-        """Return a value as a tensor or as key ranges, None if it is neither."""
+        """Return the value of a node as a tensor or as key ranges, None if it has neither form."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -195,7 +195,10 @@ class KeyRangeEvaluator:
     def _shard(
         self, whole: Tensor | KeyRanges, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
     ) -> Any:
-        """Return a rank's shard. Key ranges can be sharded along queries, or along samples if all are equal."""
+        """Return a rank's shard of a tensor or of key ranges.
+
+        Key ranges can be sharded along queries, or along samples if all samples are equal.
+        """
         index, ranks = self.rank[axis]
         if isinstance(whole, Tensor):
             return DimSharding(dim, size, tuple(sections), ranks).take(whole, index)

@@ -1,8 +1,8 @@
 """Detection of sliding windows in attention masks, and attention over windows and runs by blocks.
 
-If each query attends the keys around its position, so many before and so many after, the mask is a `MaskWindow`: causal
-attention, a sliding window, and attention to all keys. A kernel with this information reads no mask and skips the keys
-that none of its queries attends (Dao et al. 2022, arXiv:2205.14135, section 3.3).
+If each query attends a fixed number of keys before and after its position, the mask is a `MaskWindow`. Causal
+attention, a sliding window and attention to all keys are such masks. A kernel with this information reads no mask and
+skips the keys that none of its queries attends (Dao et al. 2022, arXiv:2205.14135, section 3.3).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
             scores, 0 if attended; -inf or at most half of the lowest number of the dtype if masked.
         queries, keys: shape of the scores.
 
-    >>> band_of(torch.ones(3, 3).tril().bool(), 3, 3)
-    Band(before=2, after=0)
+    >>> mask_window_of(torch.ones(3, 3).tril().bool(), 3, 3)
+    MaskWindow(before=2, after=0)
     """
     if not (queries and keys and mask.numel()):
         return None
@@ -46,7 +46,7 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
 
 def _distinct(mask: Tensor) -> Tensor:
-    """Return the mask as [samples, queries, keys], without samples that share memory."""
+    """Return the mask as [samples, queries, keys], with broadcast samples only once."""
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -55,7 +55,7 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attended pairs, and True if the mask does nothing else."""
+    """Return the attended pairs, and True if the mask only attends or masks, without other biases."""
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     attended = mask == 0
@@ -63,13 +63,13 @@ def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks_fit(band: MaskWindow, length: int) -> bool:
-    """Return True if attention to this window is less work by blocks, for `length` queries and keys."""
+    """Return True if attention to this window is less work in blocks, for `length` queries and keys."""
     block, left, right = _blocks(band)
     return 3 * (left + block + right) <= 2 * length
 
 
 def _blocks(band: MaskWindow) -> tuple[int, int, int]:
-    """Return the queries of a block, and the keys before and after them that the block attends."""
+    """Return the number of queries in a block, and of keys before and after them that the block attends."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
 
@@ -116,12 +116,15 @@ def window_attention(
 
 
 def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
-    """Return runs from their concatenated fields."""
+    """Return `QueryRun`s from their concatenated fields."""
     return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 
 
 def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], **options: Any) -> Tensor:
-    """Compute attention of runs of queries, with a mask per block if no kernel supports a run's structure."""
+    """Compute attention one run of queries at a time.
+
+    If no kernel supports a run's mask structure, the run is computed in blocks of queries, each with a mask.
+    """
     outputs, start = [], 0
     for run in runs:
         queries = query.narrow(-2, start, run.queries)

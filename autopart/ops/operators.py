@@ -98,17 +98,20 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
 
 
 def with_salt(seed: Tensor, salt: int) -> Tensor:
-    """Return a seed whose second number is the salt of an operator."""
+    """Return a tensor of two numbers: the seed, and a number that distinguishes the operator (its salt)."""
     return torch.tensor([int(seed), salt])
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """Return the mask of `dropout` for a value like `x`, true for elements to keep. Opaque to compilers."""
+    """Draw the mask of `dropout` for a value like `x`, true for elements to keep.
+
+    It is opaque to `torch.compile`.
+    """
     return _seeded_dropout(x, p, seed, salt, shard)[1]
 
 
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the value after dropout, and the mask. A GPU uses torch's one kernel."""
+    """Return the value after dropout, and the mask. On a GPU this is torch's single dropout kernel."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would return `x` itself
     if x.device.type != "cpu":
@@ -241,7 +244,7 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 def stored_source(node: fx.Node) -> fx.Node | None:
     """Return the stored parameter that a gather or cast reads, None if it reads another value.
 
-    Conversions that only affect the gradient may be in between.
+    Conversions that only affect the gradient can be in between.
     """
     source = node.args[0]
     while isinstance(source, fx.Node) and autopart_operator(source) in _OF_GRADIENTS:

@@ -1,4 +1,4 @@
-"""Random numbers that ranks draw locally from a generator that is seeded, and restored after."""
+"""Random numbers that a rank draws from a temporarily seeded generator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DropoutMasks:
     """Dropout masks on a CPU, true for elements to keep, drawn chunk by chunk.
 
     Every `draw` returns the next chunk of one mask, so a large mask is never allocated in full. Each element is decided
-    by a 32-bit integer that follows from the seed. They are drawn in pairs, which takes a third of the time of
+    by a 32-bit integer that follows from the seed. Two integers are drawn at a time, which takes a third of the time of
     `bernoulli_`.
     """
 

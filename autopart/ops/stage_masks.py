@@ -1,8 +1,8 @@
 """Attention masks of a stage: which calls read them, and how known mask structure replaces them.
 
 A traced model builds its masks as tensors, even a causal one. Mask structure depends on the values of a call (for
-example padding), so a stage keeps its masks. For each call the stage is rewritten for the structure that its masks turn
-out to have (`masked_attention.mask_window_of`). Then a kernel skips masked keys, and no mask is allocated.
+example padding), so a stage keeps its masks. For each call, the stage is rewritten for the structure of that call's
+masks (`masked_attention.mask_window_of`). Then a kernel skips masked keys, and no mask is allocated.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def is_ring(node: fx.Node) -> bool:
 
 
 def _is_any_attention(node: fx.Node) -> bool:
-    """Return True if the mask structure or the device may change how the call is lowered."""
+    """Return True if the mask structure or the device affects how the call is lowered."""
     return is_attention(node) or is_ring(node) or node.target is autopart_ops.attention_runs.default
 
 
@@ -119,7 +119,7 @@ def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
 
 
 def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
-    """Return the masks that no input and no buffer affects.
+    """Return the masks that depend on no input and no buffer.
 
     Returns:
         The masks, the stage inputs that they depend on, and a graph that computes those inputs from constants.
@@ -145,7 +145,7 @@ def with_mask_structure(
 ) -> Stage:
     """Return a stage whose attention uses the mask structure instead of the masks.
 
-    Masks that nothing reads any more are removed, with the inputs that only they needed.
+    Masks without remaining uses are removed, and so are the inputs that only they needed.
 
     Args:
         stage: the stage.
@@ -161,10 +161,7 @@ def with_mask_structure(
 
 
 def as_traced(program: Program) -> Program:
-    """Rewrite a program in place for the mask structure of the traced call.
-
-    See `passes/facts/mask_facts.py`.
-    """
+    """Rewrite a program in place for the mask structure of the traced call (`passes/facts/mask_facts.py`)."""
     stages = []
     for stage in program.stages:
         bands = {mask: _structure_of_fullest_rank(mask, program.mesh, calls) for mask, calls in masks_of(stage).items()}
@@ -173,7 +170,7 @@ def as_traced(program: Program) -> Program:
 
 
 def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> MaskStructure | None:
-    """Return a mask's structure in the traced call, for the rank whose queries attend most keys."""
+    """Return a mask's structure in the traced call, on the rank whose queries attend most keys."""
     band, layout = facts(mask).get("band"), facts(mask).get("layout", {})
     sharding = [
         (axis, placement)
@@ -268,7 +265,7 @@ def _without_mask(call: fx.Node, is_causal: bool) -> None:
 
 
 def _count_attended(call: fx.Node, runs: Iterable[QueryRun]) -> None:
-    """Record the FLOPs of the two products over the attended keys only."""
+    """Record the FLOPs of attention's two products over the attended keys only."""
     (rows, heads, _, width), value_width = shape(call.args[0]), shape(call)[-1]
     facts(call)["counted_flops"] = 2 * rows * heads * (width + value_width) * sum(run.seen for run in runs)
     facts(call)["cost"] = cost_notes(call)._replace(counts_attended=True)
@@ -350,7 +347,7 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a prologue without the stage inputs (its first outputs) that the stage does not read."""
+    """Return a prologue without the outputs (stage inputs) that the stage no longer uses."""
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))

@@ -1,6 +1,6 @@
-"""Texts about a plan that several reports share: size of a step, utilization, memory fit.
+"""Lines about a plan that several reports share: size of a step, utilization, memory fit.
 
-They read the plan's data only, so a plan from a file gives the same texts.
+They use only the plan's data, so a plan from a file gives the same lines.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fits(plan: Plan) -> bool | None:
 
 
 def fit_text(plan: Plan) -> str:
-    """Return a text on memory, or "" if the plan has no memory figures.
+    """Return whether the plan fits, as text; "" if the plan has no memory figures.
 
     `1.2 GB on the fullest rank: it fits, a100-80gb-sxm has 80 GB (1.5 % of it)`
     """
@@ -77,7 +77,9 @@ def fit_text(plan: Plan) -> str:
 
 
 def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
-    """Return the rows of `plan.unsharded`, summed over shapes, largest first.
+    """Return the rows of `plan.unsharded` (kinds of replicated operators), merged over shapes.
+
+    The largest is first.
 
     Args:
         flops: FLOPs of a step; `share` of a row is its part of them.

@@ -12,8 +12,9 @@ pins = {
 }
 ```
 
-In names of placements, `*` matches any text, as in `fnmatch`. A number (`model.layers.3.mlp`) gives that block its own
-choices. In names of stages, `*` is one part of a name, and every value of it is a separate case.
+In names of placements, `*` matches any text, as in `fnmatch`. If a pin has a block number (`model.layers.3.mlp`), that
+block's layouts are chosen separately. In names of stages, `*` is one part of a name, and every value of it is a
+separate case.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class CutPin:
 
 @dataclass(frozen=True)
 class TogetherPin:
-    """Modules that must be on one stage; with `*`, for each value of it."""
+    """Modules that must be on one stage; with `*`, those of each value of `*` separately."""
 
     names: tuple[str, ...]
 
@@ -100,7 +101,7 @@ class Pins:
         """Parse pins from a dict in the form of the module's docstring, or from a JSON file.
 
         Args:
-            axes: the mesh axes that may be pinned.
+            axes: the mesh axes that can be pinned.
         Raises OptionError for an invalid entry.
         """
         if isinstance(pins, Pins):
@@ -118,7 +119,7 @@ class Pins:
         return Pins(tuple(layouts), *_stages(pins.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
-        """Return the line of the file that a pin is from; "" for pins that are not from a file."""
+        """Return the line of a pin in its file; "" if the pins are not from a file."""
         if not self.text:
             return ""
         if isinstance(pin, TogetherPin):

@@ -22,10 +22,10 @@ from autopart.common.text import ShownText
 from autopart.errors import PlanError
 from autopart.ir.layout import EXPERT_PLACEMENTS
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.report_terms import Collective
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import ALL_REDUCE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions of axis names: all, those of parameters, those of operators."""
+    """Return regular expressions of axis names: of all axes, of parameters' axes, of operators' axes."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -58,8 +58,8 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
 class Why:
     """The reason for a choice, and the cost of the alternatives. Print it.
 
-    `price_s`: seconds that a step would take longer with the runner-up. `others`: every alternative with its cost as
-    text. `collectives`: names of the collectives around it in the graph. `where`: lines of the model's source.
+    `price_s`: how many seconds longer a step takes with the second-best choice. `others`: every alternative with its
+    cost as text. `collectives`: names of the collectives around it in the graph. `where`: lines of the model's source.
     """
 
     subject: str
@@ -135,7 +135,7 @@ class Plan:
         object.__setattr__(self, "cost", Cost.of(self))
 
     def to_json(self) -> str:
-        """Return the plan as JSON text with one entry per line, so that files compare well."""
+        """Return the plan as JSON text with one entry per line, which suits line-based diffs."""
         data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
         del data["text"], data["reasons"], data["axes"]
         return _dumps(data) + "\n"
@@ -182,7 +182,7 @@ class Plan:
         return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
-        """Return the line of the plan's file that holds these keys; "" without a file."""
+        """Return the line of an entry, given its keys, in the plan's file; "" without a file."""
         return line_of(self.text, *keys) if self.text else ""
 
     @property
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def axes_in_parts(self) -> tuple[str, ...]:
-        """Axes over which parameters are sharded for storage (ZeRO), flattened axes as one, largest first."""
+        """Axes over which ZeRO shards parameters, flattened axes as one, largest first."""
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
         axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
@@ -223,14 +223,13 @@ class Plan:
     def export(self, to: str, model: nn.Module | None = None) -> Any:
         """Convert the plan to another tool's format.
 
-        Formats are "transformers", "parallelize_module", "pipelining" and "megatron".
-
-        The first two need the model (it may be on `meta`). A layout that a format cannot express is an error.
+        Formats are "transformers", "parallelize_module", "pipelining" and "megatron". The first two need the model
+        (possibly on `meta`). A layout that a format cannot express is an error.
         """
         return load_extra("interop").export(self, to, model)
 
     def diff(self, other: Plan) -> Difference:
-        """Return the differences between two plans; false if they mean the same. Print it for a table."""
+        """Return the differences between two plans; false if there are none. Print it for a table."""
         from autopart.show.diff import diff
 
         return diff(self, other)
@@ -249,7 +248,7 @@ class Plan:
         return self._reasons().why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """Return the cost of another placement, with the rest chosen again around it; or why it is impossible.
+        """Return the cost of another placement, or why it is impossible. All other choices are solved again.
 
         Raises the errors of `why`.
 
@@ -261,8 +260,8 @@ class Plan:
     def _reasons(self) -> Explainer:
         if self.reasons is None:
             raise PlanError(
-                "this plan was read from a file", why="what else could have been chosen is known to the plan that "
-                "autopart.plan has just made", hint="autopart.plan(model, mesh, pins=...).why(...)",
+                "a plan that was read from a file has no alternatives", why="only a plan that autopart.plan has just "
+                "made has the costs of other choices", hint="autopart.plan(model, mesh, pins=...).why(...)",
             )  # fmt: skip
         return self.reasons
 
@@ -291,7 +290,7 @@ class Plan:
 
 
 def line_of(text: str, *keys: str) -> str:
-    """Return `line 12`: the first line by which all keys have appeared, in order."""
+    """Return `line 12`: the line on which the last of these nested keys appears."""
     at = 0
     for key in keys:
         index = text.find(json.dumps(key), at)
@@ -302,7 +301,7 @@ def line_of(text: str, *keys: str) -> str:
 
 
 def _dumps(data: Any, indent: str = "", width: int = 160) -> str:
-    """Return JSON in which short values stay on one line and long ones have one entry per line."""
+    """Format JSON: short values on one line, long ones with one entry per line."""
     text = json.dumps(data)
     if not isinstance(data, (Mapping, list, tuple)) or not data or (indent and len(text) <= width):
         return text

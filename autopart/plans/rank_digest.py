@@ -1,4 +1,4 @@
-"""Texts of versions, options and the plan that must be equal on all ranks."""
+"""Versions, options and plan as texts, to check that they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """Return {subject: text}; `options` is a dataclass. A plan's parts have one line per entry."""
+    """Return {subject: text}. `options` is a dataclass. Each part of the plan has one line per entry."""
     import torch  # late: the command line names TIMEOUT_S
 
     version = vars(sys.modules["autopart"]).get("__version__")

@@ -87,7 +87,7 @@ class Results:
     def has_other_gradients(self, other: Results) -> bool:
         """Return True if a parameter has a non-zero gradient in one result and none in the other.
 
-        Parameters of a skipped data-dependent branch may have no gradient.
+        A parameter that only a skipped branch uses has a zero gradient in the program and none in the model.
         """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
@@ -215,7 +215,7 @@ class GraphUnderTest:
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """Lower the program of a training step, which returns the loss in its layout; else that of a call."""
+        """Lower the program of a training step, which returns only the loss. Without a loss: that of a call."""
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
@@ -306,7 +306,7 @@ class GraphUnderTest:
 
 
 class _InputGradients:
-    """Gradients of inputs, as every rank has them."""
+    """Gradients of the model inputs on every rank."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")

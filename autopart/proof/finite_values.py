@@ -27,9 +27,9 @@ class NotFinite:
 
     Args:
         values: description of the bad entries, by compared value (`loss`, `output 1`, `gradient of h.0.up.weight`).
-        begins: the same for parameters, inputs and buffers that have bad entries before the run.
+        begins: description of the bad entries of parameters, inputs and buffers before the run.
         maker: the first operator that computes a bad value, with its source line; "" if there is none.
-        same: the program has the same numbers in the same positions.
+        same: the program computes the same non-finite entries.
     """
 
     values: Mapping[str, str]
@@ -126,7 +126,7 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: GraphUnderTest) -> str:
-    """Describe the operator that begins a chain of NaN, or of infinity that reaches a loss."""
+    """Describe the first operator that computes NaN, or an infinity that reaches a loss."""
     for end in ends:
         node = _origin(end, computed, torch.isnan)
         if node is not None and node.op == "call_function":

@@ -97,7 +97,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model together with a loss module: the two may share tensors."""
+        """Copy and convert the model together with a loss module: the two can share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
@@ -128,7 +128,7 @@ class Reference:
         self.infinite = not_finite(self.subject, self.of_model)
 
     def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call in the precision of the copy."""
+        """Convert the arguments of a call to the precision of the copy."""
         return dict(tree_map(_to_double if self.is_double else _to_single, dict(arguments)))
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
@@ -139,7 +139,7 @@ class Reference:
         return replace(_doubled(traced), parameters=self.traced.parameters, buffers=self.traced.buffers)
 
     def in_double(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the trace."""
+        """Convert the arguments of a call to float64, the precision of the trace."""
         return dict(tree_map(_to_double, dict(arguments)))
 
     def buffer(self, name: str) -> Tensor:
@@ -188,7 +188,7 @@ class Reference:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Return True if float64 is the model's own precision: that of all its weights."""
+    """Return True if all weights have double precision, so that float64 is the model's own precision."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 

@@ -25,8 +25,8 @@ from autopart.common.progress import phase
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.sync_option import SyncOption
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.headlines import whole_rows, whole_text
@@ -347,7 +347,7 @@ def _unsharded_notes(plan: Plan | None) -> list[str]:
     return ["run in full on every rank: " + "; ".join([*map(whole_text, rows[:MOST_UNSHARDED]), *rest])]
 
 
-def _method_notes(dp_sync: DpSync) -> list[str]:
+def _method_notes(dp_sync: SyncOption) -> list[str]:
     if dp_sync.is_default:
         return []
     return [f"dp_sync='{dp_sync}': gradients are compared with exact reduction, the method is not run"]

@@ -15,40 +15,33 @@ from torch import fx, nn
 from autopart.common.flags import flags
 from autopart.common.model_outputs import loss_entry
 from autopart.common.progress import phase
-from autopart.common.text import quantity
 from autopart.compat.torch_internals import tree_unflatten
 from autopart.cost.count.compiled_saved_tensors import with_compiled
 from autopart.cost.count.program_summary import crossings
 from autopart.cost.count.rank_memory import memory_of
 from autopart.cost.count.stage_footprint import liveness_of
-from autopart.cost.formula.plan_cost import Cost
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.memory_advice import Estimate, does_not_fit, fullest
 from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.send_costs import scatter_is_cheaper
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
-from autopart.cost.predict.table import WIDE_IMBALANCE_TOLERANCE
-from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
+from autopart.errors import AutopartError, LayoutError, OptionError
 from autopart.ir.blocks.deduplication import NotDeduplicable
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
-from autopart.ir.run.delayed_gradients import check_delayed
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_for
-from autopart.ir.run.unshard_policy import check_full_gradients
+from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra, schedule_for
+from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
 from autopart.options import Options
 from autopart.passes.choose.decide import boundary_operators, choose_stages_again, decide
-from autopart.passes.choose.explain.reasons import DeferredReasons, Reasons
+from autopart.passes.choose.explain.reasons import DeferredReasons, Reasons, Solved
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute_regions import check_recompute, recompute_of_checkpoints
 from autopart.passes.choose.solve.batch_axis import choose_batch, first_batch_mixing
 from autopart.passes.choose.storage.sharded_storage import choose_sharded_storage
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.deduplicated_blocks import check_blocks, check_written, note_blocks
@@ -190,37 +183,73 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace.
 
-    With a named hardware profile, less balanced stages are also tried, and kept if the predicted step is shorter.
+    If one block can represent all equal blocks, the plan of the deduplicated trace equals that of the full trace. In
+    all other cases, and to raise an error that names the real block, the full trace is planned.
     """
-    plan = _plan_of_few(model, traced, mesh, options)
-    is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
-    if is_fixed or Cost.of(plan).has_quickest_stages:
-        return plan
-    try:
-        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=WIDE_IMBALANCE_TOLERANCE))
-    except MemoryLimitError:
-        return plan
-    return replace(other, notes=(*other.notes, _why_less_even(other, plan)))
-
-
-def _why_less_even(chosen: Plan, even: Plan) -> str:
-    seconds, least_s = (quantity(plan.cost["step_time_s"], "s") for plan in (chosen, even))
-    heaviest, least = (f"{100 * plan.cost['imbalance']:.1f} %" for plan in (chosen, even))
-    return (f"stages are less even than they could be, as a step takes {seconds} then on {chosen.hardware}, not "
-            f"{least_s}: the heaviest is {heaviest} over the lower bound, not {least}")  # fmt: skip
-
-
-def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Return the plan of the deduplicated trace, which equals that of the full trace.
-
-    Falls back to the full trace if blocks cannot be deduplicated, or to raise an error that names the real block.
-    """
-    if traced.folds and can_be_folded(mesh, options):
+    if traced.folds and not traced.checkpointed and can_be_folded(mesh, options):
         try:
-            return _make_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
+            return _best_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
         except AutopartError:
             pass
-    return _make_plan(model, unfolded(traced), mesh, options)
+    return _best_plan(model, unfolded(traced), mesh, options)
+
+
+def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    """Return the plan of the first candidate whose fullest rank fits into the memory limit.
+
+    Raises MemoryLimitError, with settings that need less, if none fits.
+    """
+    traced = traced.without_values()
+    options, notes = _with_checkpoints(traced, options)
+    too_large: list[tuple[Draft, Sequence[RankMemory]]] = []
+    for settings in candidates(mesh, options):
+        chosen = replace(options, **settings)
+        try:
+            draft = drafted(traced, mesh, chosen)
+        except LayoutError:
+            if not too_large:
+                raise
+            continue  # nothing can be sharded
+        memory = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
+        if options.memory is None or fullest(memory).total <= int(options.memory):
+            break
+        too_large.append((draft, memory))
+    else:
+        raise _memory_error(traced, mesh, options, *too_large[0])
+    if axes := draft.problem.expert_axes:
+        check_balance(mesh, options.balance, axes)
+    if (extra := schedule_extra(draft.problem.schedule.name)) is not None:
+        extra.check_program(draft.problem.schedule.name, draft.program)
+    phase("counting time, memory and collectives")
+    reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, chosen))) \
+        if traced.folds else _reasons(draft)  # fmt: skip
+    return plan_of(class_of(model), draft, chosen, memory, reasons, notes, _worst_bytes(draft))
+
+
+def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
+    """Return the settings of options left open that a memory limit may choose from, fastest first.
+
+    Sequence parallelism comes first, then `zero=3`.
+    """
+    cuts: list[dict[str, Any]] = [{}]
+    if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:
+        cuts.append({"sequence_parallel": True})
+    stores: list[dict[str, Any]] = [{}]
+    if options.zero is None and mesh.storing_axis is not None:
+        stores.append({"zero": 3})
+    return [{**cut, **store} for store in stores for cut in cuts]
+
+
+def _memory_error(
+    traced: Trace, mesh: Mesh, options: Options, draft: Draft, memory: Sequence[RankMemory]
+) -> AutopartError:
+    """Return the error of a memory limit below the first candidate's memory, with settings that need less."""
+    if traced.folds:
+        return NotDeduplicable("settings that need less memory are estimated for the full trace")
+    assert options.memory is not None
+    estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
+    schedule = draft.problem.schedule
+    return does_not_fit(memory, int(options.memory), mesh, schedule, rows, estimate, left_open(options))
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
@@ -229,23 +258,8 @@ def can_be_folded(mesh: Mesh, options: Options) -> bool:
     Dumps of passes show the full graph, so they disable deduplication.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
-    sync_is_plain = DpSync.parse(options.dp_sync).is_default
+    sync_is_plain = parse_sync(options.dp_sync).is_default
     return not by_name and sync_is_plain and not flags().dump
-
-
-def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    traced = traced.without_values()
-    if traced.folds and traced.checkpointed:
-        raise NotDeduplicable("which blocks the model checkpoints is not known of a folded trace")
-    options, kept = _with_checkpoints(traced, options)
-    options, draft, memory = _fitted(traced, mesh, options)
-    if axes := draft.problem.expert_axes:
-        check_balance(mesh, options.balance, axes)
-    check_delayed(draft.problem.schedule.name, draft.program)
-    phase("counting time, memory and collectives")
-    reasons = DeferredReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
-        if traced.folds else _reasons(draft)  # fmt: skip
-    return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
 
 
 def _reasons(draft: Draft) -> Reasons:
@@ -282,14 +296,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
     problem = problem_of(traced, mesh, options)
-    if options.compile and problem.expert_axes:
-        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
-        raise OptionError(
-            f"compile=True cannot be on {mesh}",
-            why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
-            hint=f"leave compile out, or {hint}",
-        )
-    check_named(traced, options.sequence_dims or {})
+    _check_options(problem, options)
     follow_sequences(traced, options.sequence_dims or {})
     if options.sequence_dims:
         check_blocks(traced)
@@ -298,23 +305,41 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions, solved = choose_stages_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_sharded_storage(problem, decisions.stored))
-    check_methods(traced, decisions)
+    decisions.dp_sync.check_storage(traced, decisions)
+    return _with_program(problem, decisions, solved, options)
+
+
+def _check_options(problem: Problem, options: Options) -> None:
+    """Raise OptionError if an option does not fit the model or the mesh."""
+    mesh = problem.mesh
+    if options.compile and problem.expert_axes:
+        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
+        raise OptionError(
+            f"compile=True cannot be on {mesh}",
+            why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
+            hint=f"leave compile out, or {hint}",
+        )
+    check_named(problem.trace, options.sequence_dims or {})
+
+
+def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, Solved], options: Options) -> Draft:
+    """Write the program of the decisions, with scatter-gather sends if they are cheaper."""
+    traced, outputs = problem.trace, plan_outputs(problem.trace)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
-    whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng, options.compile)
-    check_full_gradients(whole.program)
-    decisions = replace(
-        decisions, scatter_sends=scatter_is_cheaper(crossings(traced, whole.program), mesh, problem.hardware)
-    )
-    if not decisions.scatter_sends:
-        return Draft(problem, decisions, whole.program, solved, whole.walks)
-    parts = written(traced, decisions, plan_outputs(traced), rng, options.compile)
-    return Draft(problem, decisions, parts.program, solved, parts.walks, whole)
+    decisions = replace(decisions, scatter_sends=False)
+    unscattered = written(traced, decisions, outputs, rng, options.compile)
+    decisions.dp_sync.check_program(unscattered.program)
+    if not scatter_is_cheaper(crossings(traced, unscattered.program), problem.mesh, problem.hardware):
+        return Draft(problem, decisions, unscattered.program, solved, unscattered.walks)
+    decisions = replace(decisions, scatter_sends=True)
+    scattered = written(traced, decisions, outputs, rng, options.compile)
+    return Draft(problem, decisions, scattered.program, solved, scattered.walks, unscattered)
 
 
 def written(
     traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng, is_compiled: bool = False
 ) -> Written:  # fmt: skip
-    """The program of a training step for a plan's figures."""
+    """Write the program of a training step, and analyse the liveness of its stages, for a plan's figures."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
     for stage in program.stages:
         check_written(stage.graph.graph, traced.folds)
@@ -327,35 +352,8 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
-        IMBALANCE_TOLERANCE if options.stage_slack is None else options.stage_slack,
+        options.context, parse_sync(options.dp_sync), options.balance, options.sequence_dims,
     )  # fmt: skip
-
-
-def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
-    """Return the fastest choice of the open options whose fullest rank fits into the memory limit.
-
-    Raises MemoryLimitError, with settings that need less, if there is none.
-    """
-    first: tuple[Draft, Sequence[RankMemory]] | None = None
-    for choice in _open_choices(mesh, options):
-        asked = replace(options, **choice)
-        try:
-            draft = drafted(traced, mesh, asked)
-        except LayoutError:
-            if first is None:
-                raise
-            continue  # nothing to cut
-        ranks = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
-        if options.memory is None or fullest(ranks).total <= int(options.memory):
-            return asked, draft, ranks
-        first = first or (draft, ranks)
-    if traced.folds:
-        raise NotDeduplicable("what would take less memory is asked of the whole trace")
-    assert first is not None and options.memory is not None
-    draft, needed = first
-    estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
-    raise does_not_fit(needed, int(options.memory), mesh, draft.problem.schedule, rows, estimate, left_open(options))
 
 
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
@@ -379,20 +377,6 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 def left_open(options: Options) -> dict[str, Any]:
     """Return the given values of the options that may be changed to save memory."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
-
-
-def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
-    """Return the settings that a memory limit may choose from, fastest first.
-
-    Sequence parallelism comes first, then `zero=3`.
-    """
-    cuts: list[dict[str, Any]] = [{}]
-    if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:
-        cuts.append({"sequence_parallel": True})
-    stores: list[dict[str, Any]] = [{}]
-    if options.zero is None and mesh.storing_axis is not None:
-        stores.append({"zero": 3})
-    return [{**cut, **store} for store in stores for cut in cuts]
 
 
 def class_of(model: nn.Module) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopart.cost.count.program_summary import collectives, cost, stage_rows
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.count.tabulate import tabulate
 from autopart.cost.memory_kinds import RankMemory
 from autopart.cost.predict.simulate import schedule_notes, simulated
+from autopart.cost.predict.stage_balance import TIME_TOLERANCE, Partition
 from autopart.cost.predict.table import TableCost
 from autopart.cost.predict.table_data import as_data, deduplicated_rows, plan_setting
 from autopart.ir.decisions import Decisions
@@ -56,6 +57,19 @@ class Draft(NamedTuple):
     whole: Written | None = None
 
 
+def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_even: Partition | None) -> list[str]:
+    """Return a note if stages could be more even, but would send more."""
+    pinned = problem.pins.cuts or problem.pins.together
+    if most_even is None or pinned:
+        return []
+    heaviest, bound = max(row["flops"] for row in stages), most_even.lower_bound
+    if heaviest <= most_even.least_load * (1 + TIME_TOLERANCE):
+        return []
+    over, least = (f"{100 * (load / bound - 1):.1f} %" for load in (heaviest, most_even.least_load))
+    return [f"stages could be more even, but would send more, which takes longer on {problem.hardware.name}: the "
+            f"heaviest is {over} over the lower bound, not {least}"]  # fmt: skip
+
+
 def plan_of(
     kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
     notes: Sequence[str] = (), worst_bytes: int | None = None,
@@ -96,7 +110,8 @@ def plan_of(
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     stages = decisions.num_stages
-    bound = partition(traced.graph, stages, traced.folds).lower_bound if stages > 1 else None
+    most_even = partition(traced.graph, stages, traced.folds) if stages > 1 else None
+    bound = None if most_even is None else most_even.lower_bound
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
@@ -106,6 +121,7 @@ def plan_of(
         reduce_dtype=precision.reduce_name if precision is not None else None,
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
         memory=held, timing=took,
-        notes=(*own_notes, *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
+        notes=(*own_notes, *_balance_notes(problem, rows, most_even),
+               *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
         pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from autopart.common.names import pattern_of
 from autopart.common.text import ShownText, quantity
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.recompute_spec import recompute_mode_of, text_of
+from autopart.ir.run.sync_option import parse_sync
 
 if TYPE_CHECKING:
     from autopart.plans.plan import Plan
@@ -38,7 +38,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """All differences of two plans; false if they mean the same. Print it for a table."""
+    """All differences of two plans; false if there are none. Print it for a table."""
 
     rows: tuple[DiffRow, ...]
 
@@ -93,7 +93,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("zero", "level"): str(plan.zero),
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
-        ("dp_sync", "between data ranks"): str(DpSync.parse(plan.dp_sync)),
+        ("dp_sync", "between data ranks"): str(parse_sync(plan.dp_sync)),
         ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
         ("sequence_dims", "cut over cp"): str(plan.sequence_dims or "all positions"),
         ("compile", "stages"): "yes" if plan.compile else "no",
@@ -147,7 +147,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return rows by pattern, with the numbers of the blocks if only some of them differ."""
+    """Return differences by pattern, with block numbers if only some of the blocks differ."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):

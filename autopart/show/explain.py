@@ -35,7 +35,7 @@ _NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or c
 def explain(plan: Plan) -> str:
     """Return the plan as text of 80 columns.
 
-    Its table of layouts may take 120, a few more for long module names.
+    Its table of layouts can take 120 columns, and a few more for long module names.
 
     Example:
         >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
@@ -158,7 +158,7 @@ def _totals(plan: Plan) -> str:
 
 
 def _unsharded(plan: Plan) -> str:
-    """Return one entry per kind of replicated operator, with the call that might shard it."""
+    """Return one entry per kind of replicated operator, with a rule that could shard it."""
     if not plan.unsharded:
         return ""
     lines = ["run whole on every rank"]
@@ -176,7 +176,7 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    """Return the cost of the layouts on the first solved axis, and the proven gap to the best possible."""
+    """Return text on the objective of the solved layouts, and on the proven gap to the optimum."""
     cost = plan.cost
     if "work_share" not in cost:
         return ""
@@ -213,7 +213,7 @@ def _balance(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Return the fullest rank of every pipeline coordinate, by kind.
+    """Return a table of memory by kind, for the fullest rank at every `pp` coordinate.
 
     Kinds that are zero everywhere are omitted.
     """
@@ -234,7 +234,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """Return a text on the expert load that the memory is for, and the memory of the worst case."""
+    """Return text on the expert load that memory is predicted for, and on the memory of the worst load."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
     of = f"the fullest rank has {plan.balance:g} times the mean" if plan.balance > 1 else "all ranks have as many"
@@ -274,7 +274,7 @@ def _cost(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of the table; texts may have several lines."""
+    """One row of the table; texts can have several lines."""
 
     block: str = ""
     layout: tuple[str, ...] = ()
@@ -435,7 +435,7 @@ def _layout_text(plan: Plan, name: str) -> str:
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """Return the groups under one heading, separated by rules. Layouts are wrapped to the remaining width."""
+    """Return the groups under one heading, separated by lines. Layouts are wrapped to the remaining width."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
@@ -458,7 +458,7 @@ def _table(groups: Sequence[Group]) -> str:
 
 
 def _wrap_layout(text: str, width: int) -> list[str]:
-    """Wrap a long list of weights to indented lines; a placement is not broken."""
+    """Wrap a long list of weights to indented lines, without a break inside a placement."""
     lines = []
     for line in text.split("\n"):
         kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")

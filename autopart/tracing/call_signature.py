@@ -1,4 +1,4 @@
-"""Wrapper of a model for a trace: it takes the tensors of a call alone."""
+"""Wrapper of a model for a trace: its inputs are only the tensors of a call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIX = "model."
 
 
 class ExportEntry(nn.Module):
-    """A model with all arguments of one call fixed but the tensors; options may be of any type.
+    """A model with all arguments of one call fixed but the tensors; options can be of any type.
 
     Inputs are named as in `tensor_names`; outputs are the model's. `autocast`: the autocast state of the call.
     `state`: the side effects of forward.

@@ -75,8 +75,8 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
         dtype = str(autocast).removeprefix("torch.")
         raise OptionError(
             f"precision='{precision.name}' inside torch.autocast({dtype})",
-            why="each says what operators compute in, and they would not agree",
-            hint="one of the two; autocast regions of the model's own stay as they are",
+            why="both set the dtype in which operators compute",
+            hint="use one of the two; autocast regions inside the model keep their effect",
         )
 
 

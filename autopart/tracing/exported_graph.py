@@ -45,7 +45,7 @@ def functional(program: Any) -> Any:
         raise TraceError(
             "F.instance_norm is given running statistics to write",
             refusal=Refusal.WRITE,
-            why="torch hides that from a trace",
+            why="torch.export does not record these writes",
             where=source_text(hidden),
             hint="nn.InstanceNorm1d/2d/3d with track_running_stats=True",
         )
@@ -67,9 +67,9 @@ def inline_regions(module: Any) -> None:
         if num_options is None:
             record_origin(node)
             raise TraceError(
-                f"{node.target} holds a part of the model that cannot be cut",
+                f"{node.target} contains operators that cannot be sharded or split into stages",
                 refusal=Refusal.REGION,
-                why="only no_grad and autocast regions can be",
+                why="only no_grad and autocast regions are supported",
                 where=source_text(node),
                 hint="torch.where and plain operations in its place, or parallelize the modules inside",
             )
@@ -105,7 +105,7 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Read a buffer or parameter with several names by its first one.
+    """Make all uses of a tied buffer or parameter use its first name.
 
     Otherwise torch cannot functionalize writes to it.
     """
@@ -126,7 +126,7 @@ def _one_name_each(program: Any) -> None:
 
 
 def _written_out(node: fx.Node) -> bool:
-    """Return the kinds of dropout that torch decomposes when it functionalizes a graph."""
+    """Return True for a dropout call that torch decomposes when it functionalizes a graph."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _FORMULAS and draws_random_numbers(node)
 
@@ -155,7 +155,8 @@ def own_graph(
 ) -> fx.Graph:
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
-    Inputs stay placeholders. `parameter`: the name of a parameter in the model.
+    Inputs stay placeholders. `attributes`: {placeholder: name of its tensor in the model}. `parameters`: the
+    placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
@@ -177,9 +178,9 @@ def own_graph(
             if unknown is not None:
                 kind = getattr(value(unknown), "class_fqn", "").rpartition(".")[2] or "an object"
                 raise TraceError(
-                    f"{operator_name(node)} is given a {kind} of the model's own",
+                    f"{operator_name(node)} is passed a {kind} object of the model",
                     refusal=Refusal.PART,
-                    why="a program is made of operators on tensors",
+                    why="a program can pass only tensors to operators",
                     where=source_text(node),
                     hint="plain operations on tensors in its place",
                 )
@@ -236,7 +237,7 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Call
 
 
 def _detached(update: fx.Node) -> fx.Node:
-    """Detach a new value of a buffer: a buffer outlives the backward."""
+    """Detach the new value of a buffer from autograd, because a buffer outlives the backward."""
     if update.op != "call_function" or not is_floating(update):
         return update
     with update.graph.inserting_after(update):

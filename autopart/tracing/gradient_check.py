@@ -1,8 +1,8 @@
 """Check that a trace gives every parameter and input the gradient that the model gives it.
 
-The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph says which
-parameters the outputs and the loss depend on; so does the trace's graph. If the two differ, both are differentiated:
-what counts is which tensors get a gradient.
+The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows which
+parameters the outputs and the loss depend on; so does the trace's graph. If the two differ, both are differentiated,
+and the sets of tensors that get a gradient must be equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _GradientRun:
-    """A run of a model or of its graph: flat outputs, and tensors that may need a gradient."""
+    """A run of a model or of its graph: flat outputs, and tensors that can need a gradient."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]
@@ -76,7 +76,7 @@ def with_gradients_checked(
 ) -> Trace:
     """Return the trace, after a check that every parameter gets the same gradient in it as in the model.
 
-    Also records the model's own checkpoints, which a trace with repeated blocks may miss, and a note if the model does
+    Also records the model's own checkpoints, which a trace with repeated blocks can miss, and a note if the model does
     not run on meta tensors and nothing was compared. Raises TraceError if a gradient is lost, or extra.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -150,7 +150,7 @@ def _compare(
 
 
 def _static(traced: Trace) -> dict[fx.Node, set[str]]:
-    """Return {value of the graph: its ancestors by floating-point values that are not detached}."""
+    """Return {node: names of the trained parameters and inputs to which its gradient flows}."""
     reached: dict[fx.Node, set[str]] = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
@@ -192,4 +192,4 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
         what = f"the trace of {name} gives a gradient to {names}"
         why = "the model itself gives none there"
     return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
-                      hint="the same in plain operations, without Python that torch.export does not see")  # fmt: skip
+                      hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip

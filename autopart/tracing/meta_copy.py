@@ -47,7 +47,7 @@ class Source:
         except CannotCopy as error:
             self._held = self.model
             warnings.warn(
-                f"every rank keeps the whole {type(self.model).__name__} in memory beside its shards: {error}.",
+                f"every rank keeps the full {type(self.model).__name__} in memory in addition to its shards: {error}.",
                 stacklevel=2,
             )
 

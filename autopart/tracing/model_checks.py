@@ -68,7 +68,7 @@ def check_model(model: Any) -> None:
         name = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
-                f"{name} is a TorchScript module", refusal=Refusal.PART, why="a trace follows Python, and it has none",
+                f"{name} is a TorchScript module", refusal=Refusal.PART, why="it has no Python code to trace",
                 hint="the nn.Module that it was scripted or traced from; compile=True compiles it",
             )  # fmt: skip
         if _is_lazy(module):
@@ -83,5 +83,5 @@ def check_hooks(model: nn.Module) -> None:
                 f"'{name or type(model).__name__}' has a backward hook",
                 refusal=Refusal.HOOK,
                 why="only the forward is traced; its gradients are computed without hooks of modules",
-                hint="remove it, or let the model be changed by it in forward()",
+                hint="remove it, or use tensor.register_hook inside forward()",
             )

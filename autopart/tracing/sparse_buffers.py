@@ -1,4 +1,4 @@
-"""Sparse tensors of a model: buffers may be sparse, as every rank has them in full."""
+"""Sparse tensors of a model: only buffers, which every rank has in full, can be sparse."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise TraceError for a sparse input, or a sparse buffer in compressed form."""
+    """Raise TraceError for a sparse input, or a sparse buffer in a compressed layout such as CSR."""
     for name, tensor in inputs.items():
         if tensor.layout is not torch.strided:
             raise TraceError(
                 f"the input '{name}' is a sparse tensor", refusal=Refusal.PART,
-                why="inputs are cut into rows of the batch, and it cannot be",
-                hint=f"a buffer of the model (register_buffer), which every rank holds whole; or {name}.to_dense()",
+                why="inputs are split by sample, which is not supported for sparse tensors",
+                hint=f"a buffer of the model (register_buffer), which every rank has in full; or {name}.to_dense()",
             )  # fmt: skip
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout not in (torch.strided, torch.sparse_coo) or (tensor.is_sparse and tensor.requires_grad):
@@ -25,6 +25,6 @@ def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise TraceError(
                 f"the {kind} '{name}' of {type(model).__name__} has the layout {layout}", refusal=Refusal.PART,
-                why="of sparse tensors, a buffer in coordinates (sparse_coo) can be traced",
+                why="the only sparse tensors that can be traced are buffers in coordinate layout (sparse_coo)",
                 hint=f"register_buffer('{name.rpartition('.')[2]}', tensor.to_sparse_coo()), or to_dense()",
             )  # fmt: skip

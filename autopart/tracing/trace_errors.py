@@ -1,4 +1,4 @@
-"""Errors of a trace in the user's terms: the line, the module, the value, and what to do."""
+"""Errors of a trace in the user's terms: line, module, value and hint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.par
 
 
 class LostInTrace(Exception):
-    """A part of a forward that a trace would lose, reported with the running line."""
+    """Raised for code in a forward whose effect a trace would lose, with the running line."""
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
@@ -29,7 +29,7 @@ class LostInTrace(Exception):
 
 
 class _KnownFailure(NamedTuple):
-    """A message of torch (a regular expression), and its meaning."""
+    """A message of torch (a regular expression), and its explanation for the user."""
 
     refusal: Refusal
     pattern: str
@@ -69,7 +69,10 @@ _OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory
 
 
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
-    """Return the error for the user. `origin`: ancestors of the last value that Python asked for."""
+    """Return the error for the user.
+
+    `origin`: text of the values from which the last data-dependent condition was computed.
+    """
     wrapped, model = model, users_model(model)
     name = type(model).__name__
     frame, line = _innermost(error)
@@ -110,7 +113,7 @@ def shape_by_values(model: nn.Module, operator: str, where: str, path: str, orig
     return TraceError(
         f"{type(model).__name__} cannot be traced",
         refusal=Refusal.SIZE,
-        why=f"how much {operator} gives depends on the values in a tensor" + _from(origin),
+        why=f"the size of the result of {operator} depends on tensor values" + _from(origin),
         where=where,
         hint="a mask in place of a selection: torch.where(mask, x, 0); or " + _both_sides(path, model),
     )
@@ -121,7 +124,7 @@ def _from(origin: str) -> str:
 
 
 def _both_sides(path: str, model: nn.Module) -> str:
-    """Return a hint: the modules before and after the line can be partitioned alone."""
+    """Return a hint to parallelize the modules before and after the line separately."""
     inside = model.get_submodule(path).named_children()
     part = next((name for name, child in inside if any(True for _ in child.parameters())), "")
     full = ".".join(filter(None, (path, part))) or "encoder"

@@ -66,7 +66,7 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 def bind_next_call(
     model: nn.Module, signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Bind a call like `bind_call` for a model that was traced before, without a walk over its modules."""
+    """Bind a call like `bind_call`, for a model that was traced before; does not check its modules again."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -90,7 +90,7 @@ def bind_next_call(
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """Return True if a model may return a cache, also if it passes its arguments to another model (peft)."""
+    """Return True if a model can return a key/value cache, itself or by forwarding arguments (peft)."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
     return _NO_CACHE in signature.parameters or (hands_on and configured)
@@ -110,7 +110,7 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
 
 
 def check_values(call: Call) -> None:
-    """Raise InputError if an input of a call that computes has no values."""
+    """Raise InputError if an input of a call that computes is on the meta device."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta:
             raise InputError(
@@ -123,11 +123,11 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     """Trace `model(**arguments)`.
 
     Args:
-        model: any module; its parameters may be on `meta`.
+        model: any module; its parameters can be on `meta`.
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes; they are buffers of this call, too.
     Raises:
-        TraceError: the model cannot be traced, with the user's line and what to try.
+        TraceError: the model cannot be traced, with the user's line and a hint.
     """
     device = device_of_weights(model)
     call = flatten_call(arguments)
@@ -179,7 +179,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program, traced again with torch's random numbers if Python's decide something in it."""
+    """Return the program, traced again with torch's generator if Python's random numbers affect it."""
 
     def check(program: Any) -> None:
         check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
@@ -198,7 +198,7 @@ def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program
 
 
 def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
-    """Return the exported program without regions, with repeated blocks traced once if possible."""
+    """Return the exported program without nested regions. Repeated blocks are traced once if possible."""
     while True:
         try:
             return _export_blocks(entry, example)
@@ -262,7 +262,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape depends on values: such a graph cannot be planned."""
+    """Raise TraceError if a shape depends on tensor values, since such a graph cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
@@ -344,7 +344,7 @@ def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
 
 
 def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
-    """Return the trace with written frozen parameters among its buffers: every rank has them in full."""
+    """Return the trace with frozen parameters that a forward writes moved to its buffers."""
     for node in traced.graph.find_nodes(op="get_attr"):
         facts(node)["parameter"] = bool(facts(node).get("parameter")) and node.target not in written
     parameters = {name: p for name, p in traced.parameters.items() if name not in written}
@@ -353,7 +353,7 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 
 
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of constants that are parameters or buffers kept in a list or dict, too."""
+    """Return {constant: name} of constants that are parameters or buffers, reached through a list or dict."""
     names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
     return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}
 
@@ -366,7 +366,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
-    """Return parameters by the names of `named_parameters()`, with the other names of tied ones."""
+    """Return {name: parameter} as `named_parameters()`, and {name: other names} of tied ones."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(users_name(model, name))

@@ -20,7 +20,7 @@ _DETACHING = ("detach", "detach_", "__get__")
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model with its arguments by name, as `bind_call` returns them; by position if necessary."""
+    """Call a model with arguments by name, as `bind_call` returns them; by position for `*args`."""
     signature = inspect.signature(model.forward).parameters
     kinds = {name: parameter.kind for name, parameter in signature.items()}
     rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
@@ -78,8 +78,8 @@ _OF_MODEL: ContextVar[frozenset[Hashable] | None] = ContextVar("the model's para
 def check_criterion(func: Any, tensors: Iterable[Tensor]) -> None:
     """Raise TraceError if a loss function reads a trained tensor that the model does not have.
 
-    The tensor may be in a closure, an object or a global, where `criterion_tensors` does not find it. `tensors`: of an
-    operator in a trace.
+    The tensor can be in a closure, an object or a global, where `criterion_tensors` does not find it. `tensors`: inputs
+    of an operator in a trace.
     """
     of_model = _OF_MODEL.get()
     if of_model is None or not torch.is_grad_enabled() or getattr(func, "__name__", "") in _DETACHING:
@@ -133,7 +133,7 @@ def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def loss_name(model: nn.Module) -> str:
-    """Return a name for a loss function that no part of the model has."""
+    """Return a name for a loss function that no attribute of the model has."""
     name = "loss_fn"
     while name in model._modules or name in model._buffers or name in model._parameters:
         name += "_"
@@ -150,7 +150,7 @@ def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def criterion_key(loss_fn: Any) -> Hashable:
-    """Return the key of a loss function that is a module: its modes, and the kinds of its tensors."""
+    """Return the cache key of a loss function that is a module: its modes and its tensors' metadata."""
     if not isinstance(loss_fn, nn.Module):
         return None
     modes = tuple(module.training for module in loss_fn.modules())
@@ -169,6 +169,6 @@ def check_unwritten(model: nn.Module, names: Mapping[str, Any]) -> None:
     if written is not None:
         raise TraceError(
             f"loss_fn writes to its buffer '{written.partition('.')[2]}': make it a part of the model",
-            refusal=Refusal.WRITE, why="a step writes the buffers of the model alone",
+            refusal=Refusal.WRITE, why="a step writes only buffers of the model",
             hint="a module whose forward returns loss_fn(model(x), target)",
         )  # fmt: skip

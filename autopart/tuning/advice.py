@@ -17,9 +17,9 @@ from autopart.recipe.plan_figures import Draft
 
 
 def advised(plan: Plan, options: Options) -> Plan:
-    """Return a plan, with a note of settings that would fit if it does not.
+    """Return the plan. If it does not fit into memory, add a note of settings that would fit.
 
-    At most `cost.memory_advice.TRIES` other settings are drafted, always the same ones, so that every process writes
+    At most `cost.memory_advice.TRIES` other settings are tried, always the same ones, so that every process writes
     the same note.
     """
     reasons = plan.reasons

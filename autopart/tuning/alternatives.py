@@ -1,4 +1,4 @@
-"""Reasons for a found configuration, and why well-known configurations are slower."""
+"""Texts on why a configuration was chosen, and why well-known configurations are slower."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME = 1.005
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
-    """Return the well-known configurations by name, each with a test of a candidate.
+    """Return {name: test of a candidate} of the well-known configurations.
 
     `node`: devices in a node.
     """
@@ -64,7 +64,7 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
 
 
 def _on_what(other: Candidate, best: Candidate) -> str:
-    """Return the parts of a step that take longer in one configuration than in the other, largest first."""
+    """Return, as text, the parts of a step that take longer in `other` than in `best`, largest first."""
     if other.simulation is None or best.simulation is None:
         return ""
     mine, theirs = best.simulation.parts, other.simulation.parts
@@ -75,7 +75,7 @@ def _on_what(other: Candidate, best: Candidate) -> str:
 
 
 def reasons(candidates: Sequence[Candidate]) -> list[str]:
-    """Beside each of a Pareto list, fastest first, why it is there."""
+    """Return, for each candidate of a Pareto list (fastest first), the reason why it is in the list."""
     if not candidates:
         return []
     lines = ["the fastest that fits"]

@@ -1,8 +1,8 @@
-"""Search for a mesh and its options: closed formulas sweep all candidates, the best are simulated.
+"""Search for a mesh and its options: closed formulas evaluate all candidates, the best are simulated.
 
 A copy of the model with few of its repeated blocks is traced once. Its operators are counted for each kind of layout
-(with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation. From these tables come the formulas
-(`cost.formula`) of the sweep, and the simulated stages and steps (`cost.predict.table`).
+(with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation mode. The counts are tables of
+operators, from which formulas (`cost.formula`) and simulations (`cost.predict.table`) are derived.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopart.cost.predict.simulate import LONGEST, Simulation, simulate
 from autopart.cost.predict.table import RunSetting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
 from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption, parse_sync
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
 from autopart.options import Options, SearchOptions, read_options, with_options
@@ -75,7 +75,7 @@ class Candidate:
     zero: int
     step_time_s: float
     memory_bytes: float
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     simulation: Simulation | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -118,7 +118,7 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """Kinds of axes that the layouts of a table are chosen for. `context`: number of `cp` ranks."""
+    """The kinds of axes for which a table's layouts were chosen. `context`: number of `cp` ranks."""
 
     tensor: bool
     sequence_parallel: bool
@@ -127,13 +127,13 @@ class LayoutKind(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
-        """Return the kind of a mesh. From eight `cp` ranks on, another attention strategy may be cheaper."""
+        """Return the kind of a mesh. With 8 or more `cp` ranks, another attention strategy can be cheaper."""
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh on which the model is counted."""
+        """Mesh on which the model's operators are counted."""
         sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
         return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
 
@@ -158,7 +158,7 @@ class Space:
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
-    methods: Sequence[DpSync] = ()
+    methods: Sequence[SyncOption] = ()
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     tables: dict[tuple[LayoutKind, RecomputeMode], Table] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Space:
         self.tables.clear()
 
     def table(self, kind: LayoutKind, recompute: RecomputeMode) -> Table:
-        """Return the table for a kind of layouts, counted on first use."""
+        """Return the operator table for a kind of layouts, counted on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
@@ -221,17 +221,17 @@ class Space:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a sample."""
+        """Number of tokens of a sample."""
         return tokens(self._traced)
 
     @cached_property
     def num_experts(self) -> int:
-        """A number that divides the experts of every layer with experts; 1 without any."""
+        """Greatest common divisor of the expert counts of all layers; 1 without experts."""
         return math.gcd(*(expert_counts(self._traced.graph) or [1]))
 
     @cached_property
     def num_blocks(self) -> int:
-        """The largest number of stages: one per repeated block."""
+        """Largest number of stages that is tried: one per repeated block."""
         return max([len(like) for like in self._like.values()], default=4)
 
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
@@ -250,7 +250,7 @@ class Space:
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Return every candidate by the formulas, fastest first.
+        """Return every candidate, evaluated by the formulas, fastest first.
 
         Schedules are 1F1B and interleaved 1F1B, or GPipe with too few microbatches. `rescheduled` adds the others.
         """
@@ -315,9 +315,9 @@ class Space:
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with every applicable gradient method, simulated.
+        """Yield the candidate with every applicable `dp_sync` method, simulated.
 
-        Ranks have full models, or full gradients.
+        Methods of models need `zero=0`, methods of gradients at most `zero=1`.
         """
         for method in self.methods if candidate.mesh.along("rows") else ():
             if candidate.zero == 0 or (candidate.zero == 1 and not method.changes_models):
@@ -354,7 +354,7 @@ class Space:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
                 f"no way to run on {devices} devices fits into {quantity(memory, 'B')}",
-                why=f"the smallest is {least}" if least else f"{self.rows} rows divide over no mesh",
+                why=f"the smallest is {least}" if least else f"{self.rows} rows cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
             )  # fmt: skip
         return _pareto(within)
@@ -392,18 +392,18 @@ def search(
 ) -> list[Plan]:
     """Find the best plans for a number of devices: the Pareto front of time and memory, fastest first.
 
-    Closed formulas sweep every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO level.
+    Closed formulas evaluate every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO level.
     The best are split into stages and simulated, also under the other schedules. The first `count` of them are planned
     in full.
 
     Args:
-        model: may be on `meta`.
+        model: possibly on `meta`.
         devices: ranks, in nodes of the hardware's size.
         global_batch: samples of a step. None: those of the example.
         example_kwargs: a call of the model with any batch size. None: tokens, for language models of transformers.
         count: number of plans to make.
-        dp_sync: gradient synchronization methods to try, `["powersgd:4", "local:8"]`, as in `plan`. They change what
-            the model learns, which is not predicted, so no others are tried.
+        dp_sync: `dp_sync` methods to try, `["powersgd:4", "local:8"]`, as in `plan`. They change what the model learns,
+            which is not predicted, so no others are tried.
         **options: `SearchOptions`.
     Returns:
         Plans in the order of their simulated steps. The last note of each says what is predicted and why it is listed.
@@ -419,7 +419,7 @@ def search(
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it must be an integer from 1")
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
-    methods = [DpSync.parse(method) for method in dp_sync]
+    methods = [parse_sync(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
     space.sequence_dims = asked.sequence_dims
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
@@ -430,7 +430,7 @@ def search(
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            f"no plan that was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
@@ -442,7 +442,7 @@ def search(
 
 
 class _Planned(NamedTuple):
-    """A candidate with the figures of its plan, and its earlier estimate."""
+    """A candidate with the figures of its plan, and its estimate before planning."""
 
     candidate: Candidate
     estimated: Candidate
@@ -452,7 +452,7 @@ class _Planned(NamedTuple):
 def _planned(
     model: nn.Module, traced: Trace, candidates: Sequence[Candidate], options: Options, limit: float, count: int
 ) -> list[_Planned]:
-    """Return the first `count` candidates that fit by exact counts, ordered by the figures of their plans."""
+    """Return the first `count` candidates whose plans fit, ordered by the step times of their plans."""
     best: list[_Planned] = []
     for estimated in candidates:
         if len(best) == count:
@@ -470,7 +470,7 @@ def _planned(
 
 def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
-    precision: Precision | None = None, methods: Sequence[DpSync] = (), balance: float = 1.0,
+    precision: Precision | None = None, methods: Sequence[SyncOption] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
     """Return the search space of `search`. Raises the errors of `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
@@ -488,12 +488,12 @@ def _given_rows(example: Mapping[str, Any]) -> int:
     """
     sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
     if not sizes:
-        raise InputError("search() needs an example call with rows", hint="example_kwargs={'input_ids': ids}")
+        raise InputError("search() needs an example call with a batch dim", hint="example_kwargs={'input_ids': ids}")
     return max(sizes, key=sizes.count)
 
 
 def _rows_of(x: Any, rows: int, wanted: int) -> Any:
-    """Return a tensor with another batch size; new samples have no values."""
+    """Return a tensor with another batch size. The values of added samples are meaningless."""
     if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
         return x
     return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()

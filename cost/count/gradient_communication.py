@@ -15,13 +15,13 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import MethodParameters, carried
+from autopart.cost.predict.dp_sync_costs import carried
 from autopart.ir.blocks.deduplication import NotDeduplicable, expand_blocks, later
 from autopart.ir.facts import times
 from autopart.ir.layout import local_shape
 from autopart.ir.program import Program, Stage, StoredTensor
 from autopart.ir.run.buckets import by_first_use
-from autopart.ir.run.dp_sync import Method
+from autopart.ir.run.sync_option import MethodParameters, SyncMethod
 from autopart.ir.run.unshard_policy import (
     ParameterGather,
     gather_groups,
@@ -98,7 +98,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
     """Return what data-parallel ranks exchange for these parameters instead of an all-reduce, by method."""
-    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+    rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
         stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize
         if stored.method is not None:

@@ -14,7 +14,6 @@ from autopart.cost.count.memory_peaks import StageMemory, stage_memory
 from autopart.cost.count.stage_footprint import Liveness
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES, RankMemory
 from autopart.cost.predict.comm_buffers import received_bytes
-from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.ir.facts import facts, times
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
@@ -81,7 +80,7 @@ def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]
     """Return the bytes of state that data-parallel methods keep for this rank's trained parameters."""
     here = [name for name in trained if name in program.parameters]  # deduplicated traces have no data-parallel method
     return round(
-        sum(state_bytes_of_method(one, program.data_ranks) for one in exchanged_by_method(trace, program, here))
+        sum(one.method.state_bytes(one, program.data_ranks) for one in exchanged_by_method(trace, program, here))
     )
 
 

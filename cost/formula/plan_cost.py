@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.errors import LayoutError, OptionError, PlanError, StageError
 from autopart.ir.mesh import Mesh, check_balance
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.report_terms import MEMORY_KINDS
 from autopart.ir.run.schedules import Schedule, can_run, check_schedule, schedule_for, versions_of
+from autopart.ir.run.sync_option import parse_sync
 
 if TYPE_CHECKING:
     import sympy
@@ -124,7 +124,7 @@ class Cost(dict[str, Any]):
         axis = (*plan.mesh_object().along("rows"), plan.mesh_object().data_axis)[0]
         return Formula(
             table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes,
-            methods=shares(table, DpSync.parse(plan.dp_sync)), over=(axis, plan.mesh_object().size(axis)),
+            methods=shares(table, parse_sync(plan.dp_sync)), over=(axis, plan.mesh_object().size(axis)),
             versions=versions_of(plan.schedule.name),
         )  # fmt: skip
 
@@ -263,18 +263,6 @@ class Cost(dict[str, Any]):
         """Prediction at the plan's own sizes."""
         return self._predicted({})
 
-    @property
-    def has_quickest_stages(self) -> bool:
-        """True if the plan has the stage boundaries of the fastest step."""
-        from autopart.cost.hardware.profile import Hardware
-        from autopart.cost.predict.table import fastest_stage_boundaries, trades_balance_for_sends
-
-        hardware = Hardware.load(self._plan.hardware)
-        if not trades_balance_for_sends(hardware):  # stages are only balanced
-            return True
-        setting = self._setting({})
-        return fastest_stage_boundaries(self.table, replace(setting, cuts=None), hardware) == setting.cuts
-
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.table import predict
@@ -295,7 +283,7 @@ class Cost(dict[str, Any]):
         table = self.table
         rows = sizes.get("b", table.b) * mesh.data_parallel_size * schedule.microbatches
         counted = plan_setting(
-            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
+            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, parse_sync(plan.dp_sync)
         )
         stages = mesh.size("pp") * schedule.virtual_stages
         are_own = stages == len(plan.cuts) + 1 and ("stages" in plan.pins or sizes.get("s", table.s) == table.s)

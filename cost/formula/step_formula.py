@@ -27,12 +27,13 @@ from sympy.utilities.lambdify import implemented_function
 from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict import collective_costs
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import MethodParameters, exchanges, passes, state_bytes_of_method
+from autopart.cost.predict.dp_sync_costs import exchanges
 from autopart.cost.predict.operator_work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 from autopart.ir.layout import mesh_axes_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import MethodParameters
 
 
 def ranks_of(axis: str) -> sympy.Expr:
@@ -318,7 +319,7 @@ class Formula:
             here = MethodParameters(one.method, size, sent, factors)
             moved = [each.often * self._collective(each.kind, axis, each.size_bytes)
                      for each in exchanges(here, ranks, several)]  # fmt: skip
-            terms += [*moved, _exact(passes(one.method, several)) * size / M]
+            terms += [*moved, _exact(one.method.passes(several)) * size / M]
         return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
     def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
@@ -385,7 +386,7 @@ class Formula:
     @property
     def _remembered(self) -> sympy.Expr:
         """Bytes of state of data-parallel methods per byte of trained parameters."""
-        return _exact(sum(float(state_bytes_of_method(one, self.over[1])) for one in self.methods))
+        return _exact(sum(float(one.method.state_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
         """Return the bytes of unsharded parameters that live for a step, beyond the shards.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RunSetting:
     cuts: tuple[int, ...] | None = field(default=None)
     tokens: float | None = None
     prefetch: int = 1
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
 
     @property
     def b(self) -> float:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.collective_costs import time_s, wire_bytes
+from autopart.cost.predict.collective_costs import levels, time_s, wire_bytes
 from autopart.ir.mesh import Mesh
 
 
@@ -54,3 +56,30 @@ def scatter_is_cheaper(crossings: Iterable[BoundaryBytes], mesh: Mesh, hardware:
     with_alike = [crossing for crossing in crossings if crossing.alike]
     whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))
     return parts < whole
+
+
+COMPUTE_OF_FORWARD = 3
+"""Compute of a microbatch, forward and backward, as a multiple of its forward FLOPs (Narayanan et al. 2021,
+arXiv:2104.04473, appendix)."""
+
+
+def load_per_byte(loads: np.ndarray, dtype: str, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
+
+    In the steady state of 1F1B, a stage exchanges an activation and its gradient with each neighbour once per
+    microbatch, in one step (PipeDream, arXiv:1806.03377, section 3.2). So each boundary of a stage exposes one
+    transfer per microbatch, next to the compute of a forward and a backward. The latency is left out: it does not
+    depend on where a boundary is.
+
+    Args:
+        loads: forward FLOPs of each operator, of one microbatch on a rank.
+        dtype: dtype of most FLOPs, such as "bfloat16".
+    """
+    sizes, counts = np.unique(loads[loads > 0], return_counts=True)
+    seconds = [hardware.matmul_time_s(float(size), 0.0, hardware.known_dtype(dtype)) for size in sizes]
+    if not seconds:
+        return 0.0
+    flops_per_s = float(sizes @ counts) / float(np.array(seconds) @ counts)
+    _, nodes = levels(mesh.size("pp"), hardware.devices_per_node, mesh.stride("pp"))
+    inside, _, between, _ = hardware.links("send")
+    return flops_per_s / (inside if nodes == 1 else between) / COMPUTE_OF_FORWARD

@@ -1,4 +1,4 @@
-"""Partition of a sequence of operators into stages with an exact minimum of the largest load."""
+"""Partition of a sequence of operators into stages with an exact minimum of the slowest stage."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from autopart.cost.predict.table_rows import Parameter
 
-IMBALANCE_TOLERANCE = 0.015
-"""Default imbalance tolerance of the most loaded stage over the optimum, to send less."""
+MAX_IMBALANCE = 0.1
+"""Limit of the most loaded stage: its excess over the least possible load. It holds whatever sends cost."""
+
+TIME_TOLERANCE = 0.015
+"""Excess of the slowest stage over the optimum that is accepted to send less and to be more even."""
 
 BOUND = 1.018
-"""Limit of the most loaded stage, as a multiple of the lower bound, if the optimum is within it. Larger excess is not
-accepted to send less."""
+"""Limit of the slowest stage as a multiple of the lower bound, if the optimum is within it."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Partition:
         cuts: `cuts[k]` is the index of the first operator of stage k + 1.
         loads: load of every stage.
         lower_bound: the larger of the mean stage and the largest operator. No partition is below it.
+        least_load: load of the most loaded stage of the most even partition.
     """
 
     cuts: tuple[int, ...]
     loads: tuple[float, ...]
     lower_bound: float
+    least_load: float
 
 
 def balance(
@@ -38,26 +43,28 @@ def balance(
     crossing: Sequence[float] | np.ndarray,
     num_stages: int,
     begins: Set[int] = frozenset(),
-    slack: float = IMBALANCE_TOLERANCE,
+    send_cost: float = 0.0,
 ) -> Partition | None:
-    """Return the exact min-max partition, refined to send less and to be more even.
+    """Return the partition whose slowest stage is the fastest, refined to send less and to be more even.
 
-    Among the partitions within `slack` of the optimum, it returns the most even one that sends little. If one
-    operator outweighs the mean stage, it does not bind the other stages. Their evenness still shortens the fill and
-    drain of the pipeline, and balances ranks with several stages.
+    A stage takes its load plus `send_cost` times the bytes that it receives and sends. The minimum is exact among the
+    partitions within `MAX_IMBALANCE`. Of those within `TIME_TOLERANCE` of it, the function returns the most even one
+    that sends little. If one operator outweighs the mean stage, it does not bind the other stages. Their evenness
+    still shortens the fill and drain of the pipeline, and balances ranks with several stages.
 
     Args:
         weights: load of every operator, in order.
         crossing: bytes that a stage boundary before operator i sends (infinite if no stage may begin there).
         num_stages: number of non-empty stages.
         begins: indices at which a stage must begin.
-        slack: imbalance tolerance: relative excess of the most loaded stage over the optimum. Up to
-            `IMBALANCE_TOLERANCE`, `BOUND` applies too.
+        send_cost: load per byte of a boundary, for each of its two stages (`send_costs.load_per_byte`).
 
     Returns None if there are too few stage boundaries, or more required beginnings than stages.
 
     >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
     (2,)
+    >>> balance([30, 1, 1, 30], [0, 9, 9, 1], 2, send_cost=1).cuts
+    (3,)
     """
     total = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=float))))
     places = [i for i in range(1, len(weights)) if np.isfinite(crossing[i])]
@@ -69,21 +76,17 @@ def balance(
     # A stage that spans a required beginning gets a load above the total: `start` exceeds `end` at beginnings.
     across = 2 * float(total[-1]) + 1
     end, start = load + across * np.concatenate(([0], begun[:-1])), load + across * begun
-    best = _min_max(end, start, num_stages)
-    if best >= across:
+    least = _min_max(end, start, num_stages)
+    if least >= across:
         return None
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
-    limit = best * (1 + slack)
-    if slack <= IMBALANCE_TOLERANCE and best <= bound * BOUND:
-        limit = min(limit, bound * BOUND)
     sent = np.array([0.0, *(crossing[i] for i in places), 0.0])
-    often = float(np.median(sent[1:-1])) or 1.0 if places else 1.0
-    shares = load * num_stages / (load[-1] or 1.0)
-    chosen = _evenest(end, start, shares, sent / often, num_stages, limit)
+    stages = _Stages(load * num_stages / (load[-1] or 1.0), sent, end, start, send_cost * sent, num_stages)
+    chosen = stages.evenest(least, bound) if num_stages > 1 else []
     cuts = tuple(int(position[i]) for i in chosen)
     edges = (0, *cuts, len(weights))
     loads = tuple(float(total[b] - total[a]) for a, b in pairwise(edges))
-    return Partition(cuts, loads, bound)
+    return Partition(cuts, loads, bound, least)
 
 
 def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
@@ -106,41 +109,80 @@ def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
     return float(heaviest[-1])
 
 
-def _evenest(
-    end: np.ndarray, start: np.ndarray, shares: np.ndarray, sent: np.ndarray, num_stages: int, limit: float
-) -> list[int]:
-    """Return the stage boundaries that minimise unevenness and communication under a load limit.
-
-    The cost is half the sum of squares of the stages' loads, plus the bytes that they send.
+class _Stages:
+    """Stages between positions, and dynamic programs over them.
 
     Args:
         shares: load before each position, in mean stages.
-        sent: bytes of each boundary, relative to the median boundary.
+        sent: bytes of a boundary at each position.
+        end, start: a stage from position a to position b has the load `end[b] - start[a]`.
+        send: cost of a boundary at each position, in units of load, for each of its two stages.
     """
-    if num_stages == 1:
-        return []
-    count, limit = len(end), limit * (1 + 1e-12)
-    first = np.searchsorted(start, end - limit, side="left")
-    widest = int((np.arange(count) - first).max())
-    before = np.arange(count)[:, None] - np.arange(
-        widest, 0, -1
-    )  # [positions, candidates] possible starts of the stage that ends there
-    able = (before >= first[:, None]) & (before >= 0)
-    before = np.maximum(before, 0)
-    uneven = np.where(able, (shares[:, None] - shares[before]) ** 2 / 2, np.inf)
-    cost = np.where(end <= limit, shares**2 / 2, np.inf)
-    cost[0] = np.inf
-    came_from: list[np.ndarray] = []
-    for _ in range(num_stages - 1):
-        costs = (cost + sent)[before] + uneven
-        chosen = costs.argmin(1)
-        came_from.append(before[np.arange(count), chosen])
-        cost = costs[np.arange(count), chosen]
-    cuts, place = [], count - 1
-    for origin in reversed(came_from):
-        place = int(origin[place])
-        cuts.append(place)
-    return cuts[::-1]
+
+    def __init__(
+        self, shares: np.ndarray, sent: np.ndarray, end: np.ndarray, start: np.ndarray, send: np.ndarray,
+        num_stages: int,
+    ):  # fmt: skip
+        self.shares, self.sent, self.end, self.start, self.send = shares, sent, end, start, send
+        self.num_stages = num_stages
+
+    def evenest(self, least_load: float, bound: float) -> list[int]:
+        """Return the positions of the stage boundaries.
+
+        The cost is half the sum of squares of the stages' loads, plus the bytes that they send, relative to the
+        median boundary.
+        """
+        max_load = least_load * (1 + MAX_IMBALANCE)
+        quickest = self._quickest(max_load) if self.send.any() else least_load
+        limit = quickest * (1 + TIME_TOLERANCE)
+        if quickest <= bound * BOUND:
+            limit = min(limit, bound * BOUND)
+        first, time = self._times(min(limit, max_load))
+        often, widest = float(np.median(self.sent[1:-1])) or 1.0, time.shape[1]
+        uneven = np.where(
+            time <= limit * (1 + 1e-12), (self.shares[:, None] - _before(self.shares, widest)) ** 2 / 2, np.inf
+        )
+        cost = np.where(first <= limit * (1 + 1e-12), self.shares**2 / 2, np.inf)
+        chosen: list[np.ndarray] = []
+        every = np.arange(len(self.end))
+        for _ in range(self.num_stages - 1):
+            costs = _before(cost + self.sent / often, widest) + uneven
+            chosen.append(costs.argmin(1))
+            cost = costs[every, chosen[-1]]
+        cuts, place = [], len(self.end) - 1
+        for columns in reversed(chosen):
+            place += int(columns[place]) - widest
+            cuts.append(place)
+        return cuts[::-1]
+
+    def _quickest(self, max_load: float) -> float:
+        """Return the least time of the slowest stage, among partitions within a limit of the load."""
+        slowest, time = self._times(max_load)
+        for _ in range(self.num_stages - 1):
+            slowest = np.maximum(_before(slowest, time.shape[1]), time).min(1)
+        return float(slowest[-1])
+
+    def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of first stages, and of stages between positions [positions, starts] as in `_before`.
+
+        The time of a stage above the load limit is infinite.
+        """
+        max_load *= 1 + 1e-12
+        every = np.arange(len(self.end))
+        widest = int((every - np.searchsorted(self.start, self.end - max_load, side="left")).max())
+        able = self.end[:, None] - _before(self.start, widest, -np.inf) <= max_load
+        time = (self.end + self.send)[:, None] - _before(self.start - self.send, widest)
+        first = np.where((self.end <= max_load) & (every > 0), self.end + self.send, np.inf)
+        return first, np.where(able, time, np.inf)
+
+
+def _before(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
+    """Return a view [positions, widest] of the values at the positions before each position, nearest last.
+
+    Args:
+        fill: value before the first position.
+    """
+    return sliding_window_view(np.concatenate((np.full(widest, fill), values)), widest)[: len(values)]
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from autopart.cost.formula.step_formula import ShardedBytes, Totals
-from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import MethodParameters, by_method, sync_s
+from autopart.cost.hardware.profile import Hardware
+from autopart.cost.predict.dp_sync_costs import by_method, sync_s
 from autopart.cost.predict.operator_work import (
     NOTHING,
     Size,
@@ -31,23 +31,17 @@ from autopart.cost.predict.operator_work import (
     optimizer_s,
 )
 from autopart.cost.predict.run_setting import RunSetting
-from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, scatter_is_cheaper
+from autopart.cost.predict.send_costs import BoundaryBytes, gather_cost, load_per_byte, scatter_is_cheaper
 from autopart.cost.predict.simulate import Simulation, simulated
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, balance, shared_by
+from autopart.cost.predict.stage_balance import balance, shared_by
 from autopart.cost.predict.table_memory import rank_rows
 from autopart.cost.predict.table_rows import OperatorRow, Parameter, cast_bytes, mean_share, named_in, summed_over
 from autopart.errors import StageError
 from autopart.ir.layout import mesh_axes_of
-from autopart.ir.run.dp_sync import EXACT
 from autopart.ir.run.report_terms import TIMING_PARTS
 from autopart.ir.run.schedule_actions import Action, actions
 from autopart.ir.run.schedules import versions_of
-
-WIDE_IMBALANCE_TOLERANCE = 0.1
-"""Imbalance tolerance of the most loaded stage if a step is shorter with less balanced stages."""
-
-MAX_STEP_SHARE = 0.98
-"""Less balanced stages are used if the step takes at most this share of the balanced step's time."""
+from autopart.ir.run.sync_option import MethodParameters
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Table:
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
         hidden_sums: share of gradients outside the bucket that completes last; their reduction may overlap with
             backward.
-        cuts: cache of stage boundaries by number of stages; None if the model has too few.
+        cuts: stage boundaries of the program that was counted, by number of stages.
         divided: as returned by `cost.count.shard_counts.divided`.
     """
 
@@ -81,7 +75,7 @@ class Table:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+    cuts: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -110,6 +104,18 @@ class Table:
         """[rows] Number of operators that each row represents."""
         numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
         return numbers
+
+    @cached_property
+    def load(self) -> float:
+        """Load of all operators at the reference tokens, by which stages are balanced."""
+        return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
+
+    @cached_property
+    def dtype(self) -> str:
+        """Dtype of most FLOPs of the forward; "" without matrix products."""
+        forward = ((work, count) for (part, work), count in self.counts.items() if part == "forward")
+        flops = flops_by_dtype(forward)
+        return max(flops, key=lambda dtype: flops[dtype], default="")
 
     @cached_property
     def held(self) -> dict[str, str]:
@@ -153,73 +159,34 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
     Raises StageError if the model has too few stage boundaries.
     """
     if setting.cuts is None:
-        setting = replace(setting, cuts=fastest_stage_boundaries(table, setting, hardware))
+        setting = replace(setting, cuts=stage_boundaries(table, setting, hardware))
     priced = TableCost(table, setting, hardware)
     return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
 
 
-def trades_balance_for_sends(hardware: Hardware) -> bool:
-    """Return True if stages may be less balanced to send less: if the hardware profile was named."""
-    return hardware.name != DEFAULT
+def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
+    """Return the stage boundaries that a plan would have.
 
-
-def fastest_stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries of a plan on this hardware.
-
-    Stages are balanced. With a named profile, less balanced stages are used if they send less and the step is
-    shorter.
+    They balance the loads and sent bytes of one microbatch on a rank.
 
     Raises StageError if the model has too few stage boundaries.
     """
-    even = stage_boundaries(table, setting)
-    if not even or not trades_balance_for_sends(hardware):
-        return even
-    less_even = stage_boundaries(table, setting, WIDE_IMBALANCE_TOLERANCE)
-    if less_even == even:
-        return even
-    seconds = [predict(table, replace(setting, cuts=cuts), hardware).step_time_s for cuts in (even, less_even)]
-    return less_even if seconds[1] <= MAX_STEP_SHARE * seconds[0] else even
-
-
-def stage_boundaries(table: Table, setting: RunSetting, slack: float = IMBALANCE_TOLERANCE) -> tuple[int, ...]:
-    """Return the stage boundaries, balanced like those of a plan.
-
-    The batch scales all loads and all sent bytes equally, so it does not move boundaries. The sequence length may.
-
-    Args:
-        slack: imbalance tolerance, as in `balance`.
-
-    Raises StageError if the model has too few stage boundaries.
-    """
-    num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
-    if tokens != 1 or slack != IMBALANCE_TOLERANCE:
-        cuts = _balanced(table, num_stages, tokens, slack)
-    else:
-        if num_stages not in table.cuts:
-            table.cuts[num_stages] = _balanced(table, num_stages)
-        cuts = table.cuts[num_stages]
-    if cuts is None:
+    num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
+    if num_stages == 1:
+        return ()
+    times = table.times(setting)
+    unsharded = times._replace(tp=1 / table.tp)
+    of_rank = table.row_flops * setting.b / table.load / math.prod(chosen_ranks(mesh).values())
+    loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions] * of_rank
+    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(unsharded)) for row in table.rows])
+    sent = sent[table.positions] / mesh.tensor_parallel_size
+    cost = load_per_byte(loads, table.dtype, mesh, hardware)
+    partition = balance(loads, sent, num_stages, send_cost=cost)
+    if partition is None:
         raise StageError(
             f"the model cannot be cut into {num_stages} stages", why="it has too few positions for stage boundaries"
         )
-    return cuts
-
-
-def _balanced(
-    table: Table, num_stages: int, tokens: float = 1.0, slack: float = IMBALANCE_TOLERANCE
-) -> tuple[int, ...] | None:  # fmt: skip
-    """Return balanced stage boundaries, or None if the model has fewer cut points than boundaries.
-
-    Args:
-        tokens: tokens per sample, as a multiple of those in the table.
-    """
-    if num_stages == 1:
-        return ()
-    times = Sizes(s=tokens)
-    loads = np.array([float(row.load.at(times)) for row in table.rows])
-    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
-    partition = balance(loads[table.positions], sent[table.positions], num_stages, slack=slack)
-    return partition.cuts if partition is not None else None
+    return partition.cuts
 
 
 class TableCost:
@@ -238,7 +205,8 @@ class TableCost:
     @cached_property
     def stages(self) -> list[range]:
         """The operators of each stage. Raises StageError if the model has too few stage boundaries."""
-        cuts = self.setting.cuts if self.setting.cuts is not None else stage_boundaries(self.table, self.setting)
+        cuts = self.setting.cuts
+        cuts = stage_boundaries(self.table, self.setting, self.hardware) if cuts is None else cuts
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
@@ -309,7 +277,7 @@ class TableCost:
 
     def apart(self, name: str) -> tuple[str, ...]:
         """Return the axis over which a data-parallel method exchanges a gradient; empty if it is all-reduced."""
-        return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
+        return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _parts_over(self, name: str) -> str:
         """Return the flattened axes over which ZeRO shards a parameter; "" if the rank has all of it."""

@@ -13,8 +13,8 @@ from autopart.cost.predict.table import RunSetting, Table
 from autopart.cost.predict.table_rows import OperatorRow, Parameter
 from autopart.ir.blocks.deduplication import DeduplicatedBlock, DeduplicatedBlocks, NotDeduplicable, expand_blocks
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import SyncOption
 
 _BlockRun = list[Any]
 """`[container, index, [row, ...]]`: consecutive operators of one block."""
@@ -24,13 +24,13 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def plan_setting(
-    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption
 ) -> RunSetting:
     """Return the setting for which the table of a plan was counted, from the plan's fields of these names."""
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     return RunSetting(
         mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
-        dp_sync=dp_sync,
+        dp_sync=dp_sync, cuts=table.cuts[mesh.size("pp") * schedule.virtual_stages],
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         raise NotDeduplicable("a deduplicated block has other work or saved tensors than the blocks next to it")
     every = [*expand_blocks(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
     place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
-    cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
+    cuts = {count: tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
     return replace(
         table, rows=tuple(rows), order=tuple(place[:3] for _, place in every), parameters=parameters, cuts=cuts
     )
@@ -129,7 +129,7 @@ def as_data(table: Table) -> dict[str, Any]:
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
-        "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
+        "cuts": [list(cuts) for cuts in table.cuts.values()],
         "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
     }  # fmt: skip
@@ -155,7 +155,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for name, p in data["parameters"].items()
     }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
-    cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
+    cuts = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
     divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
     numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
     return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)

@@ -25,7 +25,6 @@ from autopart.cost.predict.comm_buffers import (
     reduce_buckets,
     reduce_scatter_buckets,
 )
-from autopart.cost.predict.dp_sync_costs import state_bytes_of_method
 from autopart.cost.predict.table_rows import named_in
 from autopart.ir.run.buckets import BUCKET_BYTES, block_runs
 from autopart.ir.run.schedule_actions import StageBytes, peak_activations, peak_stage_bytes
@@ -81,7 +80,7 @@ def rank_rows(priced: TableCost) -> list[dict[str, Any]]:
             "communication": posted * sum(sent[i] * (i - 1 not in stages) + sent[i + 1] * (i + 1 not in stages)
                                           for i in stages),
         }  # fmt: skip
-        row["communication"] += sum(state_bytes_of_method(one, priced.data_ranks[0]) for one in priced.carried(held))
+        row["communication"] += sum(one.method.state_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
         lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
         received = received_bytes(traffic[i] for i in stages)
         passing = max(peak_stage_bytes(order, stages, round(grown)), received, gradients + bucket)

@@ -23,7 +23,7 @@ from autopart.passes.choose.solve.batch_axis import batch_strategies
 from autopart.passes.choose.solve.layout_pins import AxisConstraints, solve_pinned
 from autopart.passes.choose.solve.shard_axis import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.solve.sharding_costs import CostedStep, reduce_bytes_ratio
-from autopart.passes.choose.stages.stage_partition import full_model_indices
+from autopart.passes.choose.stages.stage_partition import flops_per_sent_byte, full_model_indices
 from autopart.passes.choose.stages.stage_pins import pinned_partition
 from autopart.passes.pass_pipeline import driven
 
@@ -112,8 +112,8 @@ def _stages(problem: Problem) -> dict[fx.Node, int]:
 
 
 def _cuts(problem: Problem) -> tuple[int, ...]:
-    folds, slack = problem.trace.folds, problem.stage_slack
-    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, slack).cuts
+    folds, send_cost = problem.trace.folds, 0.0 if problem.num_stages == 1 else flops_per_sent_byte(problem)
+    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, send_cost).cuts
 
 
 def stages_from_boundaries(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:

@@ -30,7 +30,7 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_sharded, shard
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import DpSync
+from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace
 from autopart.passes.choose.decide import stages_from_boundaries
 from autopart.passes.choose.explain.node_notes import decision_notes
@@ -41,7 +41,6 @@ from autopart.passes.choose.solve.layout_pins import FREE, AxisConstraints
 from autopart.passes.choose.solve.shard_axis import fit_around
 from autopart.passes.choose.stages.stage_partition import boundary_bytes
 from autopart.passes.choose.storage.parameter_storage import storable_placements
-from autopart.passes.choose.storage.sync_methods import check_methods
 from autopart.passes.facts.mask_facts import set_zigzag
 from autopart.passes.facts.sequence_dims import follow_sequences
 from autopart.passes.facts.strategies import strategies
@@ -207,10 +206,10 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.zero,
         plan.prefetch,
         plan.scatter_sends,
-        DpSync.parse(plan.dp_sync),
+        parse_sync(plan.dp_sync),
         plan.balance,
     )
-    check_methods(trace, decisions)
+    decisions.dp_sync.check_storage(trace, decisions)
     return decisions
 
 

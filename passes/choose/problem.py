@@ -10,11 +10,10 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE
 from autopart.ir.mesh import Context, Mesh
-from autopart.ir.run.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.run.recompute_spec import Recompute
 from autopart.ir.run.schedules import Schedule
+from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 from autopart.ir.trace import Trace
 from autopart.passes.choose.solve.expert_axes import check_expert_axes, mixtures
 from autopart.passes.choose.solve.layout_pins import AxisConstraints, data_axis_pins, pinned_layouts
@@ -37,11 +36,9 @@ class Problem:
     recompute: Recompute
     prefetch: int = 1
     context: Context = "auto"
-    dp_sync: DpSync = ALL_REDUCE
+    dp_sync: SyncOption = ALL_REDUCE
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
-    stage_slack: float = IMBALANCE_TOLERANCE
-    """Imbalance tolerance: relative excess load of the largest stage that is accepted to send less."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,10 +2,10 @@
 
 `annotate` writes the facts that `ir/facts.py` lists. Two of them in detail:
 
-- `role`: `INPUT`, a model input; `DATA`, computed from inputs, buffers and constants alone; `PARAMETER`; `WEIGHT`,
-  computed from parameters alone (a transposed weight); `ACTIVE`, everything else and inputs that need a gradient.
+- `role`: `INPUT`, a model input; `DATA`, computed only from inputs, buffers and constants; `PARAMETER`; `WEIGHT`,
+  computed only from parameters (a transposed weight); `ACTIVE`, everything else and inputs that need a gradient.
 - `atoms`: for every dim its factors, outermost first, each with its kind: `BATCH`, samples of the batch; `FEATURE`, a
-  dim of a weight, which tensor parallelism may shard; `DATA_DIM`, all others.
+  dim of a weight, which tensor parallelism can shard; `DATA_DIM`, all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 
 from autopart.errors import Refusal, TraceError
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms, selected_atoms, selections_in
-from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, times
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, weighted
 from autopart.ir.graph import (
     assign_keys,
     describe,
@@ -44,11 +44,10 @@ from autopart.ir.selection import is_data_dependent, is_selection, positions_of
 from autopart.ir.trace import Trace, batch_size
 from autopart.passes.facts.find_blocks import BlockPosition, places
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules import dispatches_rows, pattern_for
+from autopart.passes.rules import pattern_for, rule_of
 from autopart.passes.rules.call_keys import CallCache
 from autopart.passes.rules.local_forms import takes_shape
 from autopart.passes.rules.operators.autograd_function_rules import backward_is_linear
-from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
@@ -77,7 +76,7 @@ def annotate(trace: Trace) -> None:
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
         facts(node)["pattern"] = kinds.once(node, pattern_for) if known else None
-        facts(node)["moves"] = known and operator_name(node) in MOVES
+        facts(node)["moves"] = known and rule_of(node).moves
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
     _note_dispatched(trace.graph)
@@ -109,7 +108,7 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Mark values that a GPU model's code creates on the CPU. They stay there, random numbers too."""
+    """Mark values that a GPU model's code creates on the CPU, random numbers included. They stay there."""
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():
         for node, kind in devices.items():
@@ -131,7 +130,7 @@ def _note_dispatched(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Share the cache of `strategies` between nodes with equal inputs to it."""
+    """Share the cache of `strategies` between nodes that have equal strategies."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -140,7 +139,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return a number per call that is equal if `strategies` reads the same: rule, inputs and output."""
+    """Return a number per call that is equal for calls with equal `strategies`: rule, inputs, output."""
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
@@ -167,7 +166,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Return which operands of a call are dispatched tokens, and the number of experts."""
+    """Return a key of a call on dispatched tokens: its dispatched operands and the number of experts."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
@@ -178,7 +177,10 @@ def _shapes(node: fx.Node) -> tuple:
 
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
-    """Write `place` on operators that depend on parameters, in order, and on the parameters they read."""
+    """Write `place`, the position in repeated blocks, on operators that depend on parameters.
+
+    The parameters that they read get one, too.
+    """
     nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
@@ -188,7 +190,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
         position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops and reads_weights(n)
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
-    positions = places(kinds, reads, products, [times(node) for node in nodes])
+    positions = places(kinds, reads, products, [weight for _, weight in weighted(nodes)])
     for node, inputs, place in zip(nodes, sources, positions, strict=True):
         facts(node)["place"] = place
         for i, source in enumerate(inputs):
@@ -211,17 +213,18 @@ def _role(node: fx.Node, trace: Trace) -> str:
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
-        return ACTIVE if dispatches_rows(node) else DATA
+        # Dispatched rows belong to a stage, even if experts are chosen by token id.
+        return ACTIVE if rule_of(node).routes == "out" else DATA
     of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
-    return WEIGHT if of_weights and operator_name(node) in KEEPING_WEIGHTS else ACTIVE
+    return WEIGHT if of_weights and rule_of(node).keeps_weights else ACTIVE
 
 
 def _note_draws(graph: fx.Graph) -> None:
-    """Mark random ops and their users with `tied_to_mode`.
+    """Mark random operators and their users with `tied_to_mode`.
 
-    They get names of their own, so that the names of all other operators match a trace without random ops.
+    These get names of their own, so that all other operators have equal names in train and eval mode.
 
-    Raises TraceError if the distribution of a random op depends on values that the model computes.
+    Raises TraceError if the distribution of a random operator depends on values that the model computes.
     """
     random: set[fx.Node] = set()
     for node in graph.nodes:
@@ -247,7 +250,7 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
         return node.target in trace.parameters and trace.parameters[node.target].requires_grad
     if node.op == "placeholder":
         return facts(node).get("input_grad", False)
-    if node.op != "call_function" or operator_name(node) in WITHOUT_GRADIENT:
+    if node.op != "call_function" or not rule_of(node).has_gradient:
         return False
     floating = is_floating(node) or not is_tensor(node)
     return floating and any(facts(n)["needs_grad"] for n in node.all_input_nodes)
@@ -288,14 +291,17 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _has_given_size(node: fx.Node) -> list[bool]:
-    """Return, per dim of a view of selected elements, True if the model gives its size."""
+    """Return, for each dim of a view of selected elements, True if the view's arguments give its size."""
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
     return [facts(node).get("counted") is False] * len(node.args[1])
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """Return the atoms of a dim without selections, unless the written tensor (`before`) has them."""
+    """Return the atoms of a dim without data-dependent ones.
+
+    If the written tensor (`before`) has data-dependent atoms, return its atoms.
+    """
     if selections_in(before):
         return before
     return tuple(Atom(atom.size, DATA_DIM) if selections_in((atom,)) else atom for atom in atoms)
@@ -351,7 +357,10 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the batch factors of a call, and its dims of unknown kind as (input, dim, factor)."""
+    """Return the factors of a call that run over samples, and its other data dims.
+
+    The latter (`DATA_DIM`) are returned as (input, dim, factor).
+    """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
         (position, i, dim[0])
@@ -371,7 +380,7 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 
 
 def _resized(atoms: Atoms, size: int) -> Atoms:
-    """Return the atoms of a section of a concatenated dim: the outermost atom shrinks."""
+    """Return the atoms of a section of a concatenated dim: its outermost atom is smaller."""
     if math.prod(a.size for a in atoms) == size:
         return atoms
     counted = min(selections_in(atoms), default="")
@@ -394,7 +403,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Add to a node's inputs the sections in which this node, or a later one, can use shards."""
+    """Store at a node's inputs the sections in which their dims must be sharded for this and later nodes."""
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return
@@ -421,7 +430,7 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 
 
 def _offer_sections(node: fx.Node) -> None:
-    """Record the sections in which a concatenation joined the dims of a value or of its inputs."""
+    """Record the sections in which a concatenation has joined the dims of a value or of its inputs."""
     facts(node)["offered"] = {}
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None or not is_tensor(node):
@@ -439,6 +448,6 @@ def _offer_sections(node: fx.Node) -> None:
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:
-    """Return the sections for sharding an inner factor: as many equal ones as the outer factors count."""
+    """Return the sections for sharding an inner factor of a merged dim: one section per outer index."""
     counts = [math.prod(pattern.sizes[f] for f in dim[:k]) for k in range(1, len(dim))]
     return {(count,) for count in counts if 1 < count <= 64}

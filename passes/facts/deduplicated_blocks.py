@@ -1,4 +1,4 @@
-"""Blocks of a deduplicated trace: marks their nodes, and checks that one block can represent others."""
+"""Checks that one block of a deduplicated trace can represent the others, and marks of its nodes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
     """Return True if an operator has the same position in three consecutive copies of a repeated block.
 
-    None of the copies may be one that chooses its own layouts.
+    The layouts of none of them are chosen separately.
     """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):

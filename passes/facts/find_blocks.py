@@ -1,8 +1,8 @@
 """Repeated blocks in a sequence of operators, found by operator kinds and data flow, never by names.
 
-A block is a stretch of operators that is repeated right after itself, kind for kind. Every copy uses a value of
-the copy before: layers of a model, not its q, k and v projections. The inputs of the first copy and the users
-of the last are arbitrary.
+A block is a sequence of operators that is immediately repeated, with equal kinds. Every copy must use a value of the
+copy before it. So layers of a model form blocks, but its q, k and v projections do not. The inputs of the first copy
+and the users of the last are arbitrary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BlockPosition(NamedTuple):
     times: int = 1
 
     def end(self, number: int) -> int | None:
-        """Return its copy among the first `number` (from 0) or the last `number` copies (negative), else None."""
+        """Return the copy's number among the first `number` copies, or -1, -2, ... among the last; else None."""
         if self.block is None:
             return None
         _, copy = self.block
@@ -52,8 +52,8 @@ def places(
 ) -> list[BlockPosition]:  # fmt: skip
     """Return the position of every operator in repeated blocks.
 
-    Two copies with one product each form one block. They can then be sharded along output and input in turn, so
-    that a product is fed by the one before it.
+    If a block has one product with a weight, two copies are treated as one block. They can then be sharded along output
+    and input in turn (column- and row-parallel).
 
     Args:
         kinds: kind of each operator.
@@ -97,7 +97,7 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _RepeatedRun | None:
-    """Return the run of repeats with the most operators; of equal ones, that with the smallest block."""
+    """Return the repeated run with the most operators; of equally long ones, that with the smallest block."""
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):
         same = kinds[start + period : stop] == kinds[start : stop - period]

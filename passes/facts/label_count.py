@@ -1,4 +1,4 @@
-"""Label count by which a loss is divided. A training step may replace it by that of several batches."""
+"""Count of labels by which a loss is divided. A step over several batches can replace it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """Return the program with the input by which its loss is divided, or the reason if there is none."""
+    """Return the program with the name of the input that divides its loss, or why there is none."""
     division = _division(loss)
     if division is None:
         return replace(program, label_count=_why_not(loss))
@@ -55,7 +55,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Return True if a number is a sum over input-only values, such as a mask."""
+    """Return True for a sum over a value that depends only on inputs, such as a mask."""
     if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:

@@ -1,4 +1,4 @@
-"""Causal and sliding-window structure of attention masks in the traced call, for a plan's figures."""
+"""Structure (causal, sliding window) of the attention masks in the traced call, for a plan's figures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat.torch_internals import has_values
 from autopart.ir.atoms import BATCH
-from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
-from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, weighted
+from autopart.ir.graph import draws_random_numbers, is_tensor, operators, tuple_values
 from autopart.ir.mask_structure import MaskWindow
 from autopart.ir.subgraphs import ancestors_of
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.mask_key_ranges import KeyRangeEvaluator
 from autopart.ops.masked_attention import mask_window_of
-from autopart.ops.stage_masks import is_attention, mask_of, scores_of
+from autopart.ops.stage_masks import mask_of, scores_of
 from autopart.passes.pass_pipeline import driven
+from autopart.passes.rules import rule_of
 
 _LARGEST = 2**28
 """Maximum number of elements of a value that is computed for a plan. Above it, the attended keys of a mask are derived
@@ -36,7 +37,7 @@ def band_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: band_notes)
 def find_bands(trace: Trace) -> None:
-    """Write `band` on attention masks that depend on inputs alone, by their values in the call.
+    """Write `band` on attention masks that depend only on inputs, by their values in the traced call.
 
     Sequences are sharded in zigzag order if one of the masks is causal.
     """
@@ -73,7 +74,7 @@ def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
-    """Return an input-only value in the traced call, with one of equal samples unless `all_rows`.
+    """Return the value of a node in the traced call; equal samples appear once, unless `all_rows`.
 
     Returns None if it depends on a tensor without values, is random, or is too large.
     """
@@ -86,10 +87,10 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 def mask_notes(trace: Trace) -> list[str]:
     """Return the note on attention masks in the traced call: `2 causal, 1 with its mask as it is`."""
     kinds = Counter[str]()
-    for node in filter(is_attention, trace.graph.nodes):
-        mask = argument(node, "attn_mask")
+    for node, weight in weighted(operators(trace.graph)):
+        mask = mask_of(node) if rule_of(node).context else None
         if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
-            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
+            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += weight
     text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return [f"attention by the masks of this call: {text}"] if text else []
 
@@ -111,9 +112,9 @@ def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 
 
 class _CallValues:
-    """Values of a trace on the CPU, for the distinct samples of the batch.
+    """Values of a trace's nodes on the CPU, for the distinct samples of the batch.
 
-    Of equal samples, the first is kept.
+    Of equal samples, only the first is used.
     """
 
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
@@ -124,7 +125,7 @@ class _CallValues:
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
-        """Return one value, or None if it needs too much memory or its samples are not those of another value."""
+        """Return the value of a node; None if it needs too much memory, or its samples do not match others'."""
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
@@ -143,7 +144,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that count samples of the batch and nothing else."""
+        """Return the dims of a value whose only atom is the batch."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
@@ -160,7 +161,7 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the indices of the first sample of each kind, by all these values."""
+    """Return the indices of distinct samples, compared by all these values."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
@@ -168,7 +169,7 @@ def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elements(output: Any) -> int:
-    """Return the number of elements of a tensor in memory."""
+    """Return the number of elements of a tensor in memory, without broadcast ones."""
     if not isinstance(output, torch.Tensor):
         return 0
     return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

@@ -1,8 +1,7 @@
 """Share of elements that a mask selects, for the figures of a plan. The true count is data-dependent.
 
-If the mask depends on inputs alone, it is the share in the example call. Masks that partition one value (the
-experts that tokens are dispatched to) each select an equal share. All other masks count as selecting
-everything.
+If the mask depends only on inputs, it is the share in the example call. If masks partition one value, such as tokens by
+expert, each selects an equal share. All other masks count as selecting everything.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.atoms import selections_in
-from autopart.ir.facts import DATA, INPUT, facts, times
+from autopart.ir.facts import DATA, INPUT, facts, weighted
 from autopart.ir.graph import is_tensor, operator_name, shape
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
 from autopart.ir.trace import Trace
 from autopart.passes.facts.mask_facts import values_in_call
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
+from autopart.passes.rules import rule_of
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
@@ -34,7 +33,7 @@ def share_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: share_notes)
 def share_selections(trace: Trace) -> None:
-    """Write `shares` on values of selected elements, and scale their FLOPs by it."""
+    """Write `shares` on values of selected elements, and scale their FLOPs by these shares."""
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
@@ -64,10 +63,10 @@ def share_selections(trace: Trace) -> None:
 def selection_notes(trace: Trace) -> list[str]:
     """Return notes on assumed sizes: `2 selections by values (...) counted as 25 % of the elements`."""
     shares = Counter[float]()
-    for node in filter(is_selection, trace.graph.nodes):
+    for node, weight in weighted(filter(is_selection, trace.graph.nodes)):
         for part in list(node.users)[:1]:
             if part.target is operator.getitem:
-                shares[facts(part)["shares"][0]] += times(node)
+                shares[facts(part)["shares"][0]] += weight
     return [
         f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
         "elements"
@@ -82,7 +81,7 @@ def _share(node: fx.Node) -> float:
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of a mask that is true in the traced call, or None if inputs do not decide it."""
+    """Return the share of a mask that is true in the traced call; None if it depends on parameters."""
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)
@@ -96,12 +95,12 @@ def _partition_key(mask: fx.Node) -> Hashable:
     """
     node = mask
     while node.op == "call_function":
-        name = operator_name(node)
+        rule = rule_of(node)
         if node.target is operator.getitem:
             return node.args[0]
-        if name in PARTS and not isinstance(node.args[1], fx.Node):
-            return node.args[0], name
-        if name not in KEEPING_MASKS or len(node.all_input_nodes) != 1:
+        if rule.selects and not isinstance(node.args[1], fx.Node):
+            return node.args[0], operator_name(node)
+        if not rule.keeps_masks or len(node.all_input_nodes) != 1:
             break
         node = node.args[0]
     return mask

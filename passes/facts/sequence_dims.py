@@ -1,9 +1,9 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-A dim descends from the named dims through the factors that operators share, which views merge and split. A new
-dim of an operator's output (a convolution over the sequence) descends from the dim at the same index of its
-input. A value that depends on no input (position ids, a table of them) has a sequence dim if an operator
-combines it with one.
+A dim descends from the named dims through the factors that operators share; views merge and split factors. If an
+operator creates a new output dim (a convolution over the sequence), it descends from the input dim at the same index.
+A value that depends on no input (position ids, a table of them) has a sequence dim if an operator combines it with a
+value that has one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Named = Mapping[str, int]
 
 
 def follow_sequences(trace: Trace, named: Named) -> None:
-    """Write `other_positions` on every operator: the factors that a context-parallel axis may not shard.
+    """Write `other_positions` on every operator: the factors that a context-parallel axis must not shard.
 
     These factors belong to no named sequence. The set is empty if no sequence is named. Names that this call lacks
     are ignored.
@@ -84,7 +84,7 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
             )
         raise LayoutError(
             f"sequence_dims={{'{name}': {named[name]}}}: no operator can be sharded along it",
-            why=f"no operator of the model works on each of the {lengths[name]} positions of dim {dim} by itself",
+            why=f"no operator of the model treats the {lengths[name]} entries of dim {dim} independently",
             hint=f"leave {name} out; the inputs are {inputs_text(trace)}",
         )
 
@@ -104,7 +104,6 @@ def _display_name(node: fx.Node) -> str:
 
 
 def inputs_text(trace: Trace) -> str:
-    """Format the inputs as `input_ids [8, 12], labels [8, 12]`."""
     return ", ".join(f"{name} {list(shape(node))}" for name, node in _inputs(trace).items())
 
 
@@ -126,7 +125,7 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
 
 
 class _Along:
-    """Dims of every value that descend from given dims of some nodes."""
+    """The dims of every value that descend from the named dims."""
 
     def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
         self.trace, self.dims = trace, dims
@@ -136,7 +135,7 @@ class _Along:
                 self.made[node] = self._made(node)
 
     def with_made(self) -> _Along:
-        """Add input-independent values whose dims are combined with descending dims."""
+        """Add the dims of input-independent values that are combined with descending dims."""
         free: set[fx.Node] = set()
         for node in self.trace.graph.nodes:
             if node.op != "placeholder" and free.issuperset(node.all_input_nodes):
@@ -157,11 +156,11 @@ class _Along:
         return _Along(self.trace, {**self.dims, **{node: dims for node, dims in asked.items() if dims}})
 
     def factors(self, node: fx.Node, pattern: Pattern) -> set[str]:
-        """Return the factors of an operator's rule that descend."""
+        """Return the factors of an operator's rule that descend from the named dims."""
         return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
 
     def cut(self, num_shards: int) -> Iterator[bool]:
-        """Yield for every operator True if it can be sharded `num_shards` ways along a descending dim."""
+        """Yield, for every operator, True if it can be sharded over `num_shards` ranks along a descending dim."""
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
@@ -204,7 +203,7 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Return the dims of an output without a rule, from the dims at the same index of its inputs."""
+        """Return the dims of an output of an operator without a rule, from its inputs' dims at the same index."""
         sizes = getattr(output, "shape", ())
         inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
         alike = [dims for dims in inputs if len(dims) == len(sizes)]
@@ -217,7 +216,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return the atoms of a dim of this size. An operator may have changed the size."""
+    """Return the atoms of a dim after an operator that can change its size to `size`."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -6,7 +6,7 @@ A `Strategy` gives the placement of every tensor input and output on one axis of
   have it are sharded, the others (the factor is reduced) are partial sums;
 - partial sums that pass through linear operators;
 - replicated work, with replicated gradients (`R`) or with partial ones (`R(grad P)`, if the backward is linear in its
-  gradient: a user's backward may clip it).
+  gradient; a user-defined backward might clip it).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from autopart.ir.layout import (
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
-from autopart.ops.stage_masks import is_attention
 from autopart.passes.rules.operators.selection_rules import shifts_indices
 
 TENSOR_KINDS = frozenset({FEATURE})
@@ -64,9 +63,9 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
     """Return all strategies of `node` on an axis of `num_shards` ranks. Replicated work comes first.
 
     Args:
-        kinds: kinds of atoms that may be sharded (`FEATURE`, ...).
-        positions: sharding of sequence dims that may have unequal shards: "in order" (contiguous) or "zigzag"; "":
-            like all other dims.
+        kinds: kinds of atoms that can be sharded (`FEATURE`, ...).
+        positions: how sequence dims are sharded, possibly unevenly: "in order" (contiguous) or "zigzag"; "": like all
+            other dims.
     """
     known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
@@ -79,7 +78,7 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
 
     Args:
         cuts: what the axis shards (`Axis.cuts`).
-        cuts_experts: True if the operator is in a mixture whose experts the axis may shard in addition.
+        cuts_experts: True if the axis can also shard the experts of the operator's mixture.
     """
     cuts_experts = cuts_experts or cuts == "experts"
     if cuts == "features" and not cuts_experts:
@@ -92,7 +91,7 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
         plain = strategies(node, num_shards, _KINDS[cuts], positions)
         routed = _routed(node, num_shards, plain) if cuts_experts and facts(node).get("routed") else ()
         kept = [s for s in plain if _keeps_weights(node, s, cuts, cuts_experts) and s.factor not in others]
-        rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
+        rings = _rings(node, kept) if cuts == "positions" else ()
         known[key] = (*kept, *routed, *rings)
     return known[key]
 
@@ -112,7 +111,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
     """Return the strategies on dispatched tokens, where every token is on the rank of its expert.
 
     Args:
-        plain: the other strategies. If a rank may work on local tokens, they may be dispatched and combined.
+        plain: the other strategies. If one of them works on local tokens, these can be dispatched and combined.
     """
     pattern, sources = facts(node)["pattern"], tensor_inputs(node)
     if pattern is None:
@@ -133,10 +132,9 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return the token factor of a mixture and its placement if each rank works on local tokens.
+    """Return, in a list, the token factor of a mixture and its placement if a rank works on local tokens.
 
-    It is empty if a rank cannot. Of several placements one is returned, so that tokens are combined where they were
-    dispatched from.
+    The list is empty otherwise. It has only one placement, so that tokens are combined where they were dispatched from.
     """
     tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
@@ -147,6 +145,9 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 
     It requires equal numbers of queries and keys, no dropout, and no mask that needs a gradient.
     """
+    pattern = facts(node)["pattern"]
+    if pattern is None or pattern.context != "ring":
+        return []
     sizes = [value(source).shape for source in tensor_inputs(node)]
     alike = all(len(size) == 4 for size in sizes[:3]) and sizes[0][2] == sizes[1][2]
     learns = any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:])
@@ -159,9 +160,9 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return the strategy on tokens that all have one of the placements in `EXPERT_PLACEMENTS`.
+    """Return the strategy whose token operands all have one placement of `EXPERT_PLACEMENTS`.
 
-    Other operands are `whole`, or sharded if they are per expert.
+    Other operands are `whole`, or sharded if they have an expert dim.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
@@ -206,7 +207,7 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Drop strategies that take a partial sum of an input-only value, which never exists."""
+    """Drop strategies with a partial sum of a value that depends only on inputs: there is none."""
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
         return list(options)
@@ -220,7 +221,7 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
     """Return the strategy that computes shards of an input-only value from shards of its inputs.
 
-    Returns None if the value must be computed unsharded.
+    None if the value must be computed in full and sliced.
     """
     source, index = source_of(node)
     if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
@@ -230,10 +231,10 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
 
 
 def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of an output of which every rank gets its local samples, or None.
+    """Return the placement in which each rank gets its local samples of an output, or None.
 
     Args:
-        rows: the batch strategy of every operator.
+        rows: {operator: its strategy on the batch axes}.
     """
     source, index = source_of(node)
     if source in rows and rows[source].outputs[index].is_shard:
@@ -247,7 +248,7 @@ def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Pl
 def can_compute_sharded(node: fx.Node, place: Placement, num_shards: int) -> bool:
     """Return True if an input-only value can be computed with this placement.
 
-    Full values are sliced; selections cannot be.
+    A full value can be sliced, unless it has a dim of selected elements.
     """
     if not sharded_selections(node, place):
         return True
@@ -287,7 +288,7 @@ def _sharded(
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
-        unsharded = R if factor == pattern.lookup and not pattern.linear else P
+        unsharded = R if factor == pattern.lookup and pattern.all_reduces else P
         for sections in _shard_sections(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are given by the first row
@@ -307,7 +308,7 @@ def _sharded(
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     """Return the factors of dims of selected elements that a view splits.
 
-    The positions of their elements are unknown.
+    It is not known which elements are in which part.
     """
     if pattern.tied:
         return set()
@@ -319,7 +320,7 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """Return the atoms of every factor of a rule.
 
-    A factor of the output alone (`expand`) has the output's atoms.
+    A factor that only the output has (`expand`) has the output's atoms.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
@@ -340,7 +341,7 @@ def _shard_sections(
 ) -> Iterator[Sections]:
     """Yield the sections in which a factor can be sharded.
 
-    These are contiguous shards, shards at the inner atoms of a merged dim, and requested sections.
+    They are contiguous shards, shards at the inner atoms of a merged dim, and sections that other operators request.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
@@ -367,9 +368,9 @@ def _shard_sections(
 def can_shard_sequence(size: int, num_shards: int) -> bool:
     """Return True if a sequence of this size can be sharded, possibly unevenly.
 
-    No shard may be empty, and the shards must be equal or mostly larger than one.
+    Every shard must have an element, and unequal shards must have at least two elements on average.
 
-    >>> [divides_positions(25, n) for n in (4, 7, 13)]
+    >>> [can_shard_sequence(25, n) for n in (4, 7, 13)]
     [True, True, False]
     """
     uneven = size >= 2 * num_shards and -(-size // num_shards) * (num_shards - 1) < size
@@ -379,11 +380,11 @@ def can_shard_sequence(size: int, num_shards: int) -> bool:
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
-    """Return True if an atom of a factor may have unequal shards.
+    """Return True if an atom of a factor can have unequal shards.
 
     This holds for features (a vocabulary of 50257, an inner width of 50) that are a dim by themselves in all
-    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and no rank may be
-    empty.
+    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and every rank must have an
+    element.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)

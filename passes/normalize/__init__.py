@@ -1,6 +1,6 @@
 """Rewrite a traced graph into few forms, so that one rule per operator is enough.
 
-Every pass keeps what the graph computes. `PASSES` has them by name, for `Pass.parse`.
+No pass changes what the graph computes. `PASSES` has them by name, for `Pass.parse`.
 """
 
 from __future__ import annotations

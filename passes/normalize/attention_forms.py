@@ -1,7 +1,7 @@
 """Attention with dropout: decomposed for planning, and fused again in stage graphs.
 
-With `rng="exact"` a dropout mask is data, drawn before the formula runs. If ranks draw their own masks, the formula is
-one operator of a stage graph (`autopart.ops.attention_dropout`), whose kernel draws inside.
+With `rng="exact"` the dropout mask is drawn in the prologue and is an input of the decomposed attention. If ranks draw
+their own masks, a stage graph has one operator instead (`autopart.ops.attention_dropout`), whose kernel draws the mask.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, dropout_probability, operator_name, shape, value
+from autopart.ir.graph import argument, dropout_probability, shape, value
 from autopart.ops.operators import autopart_ops
 from autopart.passes.normalize.random_ops import drop, noise_like
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, name_written_out, repeat_each, replace
-from autopart.passes.rules.tables import COSTS
+from autopart.passes.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _mark(before: fx.Node, node: fx.Node) -> None:
-    """Mark the calls between `before` and `node` as its formula."""
+    """Mark the calls between `before` and `node` as the decomposition of `node`."""
     while (before := before.next) is not node:
         facts(before)["attention"] = node.name
 
@@ -58,7 +58,7 @@ class _AttentionFormula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a decomposed attention in a stage graph, if its mask is drawn in place (by `node`)."""
+    """Fuse a decomposed attention in a stage graph, if each rank draws its mask locally (by `node`)."""
     formula = _formula_of(node)
     if formula is None:
         return
@@ -69,12 +69,12 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         key = _turned_back(graph, turned, result)
         arguments = (query, key, val, mask, p, seed, salt, shard)
         fused = graph.create_node("call_function", target, arguments, {"scale": scale}, name="attention_dropout")
-    fused.meta = {**result.meta, "cost": COSTS[operator_name(fused)]}
+    fused.meta = {**result.meta, "cost": rule_of(fused).cost}
     replace(result, fused)
 
 
 def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
-    """Return the formula whose weights a call drops, or None."""
+    """Return the decomposed attention whose weights this dropout call drops, or None."""
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
     for targets in _STEPS:
@@ -97,7 +97,7 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return the keys of this transpose, with a gather of them if there is one."""
+    """Return the keys [..., s, d] from transposed keys [..., d, s], before or after a new transpose."""
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)

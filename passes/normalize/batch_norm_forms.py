@@ -1,4 +1,4 @@
-"""Batch normalization in training as a formula, so that its statistics are ordinary sums."""
+"""Batch normalization in training, decomposed so that its statistics are ordinary sums."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite a batch norm in training as mean, centered mean square and products.
 
-    The mean over samples is then a sum, all-reduced over data ranks in both directions, as SyncBatchNorm does by hand.
-    New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same values.
+    The mean over samples is then a sum that is all-reduced over data ranks in forward and backward, as in
+    SyncBatchNorm. New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same
+    values.
     """
     name = operator_name(node)
     if is_data_dependent(node):  # a data-dependent number of rows: torch's own operator, on all of them

@@ -17,7 +17,7 @@ def merge_equal_calls(graph: fx.Graph) -> None:
     """Merge equal calls, such as the masked bias that all blocks of a T5 add to their scores.
 
     One value is saved for the backward, and its gradients are summed before its own backward. Views are not merged:
-    they cost nothing, and a gradient is summed over an expanded dim before it meets others. Calls in different
+    they cost nothing, and merging would add expanded gradients before their dims are reduced. Calls in different
     recomputed regions are not merged either: their results must not be saved.
     """
     first: dict[Any, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Creation of tensors without reading the values of others."""
+"""Tensor creation without a value of another tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILLED = {
 
 @on_calls("aten::where")
 def plain_numbers(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `where(condition, x, scalar_tensor(0))` with the number itself."""
+    """Rewrite `where(condition, x, scalar_tensor(0))` with the Python number 0."""
     if node.target is not aten.where.self:
         return
     condition, *choices = node.args
@@ -46,7 +46,7 @@ def _is_number(node: fx.Node) -> bool:
 
 @on_calls(*_FILLED)
 def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `x.new_zeros(shape)` and similar calls as `full`, which reads no value.
+    """Rewrite `x.new_zeros(shape)` and similar calls as `full`, which does not depend on `x`.
 
     Uninitialized values become zero.
     """

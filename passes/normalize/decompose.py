@@ -17,10 +17,10 @@ from autopart.passes.rules.call_keys import CallCache
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
-    """Decompose operators that depend on a parameter and have no sharding rule, by torch's definitions.
+    """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
 
     Args:
-        depth: number of times that parts are decomposed again.
+        depth: how often the parts of a decomposition are decomposed again.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
@@ -105,7 +105,10 @@ def _is_write(node: fx.Node) -> bool:
 
 
 def _without_writes(graph: fx.Graph) -> None:
-    """Rewrite `x.sqrt_()` of an unshared value as `x.sqrt()`, which all later uses of `x` read."""
+    """Rewrite an in-place `x.sqrt_()` as `x.sqrt()`, and let later uses of `x` use the result.
+
+    The memory of `x` must not be shared.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_write(node):
             continue
@@ -121,7 +124,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if another value may share the memory: the node is an input or a view, or has a view."""
+    """Return True if the memory can be shared: the node is an input or a view, or has a view."""
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

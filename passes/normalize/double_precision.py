@@ -24,9 +24,9 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
     """Make a graph compute in float64, whatever precision it was traced in.
 
     Inputs, weights and buffers become float64. Casts of their descendants to a lower precision (losses and norms that
-    work in float32, autocast) keep float64. Values without inputs (`zeros`, positions, constants, random numbers) are
-    created as traced, and cast when they meet an upcast value of the same precision. Returns the upcast precisions,
-    without that of float32 weights.
+    work in float32, autocast) become casts to float64. Values that depend on no input (`zeros`, positions, constants,
+    random numbers) are created as traced, and cast when they are combined with an upcast value of the same traced
+    precision. Returns the precisions that were upcast, without that of float32 weights.
     """
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
     lifted: set[torch.dtype] = set()
@@ -59,7 +59,7 @@ def _lifted_result(node: fx.Node) -> Any:
 
 
 def _lift_value(node: fx.Node) -> None:
-    """Make an input or a weight float64."""
+    """Convert an input or a weight to float64."""
     tensor = value(node)
     with fake_mode([node]), torch.no_grad():
         lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
@@ -67,9 +67,9 @@ def _lift_value(node: fx.Node) -> None:
 
 
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
-    """Make a call that casts to a lower precision cast to float64.
+    """Change a cast to a lower precision into a cast to float64.
 
-    Returns the precision that it asked for.
+    Returns the original target precision.
     """
     asked: set[torch.dtype] = set()
 
@@ -86,7 +86,7 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
 
 
 def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Cast a value that is written to a tensor of its own precision, if that tensor had a lower one."""
+    """Upcast the target of a write if the written value was upcast and the target was not."""
     if operator_name(node) != "aten::copy":
         return set()
     written, source, *rest = node.args
@@ -100,14 +100,14 @@ def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torc
 
 
 def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Let a call read its operands in the precision in which it was traced."""
+    """Cast the operands of a call back to the precision in which they were traced."""
     for operand in node.all_input_nodes:
         if operand in traced and value(operand).dtype != traced[operand]:
             _read_as(node, operand, traced[operand], traced)
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast float32 operands without inputs (`zeros`, `eye`, positions) that meet an upcast value."""
+    """Upcast float32 operands that depend on no input (`zeros`, positions) next to an upcast operand."""
     operands = [n for n in node.all_input_nodes if is_floating(n)]
     if len({_real(traced[n]) for n in operands}) > 1:
         return
@@ -125,5 +125,5 @@ def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[f
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of the real and imaginary parts."""
+    """Return the dtype of the real part."""
     return dtype.to_real() if dtype.is_complex else dtype

@@ -1,8 +1,8 @@
-"""Mixtures of experts with explicit dispatch of tokens to experts and back.
+"""Mixtures of experts with explicit dispatch of tokens to experts, and combination of their outputs.
 
-Between `to_experts` and `from_experts` every operator works on each token alone. So a rank may have the tokens of its
-own experts alone (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale et al.
-2022, arXiv:2211.15841).
+Between `to_experts` and `from_experts` every operator works on each token independently. So a rank can hold only the
+tokens of its local experts (expert parallelism: Lepikhin et al. 2020, arXiv:2006.16668; without a capacity limit: Gale
+et al. 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_looked_up(node: Any) -> bool:
-    """Return True for one matrix per token, selected by one index from a stack of matrices."""
+    """Return True for `stack[index]` with one index per token, which gives one matrix per token."""
     if not isinstance(node, fx.Node) or short_name(node) != "index" or len(shape(node.args[0])) != 3:
         return False
     indices = node.args[1]
@@ -62,7 +62,7 @@ def rows_to_experts(graph: fx.Graph) -> Any:
 
 
 class _Region:
-    """Operators on tokens with selected experts: the products, and the token-wise operators after them."""
+    """The products of tokens with their experts' matrices, and the token-wise operators after them."""
 
     def __init__(self, graph: fx.Graph, experts: fx.Node, products: list[fx.Node]):
         self.graph, self.experts, self.products = graph, experts, products
@@ -80,7 +80,7 @@ class _Region:
                         self._leave(node)
 
     def _send(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """Return a value with one row per dispatched token, at the experts."""
+        """Return a value with one row per dispatched token, on the ranks of the experts."""
         source, times = _repeated(value)
         if (source, times) not in self.sent:
             at_experts = autopart_ops.to_experts.default
@@ -89,7 +89,7 @@ class _Region:
         return self.sent[source, times]
 
     def _by_row(self, node: fx.Node) -> bool:
-        """Write an operator for tokens at their experts. Returns False if it does not work on tokens alone."""
+        """Rewrite an operator to work on dispatched tokens. Returns False if it is not token-wise."""
         if node.target is operator.getitem:
             self.own[node] = getitem(self.graph, self.own[node.args[0]], node.args[1])
             return True
@@ -106,7 +106,7 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """Return a token-wise operand at the experts. A lookup by a token's expert is done there."""
+        """Return an operand on the ranks of the experts. An expert's row of a table is looked up there."""
         if used in self.own:
             return self.own[used]
         if short_name(used) == "index" and list(used.args[1]) == [self.experts] and len(shape(used.args[0])) == 2:
@@ -114,7 +114,7 @@ class _Region:
         return self._send(node, used)
 
     def _leave(self, node: fx.Node) -> None:
-        """Give an operator its inputs combined again. The sum over a token's experts is part of that."""
+        """Give an operator its inputs after the combine, which includes the sum over a token's experts."""
         for used in [used for used in node.all_input_nodes if used in self.own]:
             times = _summed(node, used)
             if times:
@@ -143,7 +143,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """Return the number of experts per token, if a view that separates them is only read by a sum; else 0."""
+    """Return the number of experts per token, if a view separates them for a sum over them; else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

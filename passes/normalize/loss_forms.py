@@ -1,4 +1,4 @@
-"""Losses and full means as sums over constants, so that they can be partial sums."""
+"""Mean losses as sums divided by a count, so that they can be partial sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import argument, is_floating, operator_name, shape, short_name, value
 from autopart.passes.pass_pipeline import on_calls
 from autopart.passes.rewriting import emit, replace
-from autopart.passes.rules.tables import LOSS_REDUCTIONS
+from autopart.passes.rules.tables import RULES
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
@@ -18,9 +18,9 @@ NONE, MEAN = 0, 1
 
 @on_calls("aten::cross_entropy_loss")
 def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `cross_entropy(logits[:, :-1], labels)` over all positions, with ignored labels at the last.
+    """Rewrite `cross_entropy(logits[:, :-1], labels)` over all tokens, with an ignored label at the last.
 
-    If the sequence is sharded, the logits keep their shards, and none are copied.
+    The logits are not copied, and stay sharded if the sequence is.
     """
     cut, views = _views_of_slice(node.args[0])
     if cut is None or argument(node, "reduction") == NONE or is_floating(node.args[1]):
@@ -48,9 +48,9 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the slice that drops the last logits, and the views and casts of it, last first.
+    """Return the slice that drops the last token's logits, and the views and casts of it, last first.
 
-    Accepted are a reshape to [positions, classes], or transposes.
+    Accepted are a reshape to [tokens, classes], or transposes.
     """
     views: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function":
@@ -67,11 +67,11 @@ def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     return None, views
 
 
-@on_calls(*LOSS_REDUCTIONS)
+@on_calls(*(name for name, rule in RULES.items() if rule.has_reduction))
 def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite the mean of a loss as a sum over the number of labels that are not ignored.
+    """Rewrite the mean of a loss as a sum divided by the number of labels that are not ignored.
 
-    The number depends on inputs alone, so every rank knows it for the global batch. The loss stays the mean over ALL
+    The number depends only on inputs, so every rank computes it for the global batch. The loss stays the mean over ALL
     tokens, however they are distributed over microbatches and ranks.
     """
     reduction = argument(node, "reduction")
@@ -96,7 +96,7 @@ def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::mean")
 def whole_means(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `mean()` over all elements as a sum over a constant."""
+    """Rewrite `mean()` over all elements as a sum divided by their number."""
     if node.target is aten.mean.default:
         with graph.inserting_before(node):
             total = emit(graph, node, aten.sum.default, node.args[0])

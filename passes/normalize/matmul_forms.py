@@ -28,10 +28,10 @@ _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul"
 
 @on_calls("aten::bilinear", "aten::mm", "aten::matmul", *(f"aten::{name}" for name in _PRODUCTS))
 def plain_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Split `beta * bias + alpha * product` into its parts.
+    """Split `beta * bias + alpha * product` into products and sums.
 
-    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. A plain
-    `addmm` is left to `one_linear`.
+    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. `one_linear`
+    handles an `addmm` without factors.
     """
     name = short_name(node)
     with graph.inserting_before(node):
@@ -99,7 +99,7 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse the bias that `one_linear` split off again in a stage graph, if no collective came between."""
+    """Fuse a bias that `one_linear` has split off, in a stage graph, if no collective is in between."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return
     product, bias = node.args
@@ -126,7 +126,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 @on_calls("aten::einsum")
 def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
-    """Split an `einsum` of more than two operands into a chain of pairs, as torch computes it."""
+    """Split an `einsum` of more than two operands into a chain of pairwise ones, as torch computes it."""
     if len(node.args[1]) < 3:
         return
     terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
@@ -158,7 +158,7 @@ def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Nod
 
 
 def _unmerged(node: fx.Node) -> fx.Node | None:
-    """Return the value behind a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
+    """Return the input of a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
     if node.op != "call_function" or operator_name(node) != "aten::reshape":
         return None
     source = node.args[0]

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @on_calls("aten::native_layer_norm", "aten::native_group_norm")
 def plain_norms(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace norms that also return their statistics by plain ones, if the statistics are unused."""
+    """Replace norms that also return statistics by norms that do not, if the statistics are unused."""
     if any(_index(user) != 0 for user in node.users):
         return
     with graph.inserting_before(node):

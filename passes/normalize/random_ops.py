@@ -1,7 +1,7 @@
-"""Random operators as data: draws that do not read values of the model.
+"""Random operators that do not depend on values of the model.
 
-Such a draw can be made for the global batch, in the order of the model and from the same generator stream as the
-model's own. The stream depends on operator, shape, dtype and memory layout, so these stay as traced.
+Such an operator can run for the global batch, in the model's order and on the model's generator. Which numbers it
+generates depends on operator, shape, dtype and memory layout, so these stay as traced.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SHAPE_ALONE = frozenset(
 
 
 def draws_as_data(graph: fx.Graph) -> None:
-    """Make every draw independent of the model's values.
+    """Make every random operator independent of the model's values.
 
-    A draw that reads a value for its shape alone reads an empty tensor instead. A draw whose distribution the model's
-    values scale or shift becomes a standard draw followed by a formula.
+    If it only uses a value's shape, it gets an empty tensor instead. If the model's values scale or shift its
+    distribution, it becomes a standard random operator followed by arithmetic.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
@@ -46,8 +46,8 @@ def draws_as_data(graph: fx.Graph) -> None:
             raise TraceError(
                 f"{short_name(node)} draws as many random numbers as there are selected elements",
                 refusal=Refusal.RANDOM,
-                why="how many that are depends on values, and ranks must draw the same ones",
-                where=describe(node), hint="draw for all elements, and select of what was drawn",
+                why="their number depends on tensor values, and ranks must draw the same random numbers",
+                where=describe(node), hint="draw for all elements, then select",
             )  # fmt: skip
         with graph.inserting_before(node):
             if name in _SHAPE_ALONE or node.target is aten.bernoulli.p:
@@ -74,14 +74,14 @@ def _stride(empty: Tensor) -> list[int]:
 
 
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
-    """Return `source` times the noise of a dropout, under the name of a dropout in plans."""
+    """Return `source` times dropout noise, named as a dropout in plans."""
     dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
     facts(dropped)["named"] = "dropout"
     return dropped
 
 
 def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
-    """Return the noise (0 or 1 / (1 - p)) of a dropout of a value like `of`: the dropout of ones."""
+    """Return dropout noise (0 or 1 / (1 - p)) for a value like `of`, computed as the dropout of ones."""
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
     if is_data_dependent(like):
@@ -101,7 +101,7 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite the functional form of `dropout`. A call of the user's that keeps the mask stays."""
+    """Rewrite `native_dropout` as `dropout`, unless the user's code also uses the mask."""
     source, p = node.args[0], argument(node, "p")
     read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()
     if read.get(1):
@@ -115,9 +115,9 @@ def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Rewrite a coin with a computed probability: compare a uniform number with it.
+    """Rewrite `bernoulli(p)` with a computed `p`: compare a uniform number with `p`.
 
-    On the CPU torch does the same comparison. On a GPU the same numbers come in another order.
+    On the CPU torch does the same comparison. On a GPU the uniform numbers have another order.
     """
     probability = node.args[-1] if len(node.args) > 1 else node.args[0]
     if _from_inputs_alone(probability):
@@ -139,7 +139,7 @@ def _from_inputs_alone(node: fx.Node) -> bool:
 
 
 def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Rewrite as `mean + std * z`, in torch's own order. Neither gets a gradient, as in torch."""
+    """Rewrite as `mean + std * z`, in torch's own order. As in torch, mean and std get no gradient."""
     mean, std = argument(node, "mean"), argument(node, "std")
     scales = isinstance(std, fx.Node)
     like = template(graph, node, value(node), memory_format=torch.contiguous_format)
@@ -152,7 +152,7 @@ def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _multinomial(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Rewrite a draw without replacement: the largest probabilities over exponential numbers."""
+    """Rewrite sampling without replacement as the top k of probabilities divided by exponential numbers."""
     weights, number = node.args[0], argument(node, "num_samples")
     if number > 1 and argument(node, "replacement"):
         return None

@@ -1,4 +1,4 @@
-"""Recurrent layers with dropout between them, as single layers."""
+"""Recurrent layers with dropout between them, split into single layers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _layer(graph: fx.Graph, node: fx.Node, x: fx.Node, states: list[fx.Node], we
 
 
 def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
-    """Write dropout between two layers. Its mask is drawn in the order (sequence, batch, features)."""
+    """Insert dropout between two layers. Its mask is drawn in the order (sequence, batch, features)."""
     batch_first = argument(node, "batch_first")
     order = value(x).transpose(0, 1) if batch_first else value(x)
     p = argument(node, "dropout")

@@ -1,7 +1,7 @@
 """Mixtures of experts that sort tokens by expert, rewritten to work in token order.
 
-Sorting mixes the batch: no rank and no microbatch could do it alone. The operators between the sort and its inverse
-work on each token alone, so they may run in token order.
+Sorting mixes the batch: no rank or microbatch could sort only its own tokens. The operators between the sort and its
+inverse work on each token independently, so they can run in token order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values after one sort: which are in sorted order, and their counterparts in token order."""
+    """Values between a sort and its inverse, and their counterparts in token order."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node):
         self.graph, self.sort, self.experts = graph, sort, sort.args[0]
@@ -65,7 +65,7 @@ class _Sorted:
         return any(n is self.sort or any(n in group for group in marked) for n in node.all_input_nodes)
 
     def _order(self, node: fx.Node) -> bool:
-        """Handle the sorted experts, the order itself, counts in it, and its inverse."""
+        """Handle the sorted experts, the sort's index, computations on it, and its inverse."""
         name, first = short_name(node), node.args[0]
         if first is self.sort and node.args[1] == 0:
             self.own[node] = self.experts
@@ -87,7 +87,7 @@ class _Sorted:
         return node.target is aten.arange.default and argument(node, "end") == self.num_rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """Handle the number of tokens of each expert, and their offsets: equal in any order."""
+        """Handle the number of tokens of each expert, and their offsets, which do not depend on the order."""
         name, first = short_name(node), node.args[0]
         counts = name in ("histc", "bincount") and self._is_experts(first)
         if not counts and not (name in ("cumsum", "to", "_to_copy") and first in self.offsets):
@@ -129,7 +129,7 @@ class _Sorted:
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Copy an operator whose rule says that every token is computed alone."""
+        """Copy an operator whose rule shows that it is token-wise."""
         if node.target is operator.getitem:
             if node.args[0] not in self.own:
                 return False
@@ -150,9 +150,9 @@ class _Sorted:
 
 
 def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
-    """Return the inputs of a call that have tokens, if the call computes each token alone; else nothing.
+    """Return the inputs of a token-wise call that have tokens; empty for a call that is not token-wise.
 
-    Tokens are then the first dim of all results and of these inputs, and no other dim.
+    In a token-wise call, tokens are the first dim of all results and of these inputs, and no other dim.
 
     Args:
         known: some of the inputs that have tokens.

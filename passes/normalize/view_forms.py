@@ -26,7 +26,7 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove calls without effect: copies on a device, casts to the same dtype, dropout of 0."""
+    """Remove calls without effect: copies to the same device, casts to the same dtype, dropout of 0."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -48,7 +48,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values through which a gradient can flow to a parameter or an input."""
+    """Return the values whose gradient can reach a parameter or an input."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -83,7 +83,7 @@ def positional_arguments(graph: fx.Graph) -> None:
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite `copy(a, b)`, the functional form of a write through a view, as `b`.
 
-    `view_as`, `expand_as` and `type_as` get the shape or dtype itself.
+    In `view_as`, `expand_as` and `type_as`, replace the other tensor by its shape or dtype.
     """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]
@@ -133,7 +133,7 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::squeeze")
 def exact_squeeze(graph: fx.Graph, node: fx.Node) -> None:
-    """Name the dims of a `squeeze`: a shard of another dim may have size 1, too."""
+    """Pass explicit dims to `squeeze`, because a shard of another dim can also have size 1."""
     before = shape(node.args[0])
     asked = node.args[1] if len(node.args) > 1 else range(len(before))
     asked = [asked] if isinstance(asked, int) else asked
@@ -157,7 +157,7 @@ def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::broadcast_tensors")
 def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `broadcast_tensors` (in losses) as an `expand` of the tensors that lack the full shape."""
+    """Rewrite `broadcast_tensors` as an `expand` of the tensors that are smaller."""
     for part in list(node.users):
         source = node.args[0][part.args[1]]
         with graph.inserting_before(part):

@@ -10,27 +10,48 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
 from torch import fx
 
+from autopart.ir.facts import CostNotes
+from autopart.ir.graph import is_floating, shape, tensor_inputs
 from autopart.ir.pattern import Dim, Dims, Pattern
+from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.local_forms import LocalForm
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry of the table: a line, and what a line cannot express.
+    """One row of the table: the sharding rule of an operator, and all else that passes need to know.
 
-    `whole`: factors that cannot be sharded. `linear`: sets of inputs that can be partial sums at once.
-    `matmul`: products whose doubled sizes are the FLOPs (`("... k n",)`). `also`: alternative lines, tried in turn
-    (without optional weights, with a mask). `when`: condition on the call's other arguments. `lookup`, `local` and
-    `routes`: as in `Pattern`.
+    A row of an operator that has no sharding rule has neither `text` nor `of_call`.
+
+    Args:
+        text: a line.
+        whole: factors that cannot be sharded.
+        linear: sets of inputs that can be partial sums at once.
+        lookup, all_reduces, local, routes: as in `Pattern`.
+        matmul: products whose doubled sizes are the FLOPs (`("... k n",)`).
+        also: alternative lines, tried in turn (without optional weights, with a mask).
+        when: condition on the call's other arguments.
+        context: as in `Pattern`.
+        of_call: function that returns the pattern of a call, if its factors depend on the call's arguments.
+        otherwise: rules for calls that this one does not fit, tried in turn.
+        takes_sparse: the rule holds for sparse tensors too.
+        moves: it moves elements and computes nothing.
+        keeps_weights: it converts a weight to another view or dtype. It is recomputed at each use.
+        keeps_masks: it converts a mask and selects as many elements.
+        selects: its second argument selects from the first: a slice, or the elements that equal a number.
+        has_gradient: its result may need a gradient.
+        has_reduction: a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
+        draws_noise: its local form can draw the noise that is its second argument.
+        cost: cost properties that do not follow from the shapes of a call.
     """
 
-    text: str
+    text: str = ""
     whole: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     lookup: str = ""
@@ -39,6 +60,36 @@ class Rule:
     when: Callable[[fx.Node], bool] = field(default=lambda node: True, compare=False)
     local: LocalForm | None = field(default=None, compare=False)
     routes: Literal["", "out", "back"] = ""
+    context: Literal["", "ring"] = ""
+    all_reduces: int = 0
+    of_call: Callable[[fx.Node], Pattern | None] | None = None
+    otherwise: tuple[Rule, ...] = ()
+    takes_sparse: bool = False
+    moves: bool = False
+    keeps_weights: bool = False
+    keeps_masks: bool = False
+    selects: bool = False
+    has_gradient: bool = True
+    has_reduction: bool = False
+    draws_noise: bool = False
+    cost: CostNotes | None = None
+
+    @property
+    def is_for_sharding(self) -> bool:
+        """True if the row has a sharding rule."""
+        return bool(self.text) or self.of_call is not None
+
+    def fit(self, node: fx.Node) -> Pattern | None:
+        """Return the pattern of a call, or None if the rule does not fit it."""
+        fitted = self._fit(node) if self.when(node) else None
+        others = (rule.fit(node) for rule in self.otherwise)
+        return fitted if fitted is not None else next((pattern for pattern in others if pattern is not None), None)
+
+    def _fit(self, node: fx.Node) -> Pattern | None:
+        if self.of_call is not None:
+            return self.of_call(node)
+        rule = self if is_floating(node) else replace(self, linear=())
+        return rule.instantiate([shape(n) for n in tensor_inputs(node)], output_shapes(node)) if self.text else None
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
         """Return the pattern of the first line that fits these shapes, or None.
@@ -57,16 +108,16 @@ class Rule:
         if any(dims is None for dims in fitted):
             return None
         sizes: dict[str, int] = {}
-        for dims, shape in zip(fitted, (*inputs, *outputs), strict=True):
-            for dim, size in zip(dims or (), shape, strict=True):
+        for dims, extents in zip(fitted, (*inputs, *outputs), strict=True):
+            for dim, size in zip(dims or (), extents, strict=True):
                 if len(dim) == 1:
                     sizes[dim[0]] = max(size, sizes.get(dim[0], 1))
         if not _solve_groups(fitted, (*inputs, *outputs), sizes):
             return None
         dims_of = []
-        for i, (dims, shape) in enumerate(zip(fitted, (*inputs, *outputs), strict=True)):
+        for i, (dims, extents) in enumerate(zip(fitted, (*inputs, *outputs), strict=True)):
             unbroadcast = []
-            for dim, size in zip(dims or (), shape, strict=True):
+            for dim, size in zip(dims or (), extents, strict=True):
                 full = math.prod(sizes[f] for f in dim)
                 if size != full and (size != 1 or i >= len(inputs)):  # inputs may broadcast, outputs may not
                     return None
@@ -78,8 +129,9 @@ class Rule:
         split = len(inputs)
         operands = tuple(dims_of[:split]), tuple(dims_of[split:])
         return Pattern(
-            *operands, sizes, unshardable, self.linear, self.lookup, flops, local=self.local, routes=self.routes
-        )
+            *operands, sizes, unshardable, self.linear, self.lookup, self.all_reduces, flops, local=self.local,
+            routes=self.routes, context=self.context,
+        )  # fmt: skip
 
 
 @cache
@@ -112,8 +164,8 @@ def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
 
 def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> bool:
     """Compute the size of each factor that appears only inside groups from the other factors of its group."""
-    for dims, shape in zip(fitted, shapes, strict=True):
-        for dim, size in zip(dims, shape, strict=True):
+    for dims, extents in zip(fitted, shapes, strict=True):
+        for dim, size in zip(dims, extents, strict=True):
             unknown = [f for f in dim if f not in sizes]
             if len(unknown) > 1:
                 return False

@@ -9,19 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import fx
+
+from autopart.ir.graph import operator_name
 from autopart.passes.rules.notation import Rule, parse
-from autopart.passes.rules.operators.pointwise_rules import POINTWISE
-from autopart.passes.rules.tables import LINES, SHAPED
+from autopart.passes.rules.tables import RULES
 
 REGISTERED: dict[str, Rule] = {}
 
 
+NO_RULE = Rule()
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """Return the row of the node's operator, an empty row if it has none."""
+    return row_of(operator_name(node))
+
+
+def row_of(name: str) -> Rule:
+    return REGISTERED.get(name) or RULES.get(name, NO_RULE)
+
+
 def has_rule(name: str) -> bool:
-    """Return True if an operator has a rule, built-in or registered.
+    """Return True if an operator has a sharding rule, built-in or registered.
 
     The conditions of the rule may still reject a call.
     """
-    return name in REGISTERED or name in LINES or name in SHAPED or name in POINTWISE
+    return row_of(name).is_for_sharding
 
 
 def contracted(rule: Rule) -> list[str]:

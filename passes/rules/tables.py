@@ -1,16 +1,11 @@
-"""Tables of sharding rules: one line per operator, no logic. `rules.pattern_for` reads them.
+"""Table of sharding rules: one row per operator, without logic.
 
-`notation.py` explains the notation. Elementwise operators are in `operators/pointwise_rules.py`.
+A row has all that passes need to know of its operator. `notation.py` explains the notation and the fields of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import fx
-
 from autopart.ir.facts import CostNotes
-from autopart.ir.pattern import Pattern
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.operators import (
     attention_rules,
@@ -26,6 +21,7 @@ from autopart.passes.rules.operators import (
     view_rules,
     window_rules,
 )
+from autopart.passes.rules.operators.pointwise_rules import elementwise
 from autopart.passes.rules.rule_conditions import (
     adds_to_itself,
     has_unscaled_gradients,
@@ -37,7 +33,17 @@ from autopart.passes.rules.rule_conditions import (
 _ATTENTION = ("... b g r q k d", "... b g r q k e")
 """The two products of attention, with or without grouped heads (a factor that a line lacks counts as 1)."""
 
-LINES: dict[str, Rule | tuple[Rule, ...]] = {
+_REMADE = CostNotes(joins="remade")
+"""Operators that torch.compile fuses with others, and recomputes in backward if that saves memory, in addition to
+elementwise operators and views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
+_ARITHMETIC = CostNotes(gradients="each")
+
+
+def _rows(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten::{name}": rule for name in names.split()}
+
+
+RULES: dict[str, Rule] = {
     # matrix products
     "aten::linear": Rule("... k, n k -> ... n", linear=((0,), (1,)), matmul=("... k n",), also=("... k, k -> ...",)),
     "aten::bmm": Rule("b m k, b k n -> b m n", linear=((0,), (1,)), matmul=("b m k n",)),
@@ -55,36 +61,34 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         routes="back"),
     # attention: q, k and v; with a mask (a pass makes causal masks explicit); with grouped heads of k and v
     "aten::scaled_dot_product_attention": Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION,
-        local=attention_rules.ring, also=(
+        local=attention_rules.ring, context="ring", cost=CostNotes(kind="attention", backward_work=2.5), also=(
         "... q d, ... k d, ... k e, ... q k -> ... q e",
         "b (g r) q d, b g k d, b g k e -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
         "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
     # the sparse matrix is replicated
-    "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
+    "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),), takes_sparse=True),
     # tables and classes; embeddings are sharded by rows, like the head that may be tied to them
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=has_unscaled_gradients,
-        local=embedding_rules.embedding),
-    "aten::cross_entropy_loss": (
-        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=embedding_rules.cross_entropy),
+        local=embedding_rules.embedding, cost=CostNotes(looks_up=True)),
+    "aten::cross_entropy_loss": Rule("n c ..., n ... -> n ...", lookup="c", all_reduces=3, when=of_class_indices,
+        local=embedding_rules.cross_entropy, has_reduction=True, cost=_REMADE, otherwise=(
         Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
         Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
-            "n c ..., n c ..., c -> n ...",))),
-    "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c", linear=((0,),), when=of_class_indices, also=(
-        "n c ..., n ..., c -> n ...",)),
+            "n c ..., n c ..., c -> n ...",)))),
+    "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c", linear=((0,),), when=of_class_indices,
+        has_reduction=True, cost=_REMADE, also=("n c ..., n ..., c -> n ...",)),
     "autopart::ctc_loss": Rule("t n c, n s, n, n -> n", whole="t c s"),
-    "aten::one_hot": Rule("... -> ... c", whole="c"),
-    "autopart::drop": Rule("..., ... -> ...", local=dropout_rules.drop),
+    "aten::one_hot": Rule("... -> ... c", whole="c", cost=_REMADE),
+    "autopart::drop": Rule("..., ... -> ...", local=dropout_rules.drop, draws_noise=True, cost=_REMADE),
     # sampling of images, complex numbers as pairs
     "aten::grid_sampler_2d": Rule("b c x y, b u w t -> b c u w", whole="x y t", linear=((0,),)),
     "aten::grid_sampler_3d": Rule("b c x y z, b u v w t -> b c u v w", whole="x y z t", linear=((0,),)),
     "aten::view_as_real": Rule("... -> ... p", whole="p", linear=((0,),)),
     "aten::view_as_complex": Rule("... p -> ...", whole="p", linear=((0,),)),
-    # triangles
-    "aten::tril": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
-    "aten::triu": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
+    **_rows("tril triu", Rule("... q k -> ... q k", whole="q k", linear=((0,),), cost=_REMADE)),
     # pooling and resizing: spatial dims cannot be sharded
-    **{f"aten::{name}": Rule(text, whole="x y z u v w", linear=linear) for text, linear, names in (
+    **{f"aten::{name}": Rule(text, whole="x y z u v w", linear=linear) for text, linear, operators in (
         ("... x -> ... u", (), "max_pool1d"),
         ("... x y -> ... u w", (), "max_pool2d"),
         ("... x y z -> ... u v w", (), "max_pool3d"),
@@ -95,138 +99,112 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         ("... x y -> ... u w", ((0,),), """avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d
             upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""),
         ("... x y z -> ... u v w", ((0,),), "avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d"),
-    ) for name in names.split()},
+    ) for name in operators.split()},
+    # views and moves of elements
+    "aten::reshape": Rule(of_call=view_rules.view, moves=True, keeps_weights=True, keeps_masks=True, cost=_REMADE),
+    "aten::permute": Rule(of_call=view_rules.permute, moves=True, keeps_weights=True, keeps_masks=True),
+    "aten::transpose": Rule(of_call=view_rules.transpose, moves=True, keeps_weights=True, keeps_masks=True),
+    "aten::unsqueeze": Rule(of_call=view_rules.unsqueeze, moves=True, keeps_weights=True, keeps_masks=True),
+    "aten::squeeze": Rule(of_call=view_rules.squeeze, moves=True, keeps_weights=True, keeps_masks=True),
+    "aten::t": Rule(of_call=view_rules.reverse, moves=True, keeps_weights=True),
+    "aten::movedim": Rule(of_call=view_rules.movedim, moves=True, keeps_masks=True),
+    "aten::expand": Rule(of_call=view_rules.expand, moves=True, cost=CostNotes(gradients="repeated")),
+    "aten::swapaxes": Rule(of_call=view_rules.transpose, moves=True),
+    "aten::swapdims": Rule(of_call=view_rules.transpose, moves=True),
+    "aten::numpy_T": Rule(of_call=view_rules.reverse, moves=True),
+    "aten::mT": Rule(of_call=view_rules.matrix_transpose, moves=True),
+    "aten::flip": Rule(of_call=reduction_rules.along_dim("dims", linear=True), moves=True),
+    "aten::roll": Rule(of_call=reduction_rules.along_dim("dims", linear=True), moves=True),
+    "aten::slice": Rule(of_call=concat_rules.cut, moves=True, cost=CostNotes(gradients="part")),
+    "aten::narrow": Rule(of_call=concat_rules.cut, moves=True, cost=CostNotes(gradients="part")),
+    "aten::select": Rule(of_call=concat_rules.cut, moves=True, selects=True, cost=CostNotes(gradients="part")),
+    "aten::split_with_sizes": Rule(of_call=concat_rules.split, moves=True, cost=CostNotes(gradients="parts")),
+    "aten::unbind": Rule(of_call=concat_rules.cut, moves=True, cost=CostNotes(gradients="parts")),
+    "aten::cat": Rule(of_call=concat_rules.join, moves=True, cost=CostNotes(joins="copied")),
+    "aten::stack": Rule(of_call=concat_rules.stack, moves=True, cost=CostNotes(joins="copied")),
+    "aten::pad": Rule(of_call=window_rules.pad, moves=True, cost=_REMADE),
+    "aten::constant_pad_nd": Rule(of_call=window_rules.pad, moves=True, cost=_REMADE),
+    "aten::unfold": Rule(of_call=window_rules.unfold, moves=True),
+    "aten::im2col": Rule(of_call=window_rules.im2col, moves=True),
+    "aten::diagonal": Rule(of_call=view_rules.diagonal, moves=True),
+    "aten::slice_scatter": Rule(of_call=concat_rules.overwrite, moves=True),
+    "aten::select_scatter": Rule(of_call=concat_rules.overwrite, moves=True),
+    "aten::gather": Rule(of_call=indexing_rules.gather, moves=True, cost=_REMADE),
+    "aten::index_select": Rule(of_call=indexing_rules.index_select, moves=True, cost=_REMADE),
+    "aten::index": Rule(of_call=indexing_rules.index, moves=True, cost=_REMADE),
+    # reductions, and operators along one dim
+    "aten::mean": Rule(of_call=reduction_rules.mean, cost=_REMADE),
+    "aten::sum": Rule(of_call=reduction_rules.reduction, cost=CostNotes(gradient_is_view=True, joins="remade")),
+    **_rows("nansum count_nonzero", Rule(of_call=reduction_rules.reduction)),
+    **_rows("amax amin var std logsumexp", Rule(of_call=reduction_rules.unsharded_reduction, cost=_REMADE)),
+    **_rows("""argmax argmin any all var_mean std_mean linalg_vector_norm prod norm median nanmedian mode
+        kthvalue""", Rule(of_call=reduction_rules.unsharded_reduction)),
+    **_rows("max min", Rule(of_call=reduction_rules.extreme, otherwise=(Rule(of_call=elementwise()),))),
+    **_rows("softmax log_softmax", Rule(of_call=reduction_rules.along_dim("dim"), cost=_REMADE)),
+    **_rows("_softmax _log_softmax cumprod logcumsumexp cummax cummin sort",
+        Rule(of_call=reduction_rules.along_dim("dim"))),
+    **_rows("cumsum _fft_c2c", Rule(of_call=reduction_rules.along_dim("dim", linear=True))),
+    **_rows("_fft_r2c _fft_c2r", Rule(of_call=reduction_rules.half_spectrum)),
+    "aten::topk": Rule(of_call=reduction_rules.topk),
+    # norms, products, windows, recurrent layers
+    **_rows("layer_norm rms_norm", Rule(of_call=norm_rules.layer_norm, cost=_REMADE)),
+    "aten::group_norm": Rule(of_call=norm_rules.group_norm, cost=_REMADE),
+    "aten::batch_norm": Rule(of_call=norm_rules.batch_norm),
+    "aten::einsum": Rule(of_call=einsum_rules.einsum),
+    **_rows("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution",
+        Rule(of_call=window_rules.convolution)),
+    "aten::col2im": Rule(of_call=window_rules.col2im),
+    **_rows("lstm gru rnn_tanh rnn_relu", Rule(of_call=recurrent_rules.recurrent)),
+    # writes at indices, searches
+    "aten::scatter": Rule(of_call=indexing_rules.scatter(writes_zeros_or_tensors)),
+    "aten::scatter_add": Rule(of_call=indexing_rules.scatter(lambda node: True)),
+    "aten::scatter_reduce": Rule(of_call=indexing_rules.scatter(adds_to_itself)),
+    **_rows("index_add index_copy index_fill", Rule(of_call=indexing_rules.index_write)),
+    "aten::index_put": Rule(of_call=indexing_rules.index_put),
+    **_rows("searchsorted bucketize", Rule(of_call=indexing_rules.searchsorted)),
+    "aten::isin": Rule(of_call=indexing_rules.isin),
+    "autopart::positions": Rule(of_call=selection_rules.positions),
+    # elementwise
+    **_rows("add sub", Rule(of_call=elementwise((0, 1)), cost=CostNotes(gradients="handed on"))),
+    **_rows("rsub lerp addcdiv complex", Rule(of_call=elementwise((0, 1)))),
+    "aten::mul": Rule(of_call=elementwise((0,), (1,)), cost=_ARITHMETIC),
+    **_rows("div neg", Rule(of_call=elementwise((0,)), cost=_ARITHMETIC)),
+    "aten::square": Rule(of_call=elementwise(), cost=_ARITHMETIC),
+    **_rows("to _to_copy", Rule(of_call=elementwise((0,)), keeps_weights=True, keeps_masks=True, cost=_REMADE)),
+    "aten::detach": Rule(of_call=elementwise((0,)), keeps_weights=True, has_gradient=False),
+    **_rows("""xlogy real imag conj_physical _conj resolve_conj resolve_neg positive deg2rad rad2deg special_xlog1py""",
+        Rule(of_call=elementwise((0,)))),
+    "aten::addcmul": Rule(of_call=elementwise((0, 1), (0, 2))),
+    "aten::where": Rule(of_call=elementwise((1, 2)), cost=_REMADE),
+    "aten::masked_fill": Rule(of_call=elementwise((0, 2))),
+    "aten::fill": Rule(of_call=elementwise((1,), (0, 1))),
+    "aten::ne": Rule(of_call=elementwise(), keeps_masks=True),
+    "aten::eq": Rule(of_call=elementwise(), selects=True),
+    **_rows("relu leaky_relu hardtanh", Rule(of_call=elementwise(), cost=CostNotes(keeps_sign=True))),
+    **_rows("zeros_like ones_like full_like", Rule(of_call=elementwise(), cost=_REMADE)),
+    "aten::mse_loss": Rule(of_call=elementwise(), has_reduction=True, cost=_REMADE),
+    **_rows("l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
+        Rule(of_call=elementwise(), has_reduction=True)),
+    **_rows("""
+        abs acos acosh asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor __and__ __or__ __xor__
+        ceil celu clamp clamp_min clamp_max clip copysign cos cosh elu erf erfc exp exp2 expm1 floor floor_divide
+        fmod ge gelu gt hardsigmoid hardswish isfinite isinf isnan le log log10 log1p
+        log2 log_sigmoid logical_and logical_not logical_or logical_xor lt maximum minimum
+        mish pow reciprocal relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinc sinh
+        softplus sqrt tan tanh threshold trunc nan_to_num
+        angle bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ digamma
+        erfinv float_power fmax fmin frac gcd heaviside hypot i0 isposinf isneginf isreal lcm lgamma logaddexp
+        logaddexp2 polar polygamma signbit special_entr special_erfcx
+        special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_zeta""", Rule(of_call=elementwise())),
+    # without a sharding rule
+    **_rows("arange clone contiguous expand_as flatten full glu nll_loss ones repeat type_as zeros",
+        Rule(cost=_REMADE)),
+    "autopart::cast": Rule(cost=_REMADE),
+    "autopart::pick_class": Rule(cost=_REMADE),
+    "aten::dropout": Rule(cost=CostNotes(joins="drawn")),
+    "autopart::dropout": Rule(cost=CostNotes(joins="drawn")),
+    "autopart::attention_dropout": Rule(cost=CostNotes(kind="attention", backward_work=2.5)),
+    "autopart::embedding_shard": Rule(cost=CostNotes(looks_up=True)),
+    **_rows("split chunk", Rule(cost=CostNotes(gradients="parts"))),
 }  # fmt: skip
-"""Rules of operators whose factors do not depend on their arguments."""
-
-MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
-    "aten::reshape": view_rules.view,
-    "aten::expand": view_rules.expand,
-    "aten::transpose": view_rules.transpose,
-    "aten::t": view_rules.reverse,
-    "aten::swapaxes": view_rules.transpose,
-    "aten::swapdims": view_rules.transpose,
-    "aten::numpy_T": view_rules.reverse,
-    "aten::mT": view_rules.matrix_transpose,
-    "aten::movedim": view_rules.movedim,
-    "aten::permute": view_rules.permute,
-    "aten::unsqueeze": view_rules.unsqueeze,
-    "aten::squeeze": view_rules.squeeze,
-    "aten::flip": reduction_rules.along_dim("dims", linear=True),
-    "aten::roll": reduction_rules.along_dim("dims", linear=True),
-    "aten::slice": concat_rules.cut,
-    "aten::narrow": concat_rules.cut,
-    "aten::select": concat_rules.cut,
-    "aten::split_with_sizes": concat_rules.split,
-    "aten::unbind": concat_rules.cut,
-    "aten::cat": concat_rules.join,
-    "aten::stack": concat_rules.stack,
-    "aten::pad": window_rules.pad,
-    "aten::constant_pad_nd": window_rules.pad,
-    "aten::unfold": window_rules.unfold,
-    "aten::im2col": window_rules.im2col,
-    "aten::diagonal": view_rules.diagonal,
-    "aten::slice_scatter": concat_rules.overwrite,
-    "aten::select_scatter": concat_rules.overwrite,
-    "aten::gather": indexing_rules.gather,
-    "aten::index_select": indexing_rules.index_select,
-    "aten::index": indexing_rules.index,
-}
-"""Rules of operators that move elements and compute nothing; their factors depend on their arguments."""
-
-SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
-    **MOVES,
-    "aten::mean": reduction_rules.mean,
-    **{f"aten::{name}": rule for rule, names in (
-        (reduction_rules.unsharded_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
-            linalg_vector_norm prod norm median nanmedian mode kthvalue"""),
-        (reduction_rules.reduction, "sum nansum count_nonzero"),
-        (reduction_rules.extreme, "max min"),
-        (reduction_rules.along_dim("dim"),
-            "softmax _softmax log_softmax _log_softmax cumprod logcumsumexp cummax cummin sort"),
-        (recurrent_rules.recurrent, "lstm gru rnn_tanh rnn_relu"),
-        (window_rules.convolution,
-            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
-    ) for name in names.split()},
-    "aten::cumsum": reduction_rules.along_dim("dim", linear=True),
-    "aten::topk": reduction_rules.topk,
-    "aten::_fft_c2c": reduction_rules.along_dim("dim", linear=True),
-    "aten::_fft_r2c": reduction_rules.half_spectrum,
-    "aten::_fft_c2r": reduction_rules.half_spectrum,
-    # norms
-    "aten::layer_norm": norm_rules.layer_norm,
-    "aten::rms_norm": norm_rules.layer_norm,
-    "aten::group_norm": norm_rules.group_norm,
-    "aten::batch_norm": norm_rules.batch_norm,
-    # products and windows
-    "aten::einsum": einsum_rules.einsum,
-    "aten::col2im": window_rules.col2im,
-    # writes at indices
-    "aten::scatter": indexing_rules.scatter(writes_zeros_or_tensors),
-    "aten::scatter_add": indexing_rules.scatter(lambda node: True),
-    "aten::scatter_reduce": indexing_rules.scatter(adds_to_itself),
-    "aten::index_add": indexing_rules.index_write,
-    "aten::index_copy": indexing_rules.index_write,
-    "aten::index_fill": indexing_rules.index_write,
-    "aten::index_put": indexing_rules.index_put,
-    "aten::searchsorted": indexing_rules.searchsorted,
-    "aten::bucketize": indexing_rules.searchsorted,
-    "aten::isin": indexing_rules.isin,
-    "autopart::positions": selection_rules.positions,
-}  # fmt: skip
-"""Rules of all operators whose factors depend on their arguments, as functions of the call."""
-
-LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::l1_loss",
-                   "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
-                   "aten::binary_cross_entropy_with_logits"}  # fmt: skip
-"""Losses with a `reduction` argument: 0 none, 1 mean (the default), 2 sum."""
-
-OF_SPARSE = {"aten::_sparse_mm"}
-"""The only operators whose rules hold for sparse tensors."""
-
-KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze", "aten::squeeze",
-                   "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
-"""Operators that convert a weight to another view or dtype. They are recomputed at each use."""
-
-KEEPING_MASKS = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape",
-                 "aten::unsqueeze", "aten::squeeze", "aten::movedim"}  # fmt: skip
-"""Operators that convert a mask and select as many elements."""
-
-PARTS = {"aten::select", "aten::eq"}
-"""Operators whose second argument selects from the first: a slice, or the elements that equal a number."""
-
-WITHOUT_GRADIENT = {"aten::detach"}
-"""Operators whose result never has a gradient."""
-
-REMADE = (
-    "aten::to", "aten::_to_copy", "aten::type_as", "aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten",
-    "aten::repeat", "aten::expand_as", "aten::sum", "aten::mean", "aten::var", "aten::std", "aten::amax", "aten::amin",
-    "aten::softmax", "aten::log_softmax", "aten::logsumexp", "aten::layer_norm", "aten::rms_norm", "aten::group_norm",
-    "aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::gather", "aten::index",
-    "aten::index_select", "aten::arange", "aten::full", "aten::zeros", "aten::ones", "aten::zeros_like",
-    "aten::ones_like", "aten::full_like", "aten::pad", "aten::constant_pad_nd", "aten::tril", "aten::triu",
-    "aten::one_hot", "aten::where", "aten::glu", "autopart::cast", "autopart::pick_class", "autopart::drop",
-)  # fmt: skip
-"""Operators that torch.compile fuses with others, and recomputes in backward if that saves memory, in addition to
-elementwise operators and views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
-
-COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) | {
-    "aten::cat": CostNotes(joins="copied"),
-    "aten::stack": CostNotes(joins="copied"),
-    "aten::dropout": CostNotes(joins="drawn"),
-    "autopart::dropout": CostNotes(joins="drawn"),
-    "aten::scaled_dot_product_attention": CostNotes(kind="attention", backward_work=2.5),
-    "autopart::attention_dropout": CostNotes(kind="attention", backward_work=2.5),
-    "aten::embedding": CostNotes(looks_up=True),
-    "autopart::embedding_shard": CostNotes(looks_up=True),
-    "aten::sum": CostNotes(gradient_is_view=True, joins="remade"),
-    **dict.fromkeys(("aten::add", "aten::sub"), CostNotes(gradients="handed on")),
-    **dict.fromkeys(("aten::mul", "aten::div", "aten::neg", "aten::square"), CostNotes(gradients="each")),
-    **dict.fromkeys(("aten::slice", "aten::select", "aten::narrow"), CostNotes(gradients="part")),
-    **dict.fromkeys(
-        ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind"), CostNotes(gradients="parts")
-    ),
-    "aten::expand": CostNotes(gradients="repeated"),
-    **dict.fromkeys(("aten::relu", "aten::leaky_relu", "aten::hardtanh"), CostNotes(keeps_sign=True)),
-}
-"""Cost properties of operators, traced or of local forms, that do not follow from the shapes of a call."""
+"""{operator: its row}. Operators of programs have rows too, for their costs."""

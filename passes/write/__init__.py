@@ -1,1 +1,1 @@
-"""Writing of programs: one graph per stage with local shapes and collectives."""
+"""Generation of programs: one graph per stage, with local shapes and collectives."""

@@ -90,7 +90,10 @@ class Converter:
         stage: StageDraft,
         options: Mapping[str, Any],
     ) -> fx.Node:
-        """Convert a value to another placement on one axis. `options`: of the operator, dtypes of a parameter."""
+        """Convert a value to another placement on one axis.
+
+        `options`: further arguments of the operator, such as the dtypes of a parameter.
+        """
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
@@ -114,7 +117,7 @@ class Converter:
         )
 
     def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """Return the size of a dim before this axis shards it, after the other axes have."""
+        """Return the local size of a dim that is sharded over all axes of the layout except this one."""
         beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
         others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
         in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
@@ -134,7 +137,7 @@ class Converter:
             facts(self.convert(received, node, sent, produced, stage))["received"] = True
 
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
-        """Return the storage dtype of a parameter whose compute or reduction dtype differs, else None."""
+        """Return a parameter's storage dtype, or None if its compute and reduction dtypes equal it."""
         precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
         if precision is None or not stored.is_floating_point:
             return None
@@ -144,8 +147,8 @@ class Converter:
         """Return a parameter in a layout, in the compute dtype. `produced`: the layout of its storage.
 
         The first conversion that gathers it also casts it, so that the smaller dtype is communicated. Conversions
-        before that one concern the gradient alone, which is in the storage dtype there. Gather and cast are one
-        operator: between two operators autograd would round the reduced gradient to the compute dtype.
+        before that one only affect the gradient, which has the storage dtype there. Gather and cast are one operator:
+        between two operators autograd would round the reduced gradient to the compute dtype.
         """
         computed, precision = value(node).dtype, self.trace.precision
         stored = dtype = self.stored_dtype(node)
@@ -167,13 +170,13 @@ class Converter:
 
 
 def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """Return the error for one axis that would shard or gather a dim that several axes shard as one."""
+    """Return the error for an axis that would separately shard or gather a dim of a flattened axis."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
-        f"{axis} cannot cut or gather dim {dim} of {name} alone",
-        why=f"its {shape(node)[dim]} experts are in unequal parts over {' and '.join(beside)} too, and something else "
-        "than products with rows reads them",
-        hint=f"no pins that cut them over {axis}, or sizes of axes whose product divides them",
+        f"{axis} cannot shard or gather dim {dim} of {name} separately",
+        why=f"its {shape(node)[dim]} experts are also sharded unevenly over {' and '.join(beside)}, and an operator "
+        "other than the experts' products uses them",
+        hint=f"no pins that shard them over {axis}, or sizes of axes whose product divides them",
     )
 
 
@@ -185,9 +188,10 @@ def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Order the steps between two layouts: those of the gradient alone first, if nothing must be gathered.
+    """Order the steps between two layouts.
 
-    On axes over which a parameter is gathered as one, it has no gradient before.
+    If nothing must be gathered, the steps that only affect gradients come first. On axes over which a parameter is
+    gathered as one flattened axis, it has no gradient before.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
@@ -198,9 +202,9 @@ def _gradient_first(
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
     """Return the gathers that must come before all other steps.
 
-    A dim that several axes shard is gathered innermost axis first, and so is a dim that moves from one axis to another.
-    Otherwise shards would be concatenated in the wrong order. If an outer axis changes how it shards a dim that an
-    inner axis shards equally before and after, the inner axis shards it again at the end.
+    A dim that several axes shard is gathered innermost axis first. So is a dim that another axis will shard. Otherwise
+    shards would be concatenated in the wrong order. If an outer axis changes how it shards a dim, an inner axis that
+    shards this dim equally before and after is also gathered, and shards it again at the end.
     """
     axes = list(current)
     for axis in reversed(axes):

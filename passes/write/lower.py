@@ -1,7 +1,7 @@
 """Write the program of every stage: a pure function of the annotated graph and the decisions.
 
 Each value is computed in the layout of its operator's strategies and converted, once per target layout, to what its
-consumers need. Values that depend on inputs alone are computed on every stage that needs them: replicated values in the
+consumers need. Values that depend only on inputs are computed on every stage that needs them: replicated values in the
 stage's prologue (once per call, on the global batch), samples of the batch in the stage graph. Weights are read where
 they are used. Everything else that a later stage needs is sent through the stages between.
 """
@@ -27,7 +27,6 @@ from autopart.ir.graph import (
     describe,
     draws_random_numbers,
     inexact,
-    operator_name,
     operators,
     reads,
     source_of,
@@ -51,10 +50,8 @@ from autopart.passes.choose.storage.parameter_storage import stored_tensors
 from autopart.passes.dump import program_files
 from autopart.passes.facts.strategies import local_batch_placement, rows_of
 from autopart.passes.pass_pipeline import driven
-from autopart.passes.rules import local_form
+from autopart.passes.rules import local_form, rule_of
 from autopart.passes.rules.local_forms import LocalCall, local_value
-from autopart.passes.rules.operators.dropout_rules import can_draw
-from autopart.passes.rules.tables import COSTS
 from autopart.passes.write.convert_layout import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 
@@ -87,15 +84,18 @@ def lower(
 
 
 def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """Let each rank draw dropout noise for its own shard, for values that depend on a parameter."""
+    """Return the dropout operators whose noise each rank draws for its own shard.
+
+    All their users depend on a parameter.
+    """
     return {
         node for node in random
-        if node.users and all(can_draw(n) and facts(n)["role"] == ACTIVE for n in node.users)
+        if node.users and all(rule_of(n).draws_noise and facts(n)["role"] == ACTIVE for n in node.users)
     }  # fmt: skip
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError if single-device random numbers cannot be drawn without the model's values."""
+    """Raise OptionError if `rng="exact"` is set and a random operator needs the model's values."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
@@ -139,9 +139,9 @@ class _Writer:
     # Layouts
 
     def key(self, node: fx.Node, places: Layout) -> Key:
-        """Return a layout over all axes, `R` on those without a placement.
+        """Return a layout over all axes, with `R` on axes without a placement.
 
-        Gradients of values without one are ignored.
+        If the value has no gradient, `R(grad P)` becomes `R`.
         """
         grad = facts(node)["needs_grad"]
         every = {axis: places.get(axis, R) for axis in self.sizes}
@@ -174,14 +174,14 @@ class _Writer:
             node.meta = {k: v for k, v in origin.meta.items() if k in CARRIED}
             if target is not origin.target and (val := local_value(node)) is not None:
                 node.meta["val"] = val
-            if operator_name(node) in COSTS:
-                facts(node)["cost"] = COSTS[operator_name(node)]
+            if (cost := rule_of(node).cost) is not None:
+                facts(node)["cost"] = cost
             return node
 
         return emit
 
     def seed(self, stage: StageDraft) -> fx.Node:
-        """Return the random seed of the microbatch, a keyword input of the stage."""
+        """Return the random seed of the microbatch, which is a keyword input of the stage graph."""
         if stage.seed is None:
             assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
@@ -191,7 +191,7 @@ class _Writer:
         return stage.seed
 
     def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
-        """Record on a written node which traced value it holds, in which layout and `dtype`."""
+        """Record on a generated node which traced value it holds, in which layout and `dtype`."""
         written.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         written.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -205,7 +205,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator, and record its block on all nodes written for it."""
+        """Write one operator, and record its block on all nodes that are generated for it."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -253,7 +253,7 @@ class _Writer:
     # Reading
 
     def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a value in a layout on a stage: computed before, converted, received, or computed now."""
+        """Return a value in a layout on a stage. It is reused, converted, received or computed."""
         if (node, layout) in stage.made:
             return stage.made[node, layout]
         role = facts(source_of(node)[0])["role"]
@@ -272,7 +272,7 @@ class _Writer:
         return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return an existing layout that differs in the gradient's placement alone."""
+        """Return an existing layout of the value that differs only in the placement of the gradient."""
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
             if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
@@ -280,7 +280,10 @@ class _Writer:
         return layout
 
     def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return the value as computed: a parameter, a weight's view, or a value of an earlier stage."""
+        """Return a value in the layout in which it is computed, stored or received.
+
+        It is a parameter, a view of a weight, or a value of an earlier stage.
+        """
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
@@ -295,7 +298,7 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return a value of an earlier stage as it is sent, passed on by each stage between."""
+        """Return a value of an earlier stage, which all stages between pass on."""
         assert stage.index > 0, f"{node.name} is used before it is made"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
@@ -313,13 +316,13 @@ class _Writer:
         return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
 
     def _check_input_gradient(self, node: fx.Node) -> None:
-        """Raise InputError if a gradient of an input would have to be sent back over microbatches or stages."""
+        """Raise InputError if the gradient of an input would have to be collected from microbatches or stages."""
         if len(self.stages) == 1 and MICROBATCH_AXIS not in self.sizes:
             return
         through = "a pipeline" if len(self.stages) > 1 else "microbatches"
         raise InputError(
             f"the input {facts(node)['input_name']} needs a gradient",
-            why=f"none comes back through {through}",
+            why=f"no gradient is returned through {through}",
             hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
         )
 
@@ -337,7 +340,7 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Compute only the requested samples, if the operator's rule allows it."""
+        """Compute only the samples of this rank, if the operator's rule allows it; else return None."""
         shards = math.prod(self.sizes[axis] for axis in self.row_axes)
         strategy = rows_of(node, batch, shards)
         if strategy is None:
@@ -381,7 +384,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """Return the program of these outputs, each with whether it is gathered over the batch axes."""
+        """Return the program of these outputs, each with a flag whether to gather it over the batch axes."""
         last = self.stages[-1]
         results: list[Output] = []
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
@@ -431,7 +434,7 @@ class _Writer:
         home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
 
     def _first_reader(self, source: fx.Node) -> int:
-        """Return the first stage that holds the ancestors of a parameter or a view of parameters."""
+        """Return the first stage that has all parameters of which a value is computed."""
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
         names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]

@@ -25,7 +25,7 @@ Key = tuple[tuple[str, Placement], ...]
 
 @dataclass
 class StageDraft:
-    """One stage under construction."""
+    """One pipeline stage under construction: its graphs, inputs, parameters and updates."""
 
     index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -44,7 +44,7 @@ class StageDraft:
     seed: fx.Node | None = None
 
     def placeholder(self, name: str) -> fx.Node:
-        """Add an argument to the graph. Its name is changed if it is taken."""
+        """Add an argument to the graph. If the name is in use, it gets a suffix."""
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
@@ -55,7 +55,7 @@ class StageDraft:
         return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
-        """End the graphs. `values`: outputs of the prologue for the graph, and new values of buffers."""
+        """Add the outputs of both graphs: `values` and the new values of buffers."""
         new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip
         self.graph.output((*values, *new[False]))
@@ -66,7 +66,7 @@ class StageDraft:
 
         Args:
             sizes: sizes of the mesh axes.
-            mark: a function that may rewrite and reorder the graph.
+            mark: a function that can rewrite and reorder the graph.
         """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]

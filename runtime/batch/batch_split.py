@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class LocalSamples:
-    """A rank's local samples in place of a global value. A prologue may only pass them on."""
+    """A rank's local samples in place of a global value. A prologue must pass them on unchanged."""
 
     rows: Tensor
 

@@ -16,7 +16,7 @@ from autopart.ir.program import BufferUpdate, Program, Stage
 from autopart.runtime.batch.batch_split import merge_output
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate
-from autopart.runtime.gradients.step_reduction import flatten, unflatten
+from autopart.runtime.gradients.reductions import flatten, unflatten
 
 NewBuffers = Mapping[str, Tensor]
 """{buffer: its new value}."""

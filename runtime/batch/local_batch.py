@@ -66,7 +66,7 @@ class LocalBatch:
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a differentiable call, such that their gradients cover all ranks."""
+        """Return the outputs of a differentiable call, with gradients that are reduced over all ranks."""
         if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}

@@ -6,9 +6,9 @@ There are three kinds of outputs:
 - `VALUE`: depends on no sample, such as a parameter that the model returns. It is replicated.
 - `SUM`: depends on the samples of all ranks, such as a loss or a count. It is replicated too.
 
-A user's loss that reads samples or values is this rank's term of the loss. Then gradients of replicated outputs are
-summed over all ranks. A loss that reads only sums is the loss of the global batch, computed on every rank. It counts
-once.
+If a user's loss reads samples or values, it is this rank's term of the loss, and the gradients of replicated outputs
+are summed over all ranks. If it reads only sums, it is the loss of the global batch, which every rank computes, and its
+gradient is not summed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind
 def as_loss_terms(
     outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Return the outputs such that their gradients include the terms of all ranks in these groups."""
+    """Return the outputs, with gradients that include the loss terms of all ranks in these groups."""
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
     if all(kinds[i] is OutputKind.ROWS for i in differentiable):
         return list(outputs)

@@ -1,4 +1,4 @@
-"""Tensors of a `loss_fn` that is a module: buffers of a step's program, updated before each call."""
+"""Tensors of a loss module (`loss_fn`): buffers of a step's program, updated before each call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Criterion:
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
         """Copy changed values from the loss module.
 
-        `before_change` is called first if any value differs, because a step may be in flight.
+        `before_change` is called first if any value differs, because a step can be in flight.
         """
         changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
         if changed:

@@ -29,8 +29,8 @@ def plan_checkpoints_with(
         kind: class of the shards.
         check_loaded: called with (key, saved size, tensor), in place of the planner's comparison of sizes.
         check_saved: called with (key, value) for every saved entry.
-        absent: maps (state dict, saved keys) to the keys that a checkpoint may lack.
-        before_saving: called with the state dict first, on every rank that saves.
+        absent: maps (state dict, saved keys) to the keys that a checkpoint can lack.
+        before_saving: called first, with the state dict, on every rank that saves.
     """
     from torch.distributed.checkpoint import default_planner
 
@@ -63,7 +63,7 @@ def plan_checkpoints_with(
 
 
 class _PartOfSaved:
-    """Stand-in for a shard while a load is planned. It has no size for the planner to compare."""
+    """Stand-in for a shard while a load is planned. It has no size, so the planner does not compare sizes."""
 
     def __init__(self, tensor: Any):
         self.__create_chunk_list__ = tensor.__create_chunk_list__

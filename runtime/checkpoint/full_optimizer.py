@@ -30,7 +30,7 @@ FullState = dict[str, Any]
 
 @dataclass(frozen=True)
 class ShardedMarker:
-    """Marks a sharded tensor in the metadata that stages exchange."""
+    """Marks a sharded tensor in the metadata that pipeline stages exchange."""
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
@@ -77,7 +77,7 @@ def full_state(
 
 
 def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
-    """Return {stored name: {key: value, or InParts}} of every parameter with state, of all stages."""
+    """Return {stored name: {key: value, or ShardedMarker}} of every parameter with state, of all stages."""
     local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
         shard_info = shard_info_of(parameter)
@@ -102,7 +102,10 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
 
 
 def _group_dict(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
-    """Return a group in state-dict form. `order`: sort its parameters in model order, for merged stages."""
+    """Return an optimizer group in state-dict form.
+
+    `order`: sort its parameters in the model's order, for groups that were merged from several stages.
+    """
     rows = list(zip(group.names, group.user_names or group.names, strict=True))
     if order is not None:
         rows.sort(key=lambda row: order[row[0]])
@@ -166,7 +169,7 @@ def _options(
     group_by_name: Mapping[str, int],
     saved: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the options of an optimizer's group from the saved group that has its parameters."""
+    """Return the options for an optimizer's group, from the saved group with the same parameters."""
     missing = [name for name in names if name not in group_by_name]
     if missing:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Optimizer state that a checkpoint lacks, because its parameter never had a gradient before the save.
 
 torch's `get_state_dict` creates state for every parameter before a load, and `torch.distributed.checkpoint` then
-requires all of it. This module leaves out parameters without any state in the checkpoint. They have no state after
+requires all of it. This module leaves out parameters for which the checkpoint has no state. They have no state after
 `optimizer.load_state_dict`, as when the checkpoint was saved.
 """
 
@@ -21,7 +21,7 @@ _STATE = "state"
 
 
 def belongs_to(value: Tensor, name: str) -> None:
-    """Record the parameter whose state a plain tensor is."""
+    """Record that a plain tensor is optimizer state of the parameter `name`."""
     _OWNERS[value] = name
 
 
@@ -62,7 +62,7 @@ def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
 
 
 def without_absent(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state without that of parameters that the checkpoint lacked."""
+    """Return an optimizer's state without parameters for which the checkpoint had no state."""
     return {index: values for index, values in state.items() if not _is_absent(values)}
 
 

@@ -1,4 +1,4 @@
-"""Optimizer groups by parameter names, and groups of all pipeline stages merged."""
+"""Optimizer groups with parameter names, merged over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PARAMS, PARAM_NAMES = "params", "param_names"
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A group of parameters.
+    """A parameter group of an optimizer.
 
     Attributes:
         names: the model's names of the parameters.
-        given_names: the names that the user passed to the optimizer.
+        user_names: the names that the user passed to the optimizer, if any.
         options: such as the learning rate.
     """
 
@@ -91,7 +91,7 @@ def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
 
 
 def _merged(groups: Sequence[ParameterGroup]) -> ParameterGroup:
-    """Merge a group of several stages. Tied parameters count once."""
+    """Merge one group of several stages. A tied parameter appears once."""
     labels: dict[str, str] = {}
     for group in groups:
         for name, label in zip(group.names, group.user_names or [""] * len(group.names), strict=True):

@@ -40,9 +40,9 @@ _HOOKED: WeakSet[Optimizer] = WeakSet()
 
 
 def connect_state_dicts() -> None:
-    """Make every optimizer save and load state dicts with shard offsets, and register shards with DCP.
+    """Make optimizers save and load state dicts with shard offsets, and register shards with DCP.
 
-    This concerns the state of partitioned models' parameters, in optimizers created after this call.
+    This affects the state of partitioned models' parameters, in optimizers that are created after this call.
     """
     connect_checkpoints()
     full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
@@ -58,7 +58,7 @@ def _add_hooks(optimizer: Optimizer) -> None:
 
 @on_local_values
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict in which sharded tensors, and tensors of one stage, have offsets."""
+    """Return an optimizer's state dict with offsets for sharded tensors and for tensors of one stage."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -91,7 +91,7 @@ def _converted(
 
 
 def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Add offsets to a value of a parameter's state if other ranks have other shards or parameters."""
+    """Return a value of a parameter's state, with offsets if other ranks have other shards or parameters."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
     if value.dim() == 0 or shard_offsets_of(shard_info).is_whole:
@@ -128,8 +128,8 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce a saved group to the names of this rank's parameters, in this optimizer's order.
 
-    A group without names stays as it is. Raises CheckpointError if it has no options, because then torch found none for
-    these names in a checkpoint.
+    A group without names is returned unchanged. Raises CheckpointError for a group without options: torch found none of
+    these names in the checkpoint.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
@@ -165,7 +165,7 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
 
 
 class _Exchange:
-    """Names in an optimizer's groups on every stage, exchanged once per state dict, when names are needed."""
+    """Parameter names in an optimizer's groups on every stage, exchanged on first use of a state dict."""
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
@@ -180,9 +180,9 @@ class _Exchange:
 
 
 class StageGroup(dict[str, Any]):
-    """A group of a pipeline stage's optimizer, in a state dict.
+    """An optimizer group of one pipeline stage, in a state dict.
 
-    `torch.distributed.checkpoint.state_dict` writes parameter names into it. Then this class adds the names of the
+    When `torch.distributed.checkpoint.state_dict` has written parameter names into it, this class adds the names of the
     other stages, because a checkpoint has each group once.
     """
 

@@ -1,7 +1,7 @@
 """A rank's shard in a state dict, saved and loaded by `torch.distributed.checkpoint`.
 
 Values and shape are those of the shard, so arithmetic works on the shard. Copies keep the shard offsets. So a state
-dict that was moved to the host, staged or pickled is saved as correctly as the original.
+dict can be moved to the host, staged or pickled before it is saved.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ShardOffsets:
     Attributes:
         name: of the model's parameter.
         shape: of the full tensor.
-        spans: per dim, the (start, length) ranges that the shard consists of, in its order. None: unknown.
-        keys: names of the parameter. If set, the tensor may be saved only under a key that contains one of them,
-            because a parameter index differs between ranks.
+        spans: for each dim, the (start, length) ranges that the shard consists of, in its order. None: unknown.
+        keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. Other
+            keys are parameter indices, which differ between ranks.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ShardTensor(Tensor):
     from a checkpoint of any mesh.
 
     Example:
-        >>> shard = ShardTensor(torch.zeros(2), ShardPlace("bias", (4,), (((0, 1), (2, 1)),)))
+        >>> shard = ShardTensor(torch.zeros(2), ShardOffsets("bias", (4,), (((0, 1), (2, 1)),)))
         >>> [chunk.offsets for chunk in chunks_of(shard.place)]
         [(0,), (2,)]
     """
@@ -119,7 +119,7 @@ class ShardTensor(Tensor):
         return self._local.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the plain tensor, readable without autopart, with the shard offsets as an attribute."""
+        """Pickle as a plain tensor that torch.load reads without autopart; the shard offsets are an attribute."""
         plain = self._local.detach()
         setattr(plain, PLACE, dataclasses.astuple(self.place))
         return plain.__reduce_ex__(protocol)
@@ -240,7 +240,7 @@ def reject_plain_shards(key: str, value: Any) -> None:
 
 
 def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a shard remains in a state dict after the first rank's tensors were loaded."""
+    """Raise CheckpointError if a state dict still has a shard after `broadcast_from_rank0` filled it."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
             raise CheckpointError(

@@ -48,7 +48,7 @@ def with_shard_offsets(
 
 
 def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
-    """Return a tensor in a parameter's layout with its offsets, or plain if the parameter is replicated."""
+    """Return a local tensor with its shard offsets, or unchanged if the parameter is replicated."""
     place = shard_offsets_of(shard_info)
     return value if place.is_whole and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
 
@@ -58,7 +58,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def as_shard(value: Tensor, place: ShardOffsets, shard_info: ShardInfo) -> ShardTensor:
-    """Return a shard that can be gathered with those of other ranks."""
+    """Return a ShardTensor that can be gathered with those of other ranks."""
     shard = ShardTensor(value, place)
     _HOMES[shard] = shard_info
     return shard
@@ -99,12 +99,12 @@ def shapes_of(program: Program, model: nn.Module) -> dict[str, tuple[int, ...] |
 
 
 class Loading:
-    """One `load_state_dict` call: takes this rank's shards of the given values, and records mismatches.
+    """One `load_state_dict` call: takes this rank's shards of the values, and records mismatches.
 
     Args:
         shapes: of the full model (`shapes_of`).
-        missing: torch's list of missing names, which torch reports.
-        errors: torch's list of errors, which torch reports.
+        missing: torch's list of missing names, to which this class adds.
+        errors: torch's list of errors, to which this class adds.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Loading:
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
         """Reduce `state_dict` to what `nn.Module` loads on this rank: local tensors by local names.
 
-        Full tensors are sharded. Names of other stages are removed; if any is present, all of them must be.
+        Full tensors are sharded. Names of other stages are removed. They must be complete, or all absent.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()
@@ -155,7 +155,7 @@ class Loading:
 
 
 def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: ShardInfo) -> Tensor:
-    """Return this rank's shard for a parameter, from a full tensor or a saved shard.
+    """Return this rank's shard of a parameter, from a full tensor or a saved shard.
 
     Raises CheckpointError if the value is neither, or is another rank's shard.
     """

@@ -1,8 +1,8 @@
 """Asynchronous all-gather, reduce-scatter and all-reduce that overlap with computation.
 
 Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, its reduce-scatter
-sends the full tensor to all ranks. Here each rank sends its shard directly to every other rank, and the parts of a sum
-directly to the rank that adds them up.
+sends the full tensor to all ranks. Here, each rank sends its shard directly to every other rank. For a reduce-scatter
+it sends each rank only the chunk that this rank sums.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     finish = _exchange(rows, received, group)
 
     def wait() -> Tensor:
-        """Return the sum in rank order, in the receive buffer."""
+        """Wait, and return the sum in rank order, which reuses a receive buffer."""
         finish()
         first, second, *others = received
         total = second.add_(first) if rank == 0 else first.add_(second)
@@ -106,7 +106,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Start to send every other rank its row and to receive one from it.
+    """Start to send one row to every other rank and to receive one from it.
 
     Returns a function that waits for both.
     """

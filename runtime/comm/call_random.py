@@ -1,7 +1,7 @@
-"""Random numbers of one call: single-device numbers, or numbers from the call's seeds.
+"""Random numbers of one call: those of a single device, or numbers from the call's seeds.
 
-Every stage's prologue makes all random draws of the model. So each prologue must start from the same generator state,
-and the state after the call is that of a single device, for any number of stages.
+Every stage's prologue runs all random operators of the model. So each prologue must start from the same generator
+state, and the state after the call is that of a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 @contextmanager
 def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Keep one random stream for the prologues of a call. Call the yielded function before each prologue."""
+    """Give all prologues of a call the same random numbers.
+
+    Call the yielded function before each prologue.
+    """
     if program.draws is None:
         yield lambda: None
         return
@@ -53,7 +56,7 @@ def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
 
 
 def check_exact(program: Program, device: torch.device) -> None:
-    """Raise OptionError if `rng="exact"` is given and a draw cannot be repeated on the device."""
+    """Raise OptionError if `rng="exact"` is set and this device cannot reproduce a random operator."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")

@@ -1,8 +1,9 @@
 """Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
 `bind` replaces mesh axes by the names of process groups; then a graph can run. The operators are
-CompositeImplicitAutograd around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi
-et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
+CompositeImplicitAutograd around one autograd function, so they print, export and compile. The pairs of a forward and a
+backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022
+(arXiv:2205.05198, section 4.2).
 """
 
 from __future__ import annotations
@@ -34,10 +35,8 @@ Primitive = Callable[..., Any]
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
     """Return the shardings that the primitives of `operator` need.
 
-    The backward of an all-to-all reads them reversed.
-
-    An all-to-all does not know the full size of its source dim, so that dim must divide evenly; its target dim need
-    not.
+    The backward of an all-to-all uses them in reverse order. The source dim of an all-to-all must divide evenly,
+    because its full size is not among the arguments; its target dim need not.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -83,7 +82,7 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a gradient, differentiably: the sum is on every rank, so its own gradient is copied."""
+    """All-reduce a gradient, differentiably. Its backward is the identity, as every rank has the sum."""
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
@@ -206,9 +205,9 @@ _implement_operators()
 
 
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
-    """Return a node's arguments with every `torch.device` replaced.
+    """Return a node's arguments with `device` in place of every `torch.device`.
 
-    Tensors that the model itself keeps on the host stay there.
+    For tensors that the model itself creates on the host, they are returned unchanged.
     """
     if facts(node).get("on_host"):
         return arguments
@@ -229,7 +228,7 @@ def bind(
     Axis names become process groups; an axis without a group has one rank, and its conversions are removed.
     `axis_index` becomes an int, and every device but the host becomes `device`. `get_attr` nodes read `tensors` by
     dotted name, so several bound graphs share one Parameter; other attributes come from `graph_module`, moved to
-    `device`. The parameters in `whole` are gathered before the graph runs, so their gathers in the graph are removed.
+    `device`. The parameters in `whole` are already unsharded when the graph runs, so their gathers are removed.
     `module_type`: class of the copy.
     """
     graph = fx.Graph()
@@ -258,7 +257,7 @@ def bind(
 
 
 def _reads(node: fx.Node, names: Collection[str]) -> bool:
-    """Return True for a conversion of an attribute with one of these names."""
+    """Return True for a conversion whose input is an attribute with one of these names."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
 
@@ -266,7 +265,7 @@ def _reads(node: fx.Node, names: Collection[str]) -> bool:
 def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module with its weights as direct attributes.
 
-    Each dot of a name costs one more attribute lookup per step, which nn.Module does in Python.
+    For each dot in a name, nn.Module does one more attribute lookup per step, in Python.
     """
     names: dict[str, str] = {}
     free = (name for name in map("weight_{}".format, count()) if not hasattr(module, name))

@@ -1,4 +1,4 @@
-"""Primitive collectives as plain functions of the list of a group's local tensors, in rank order.
+"""Primitive collectives as plain functions of a list: the local tensors of a group, in rank order.
 
 They compute what `collectives.PRIMITIVES` compute on process groups, for runs of all ranks in one process.
 """

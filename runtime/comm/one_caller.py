@@ -1,4 +1,4 @@
-"""Check that one thread at a time calls a partitioned model, and no transform of `torch.func`."""
+"""Check that only one thread at a time calls a partitioned model, and not inside `torch.func`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class Process:
-    """One rank of the mesh. `groups` has the axes with more than one rank; `rank` counts as `Mesh` does."""
+    """One rank of the mesh, with the process groups of the axes that have more than one rank.
+
+    `rank`: as `Mesh` numbers ranks.
+    """
 
     mesh: Mesh
     rank: int
@@ -72,7 +75,7 @@ class Process:
     def along(self, axis: str) -> dist.ProcessGroup:
         """Return the group of an axis, or of several axes flattened to one.
 
-        Every rank must ask in the same order.
+        The first call creates a flattened group, so every rank must make these calls in the same order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -83,7 +86,8 @@ class Process:
     def beside(self, axis: str) -> dist.ProcessGroup:
         """Return a second group of an axis, for collectives that overlap with those of stages.
 
-        Collectives of one group wait for each other. Every rank must ask in the same order.
+        Collectives of one group run one after the other. The first call creates the group, so every rank must make
+        these calls in the same order.
         """
         if axis not in self.side_groups:
             self.side_groups[axis] = self._new_group(axis)
@@ -123,11 +127,10 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """Return a CPU group of all ranks and its watchdog, before any group of `mesh` is made.
+    """Return the watchdog of a new CPU group of all ranks, before any other group of `mesh` is created.
 
-    None: `mesh` has one rank.
-
-    Initializes torch.distributed if torchrun has set it up. Raises RuntimeSetupError if it has not.
+    None if `mesh` has one rank. Initializes torch.distributed if torchrun has set the environment. Raises
+    RuntimeSetupError if it has not.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -140,8 +143,8 @@ def meet(
         if not is_lost(error) and not any(text in str(error) for text in NOT_MET):
             raise
         raise HangError(
-            f"the ranks did not meet in {limit.total_seconds():g} s: {_this_rank()} waited while the module was made",
-            why="a rank has not come to parallelize: it is killed, frozen, slower, or raised an error before",
+            f"not all ranks called parallelize() within {limit.total_seconds():g} s: {_this_rank()} waited for them",
+            why="the missing rank was killed, is frozen or slower, or raised an error before",
             hint="the first error of any rank, in its log; timeout=600 if a rank is slow",
         ) from error
     set_group_timeout(group, PATIENCE)
@@ -222,7 +225,7 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
-    """Return the objects of the ranks of every `pp` coordinate, in order.
+    """Return the objects that the ranks along `pp` pass, in order of their coordinates.
 
     A collective call if there are several.
     """
@@ -262,9 +265,9 @@ def _own_group(
 ) -> dist.ProcessGroup:  # fmt: skip
     """Make a new group, on the CPU by default, of the row of ranks that contains this process.
 
-    Torch names a group that only its members create by the number of groups a process has had. That number differs
-    between ranks if some share tied tensors, and the members would wait for each other forever. So all processes
-    create all rows, if they are all in one.
+    If only its members create a group, torch names it by the number of groups that the process has created. That number
+    differs between ranks if some share tied tensors, and the members would wait for each other forever. So if the rows
+    cover all processes, every process creates all of them.
     """
     mine: dist.ProcessGroup | None = None
     together = sum(map(len, rows)) == dist.get_world_size()
@@ -282,8 +285,8 @@ def _own_group(
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
     """Make a group for each axis.
 
-    On the CPU, a group that spans the world is created again, because the user sets its timeout. So is the group of a
-    pipeline: the time limit of a send or receive is that with which its group was created.
+    On the CPU, a group that spans the world is created again, because its timeout belongs to the user. A `pp` group is
+    also created again: its sends and receives use the timeout with which the group was created.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
@@ -293,7 +296,7 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
 
 
 def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
-    """Return the rows of ranks that differ in their coordinates on these axes alone, in order along them."""
+    """Return the rows of ranks that differ only in their coordinates on these axes, ordered along them."""
     dims = [list(mesh.sizes).index(axis) for axis in axes]
     along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
     return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
@@ -315,8 +318,8 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
 def _uses_gpus(model_device: torch.device) -> bool:
     """Return True if ranks compute on GPUs: the model is on one, or the process group is nccl's.
 
-    A group made without a backend has nccl for GPUs in addition to gloo. It counts if each rank of this machine has a
-    GPU.
+    A process group that was initialized without a backend has both gloo and nccl. It counts as nccl's if each rank of
+    this machine has a GPU.
     """
     if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
         return True

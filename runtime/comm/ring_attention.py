@@ -1,7 +1,7 @@
-"""Ring attention: keys and values move around the ranks of an axis.
+"""Ring attention: keys and values rotate around the ranks of an axis.
 
-A rank starts to send its keys and values before it computes with them. In the backward their gradients move with them,
-and arrive at their owner after the last step.
+A rank starts to send its keys and values before it computes with them. In the backward their gradients rotate with
+them, and arrive at their owner after the last step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'conte
 
 
 class _Rotation:
-    """Tensors in flight to the next rank, and those in flight from the previous rank."""
+    """Pending send of tensors to the next rank, and pending receive from the previous rank."""
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
         self.group, self.device = group, sent[0].device
@@ -48,9 +48,9 @@ class _Rotation:
 
 
 def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner, length of the shard that is being received, keys and values) of every step.
+    """Yield (owner, length of the next shard to receive, keys and values) for every step of a ring.
 
-    The first step is this rank's own. The tensors are in flight to the next rank while they are used here.
+    The first step has this rank's own keys and values. The tensors are being sent to the next rank while they are used.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):
@@ -62,7 +62,7 @@ def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> I
 
 
 class Ring(torch.autograd.Function):
-    """Ring attention of this rank's queries, keys and values in a group."""
+    """Autograd function: ring attention of this rank's queries, keys and values in a group."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class Ring(torch.autograd.Function):
 
 
 class RingOfLists(torch.autograd.Function):
-    """Ring attention of all ranks in one process, one rank after the other."""
+    """Autograd function: ring attention of all ranks in one process, one rank after the other."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Position of a running program, from the stack of a thread or of an error, in terms of its graphs."""
+"""Position of a running program, in terms of its graphs, from the stack of a thread or of an error."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ PLACES = {
     **dict.fromkeys(
         (
             "sync_gradients",
-            "_begin_next",
-            "_finish_first",
-            "Reducer.finish",
+            "ReductionQueue.launch",
+            "ReductionQueue.finish",
             "_StartReduce.backward",
             "_WaitReduce.backward",
         ),
@@ -41,7 +40,7 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, inside: bool) -> str:
-    """Return the position of a thread: in a program if `inside` a call, else in the user's code."""
+    """Return the position of a thread: in a program if it is `inside` a call, else in the user's code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if inside else "") or _users(frames)
@@ -58,7 +57,7 @@ Line = tuple[str, int, dict[str, Any]]
 
 
 def line_of_graph() -> Line | None:
-    """Return the line of a stage graph's code that runs now. Its text is read only if needed."""
+    """Return the line of a stage graph's code that is running. Its text is read only when it is needed."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
         if frame is None:
@@ -70,7 +69,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the position given by the innermost known frame."""
+    """Return the position given by the innermost frame of a stage graph or of autopart, "" without one."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):

@@ -1,4 +1,4 @@
-"""Assignment of pipeline stages to ranks, by the shape of the schedule."""
+"""Assignment of pipeline stages to ranks: in a loop or in a V, by the schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> 
 
 
 def stages_at(program: Program, pp_coordinate: int, stage_style: str) -> list[int]:
-    """Return the stages of a `pp` coordinate, in order."""
+    """Return the stages that run at a `pp` coordinate, in order."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
 
@@ -44,14 +44,14 @@ def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """Return the `pp` coordinates that hold a stored tensor, each once, first stage first."""
+    """Return the `pp` coordinates that store a tensor, each once, in the order of its stages."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))
 
 
 def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
-    """Group `ranks` that differ in their coordinate on `axis` alone, or on the axes flattened into it.
+    """Group ranks that differ only in their coordinate on `axis`, or on the axes flattened into it.
 
     Each group is in order along the axis.
 

@@ -1,8 +1,8 @@
-"""Watchdog: ranks that wait longer than `timeout=` seconds name the rank that hangs or is gone.
+"""Watchdog: if a rank waits longer than `timeout=` seconds, it names the rank that hangs or has ended.
 
 Every call begins with a collective on the host (`same_call.py`), so ranks wait there. A rank that has waited too long
-asks all ranks for their state through torch.distributed's store. A thread of every process answers from the stack of
-the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
+requests the state of all ranks through torch.distributed's store. A thread of every process answers with the stack of
+its main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connec
 
 @dataclass
 class Record:
-    """State of one rank: "inside" a call, "outside", "paused", "waiting" in vain, or "ended"."""
+    """State of one rank: "inside" a call, "outside", "paused", "waiting" (it has given up) or "ended"."""
 
     state: str
     doing: str
@@ -67,12 +67,12 @@ NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValu
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Return True if the error means that another rank does not come, or is gone."""
+    """Return True if the error means that another rank does not arrive, or has ended."""
     return any(text in str(error) for text in LOST)
 
 
 class Watch:
-    """State of this rank, and how long it waits for others. `group`: all ranks of the mesh, on the host.
+    """State of this rank, and its waiting times for others. `group`: all ranks of the mesh, on the host.
 
     `send_s`: time limit of a pipeline's send or receive. It includes compilation of another stage.
     """
@@ -94,7 +94,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Watch the collectives of these groups, too."""
+        """Apply the watchdog's time limit and error messages to the collectives of these groups, too."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -102,7 +102,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """Set the time limit of the following waits; the `first` call of its kind may take longer."""
+        """Set the time limit of the following waits, which is longer for the `first` call of its kind."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -125,7 +125,7 @@ class Watch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let the other ranks wait for this one without a limit, for a `with` block."""
+        """Let the other ranks wait for this rank without a limit, for a `with` block."""
         before = self.state, self.doing
         self._note("paused", f"paused {self.doing}")
         try:
@@ -134,7 +134,7 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """Mark the module as complete: calls may follow."""
+        """Record that the module has been created: calls can follow."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
@@ -157,12 +157,12 @@ class Watch:
                 raise self._error(error, records, waited_s) from error
 
     def raise_if_lost(self, error: RuntimeError) -> None:
-        """Raise HangError if an error means that another rank does not arrive, or is gone."""
+        """Raise HangError if an error means that another rank does not arrive, or has ended."""
         if is_lost(error):
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
     def record(self, place: str = "") -> Record:
-        """Return the present state of this rank."""
+        """Return the current state of this rank."""
         if not place and self.state != "ended" and threading.get_ident() != self.main:
             place = place_in_stack(self.main, self.state == "inside")
         return Record(self.state, self.doing, place, time.monotonic() - self.since)
@@ -174,7 +174,7 @@ class Watch:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
     def _ask(self) -> dict[int, Record]:
-        """Return {rank: its state} of the ranks that answer in time, or have given up waiting."""
+        """Return {rank: its state} of the ranks that answer in time or have given up waiting themselves."""
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -222,7 +222,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a ParallelModule method that all ranks call, to name it if a rank hangs in it."""
+    """Decorate a collective method of ParallelModule, so that the watchdog can name it."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -238,7 +238,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a watched method that starts with a barrier: a rank that calls it alone is reported."""
+    """Decorate a watched method so that it starts with a barrier, which reports ranks that do not call it."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -273,7 +273,7 @@ def watching(group_name: str) -> Iterator[None]:
 
 
 def limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of a group's sends and receives. Its collectives have their own."""
+    """Return the time limit of a group's sends and receives, which is not that of its collectives."""
     watch = _WATCHES.get(group.group_name)
     return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
 
@@ -285,7 +285,7 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """Return a function that returns the store for the records of a group. Each thread has its own client."""
+    """Return a function that returns the store for a group's records, with one client per thread."""
     first, name = default_store(), group.group_name
     clients = threading.local()
 
@@ -298,7 +298,7 @@ def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
 
 
 def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
-    """Answer, in a thread, each time that a rank asks where the main thread is."""
+    """Run in a thread: publish the main thread's position each time a rank requests it."""
     answered, beat_s, is_last = 0, BEAT_S, False
     while not is_last:
         is_last = stopped.wait(beat_s)
@@ -319,9 +319,9 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Record the end of the process through the thread's open connection, and end the thread.
+    """Record that the process ends, through the thread's open connection, and end the thread.
 
-    Python would abort the process if it ended while the thread talks to the store.
+    Python would abort the process if it ended while the thread uses the store.
     """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":

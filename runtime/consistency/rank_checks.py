@@ -1,7 +1,7 @@
 """Checks by digest of what must be equal on all ranks: setup, program, weights, arguments of calls.
 
-Ranks that differ compute wrong values silently, or wait for each other forever. Every check is one collective on the
-host, and its error is the same on every rank.
+Without these checks, ranks that differ would compute wrong values, or wait for each other forever. Every check is one
+collective on the host, and its error is the same on every rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def begin_alike(
     A collective call of all ranks of a host group; None: there is one rank.
 
     Args:
-        subjects: {subject: text}.
+        subjects: {what is compared: the text of it on this rank}.
         weights: also compare the values of parameters and buffers. If only these differ, all ranks take the first
             rank's.
     """
@@ -61,7 +61,7 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Return {subject: text} of a model that must be equal on all ranks, without weights' values."""
+    """Return texts of a model that must be equal on all ranks: its class, and its tensors without values."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 
@@ -78,7 +78,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def program_text(program: Program) -> str:
-    """Return the graphs of a program line by line: equal if ranks traced one model. Devices have no index."""
+    """Return the graphs of a program as lines, equal on all ranks. Device indices are removed."""
     lines = []
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
@@ -91,7 +91,10 @@ def program_text(program: Program) -> str:
 
 
 def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
-    """Return True if the ranks' weights are equal. Raises RuntimeSetupError if another subject differs."""
+    """Return True if the weights are equal on all ranks.
+
+    Raises RuntimeSetupError if any other text in `subjects` differs.
+    """
     mine = {name: text if _is_short(text) else _digest(text) for name, text in subjects.items()}
     everyones = gather_objects(mine, group)
     names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
@@ -107,7 +110,7 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
         lines = [_told(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
         more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
-            f"the ranks do not begin alike: they differ in {unlike[0]}",
+            f"the ranks start differently: they differ in {unlike[0]}",
             why="\n         ".join(lines) + more,
             hint=hint,
         )
@@ -116,9 +119,9 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
 
 @torch.no_grad()
 def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Copy the first rank's values to parameters and buffers of the model that differ from them.
+    """Overwrite parameters and buffers of the model that differ from the first rank's with its values.
 
-    A collective call. The first rank warns once and names the first that differs.
+    A collective call. The first rank warns once, and names the first tensor that differs.
     """
     weights = weights_of(model)
     numbers = dict(zip(weights, checksums(weights.values()), strict=True))
@@ -152,9 +155,9 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Return `values`, contiguous and on the host, overwritten with those of rank `first` of a host group.
+    """Overwrite `values` (contiguous, on the host) with those of rank `first`, and return them.
 
-    A collective call. Bytes are sent, so that every dtype works.
+    A collective call of a host group. Bytes are sent, so that every dtype works.
     """
     for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
         finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
@@ -183,7 +186,7 @@ def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
 
 
 def _told(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Return each rank's text of a subject; of a long text, the first line that differs."""
+    """Return each rank's text of a subject; if texts are long, only the first line that differs."""
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"
     for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):

@@ -1,8 +1,8 @@
-"""Checks that the copies of a parameter on several ranks are still equal.
+"""Checks that the replicas of a parameter on several ranks are still equal.
 
-Replicas over `dp`, parameters that `tp` does not shard and tied parameters of two stages start equal and get equal
-gradients. They stay bitwise identical unless the training loop treats them differently: another norm on every rank, or
-a rank that skips an update. Their checksums are compared at intervals, in one collective on the host.
+Replicas over `dp`, parameters that `tp` does not shard, and tied parameters of two stages start equal and get equal
+gradients. They stay bitwise identical unless the training loop treats them differently: it clips by a different norm on
+every rank, or a rank skips an update. Their checksums are compared at intervals, in one collective on the host.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Part = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def is_due(check_replicas: int | bool | None, step: int) -> bool:
-    """Return True if copies are compared at the start of this step.
+    """Return True if replicas are compared at the start of this step.
 
-    None: at 1, 2, 4, 8 and every 100th; n: every n-th.
+    `check_replicas` None: at steps 1, 2, 4, 8 and every 100th; n: every n-th.
 
     >>> [step for step in range(1, 301) if is_due(None, step)]
     [1, 2, 4, 8, 100, 200, 300]
@@ -60,9 +60,10 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 
 
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
-    """Compare the copies of parameters that a distributed checkpoint saves, on all ranks.
+    """Compare the replicas of parameters that a distributed checkpoint saves, on all ranks.
 
-    A checkpoint that a thread writes is not checked: the training loop may use the process groups at the same time.
+    A checkpoint that is written in a thread is not checked, because the training loop can use the process groups
+    meanwhile.
     """
     if threading.current_thread() is threading.main_thread():
         for replicas in sorted(_NOTED, key=lambda replicas: replicas._number):
@@ -70,7 +71,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 
 
 def copies(part: Part, process: Process) -> list[list[int]]:
-    """Return the groups of ranks that hold the same shard of a parameter, without groups of one rank.
+    """Return the groups of ranks that store the same shard of a parameter, without groups of one rank.
 
     `part`: the `pp` coordinates that own the parameter, and the axes over which it is sharded.
     """
@@ -84,7 +85,7 @@ def copies(part: Part, process: Process) -> list[list[int]]:
 
 
 class Replicas:
-    """Comparison of the copies of one module's parameters, when `is_due`.
+    """Comparison of the replicas of one module's parameters, when `is_due`.
 
     `stage_style`: that of its schedule.
     """
@@ -103,23 +104,23 @@ class Replicas:
         return is_due(self.check_replicas, self.step + 1)
 
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Count a call in train mode, and compare before it if that is due."""
+        """Count a training call, and compare replicas before it if that is due."""
         self.step += 1
         if is_due(self.check_replicas, self.step):
             self.check(program, parameters, self.step)
 
     def check_before(self, method: str, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Compare before a collective method saves the parameters, unless comparisons are switched off."""
+        """Compare replicas before a collective method saves them, unless comparisons are switched off."""
         if self.check_replicas is not False and self.check_replicas != 0:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Remember that a state dict has these parameters: a distributed checkpoint may follow."""
+        """Record that a state dict with these parameters was created: a distributed checkpoint can follow."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 
     def check_state_dict(self, keys: Collection[str]) -> None:
-        """Compare if a checkpoint of these keys has the parameters of the last state dict."""
+        """Compare replicas if a checkpoint with these keys has the parameters of the last state dict."""
         assert self._in_state_dict is not None
         (program, parameters), self._in_state_dict = self._in_state_dict, None
         _NOTED.discard(self)
@@ -128,10 +129,10 @@ class Replicas:
                 self.check_before("torch.distributed.checkpoint.save", program, parameters)
 
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
-        """Compare the copies of {name: this rank's parameter}. A collective call of all ranks.
+        """Compare the replicas of {name: this rank's parameter}. A collective call of all ranks.
 
-        Raises ReplicaError on every rank if copies differ by more than rounding. If they differ by less, all ranks
-        take the values of the first rank that holds them, which warns.
+        Raises ReplicaError on every rank if replicas differ by more than rounding. If they differ by less, all ranks
+        take the values of the first rank that stores the parameter, with a warning.
 
         Args:
             moment: the call that follows, by default the step.
@@ -159,7 +160,7 @@ class Replicas:
             _warn(apart, moment or f"step {step}", group)
 
     def _read(self, program: Program) -> None:
-        """Group the parameters of a program by the ranks of their copies."""
+        """Group the parameters of a program by the ranks that replicate them."""
         if program is self._program:
             return
         self._program, self._names = program, {}
@@ -182,7 +183,7 @@ class Replicas:
     def _drifted(
         self, parameters: Mapping[str, Tensor], mine: Mapping[str, int], group: dist.ProcessGroup
     ) -> list[Drifted]:
-        """Return the parameters whose copies differ, in the program's order, on every rank."""
+        """Return the parameters whose replicas differ, in the program's order, on every rank."""
         facts = {name: (number, tuple(parameters[name].shape), parameters[name].dtype) for name, number in mine.items()}
         everyones = gather_objects((self.process.rank, facts), group)
         place = {rank: index for index, (rank, _) in enumerate(everyones)}
@@ -199,7 +200,7 @@ class Replicas:
 
 
 class Drifted(NamedTuple):
-    """A parameter whose copies differ. `members`: the ranks that hold it, first one first."""
+    """A parameter whose replicas differ. `members`: the ranks that store it, in order."""
 
     name: str
     members: list[int]
@@ -208,7 +209,7 @@ class Drifted(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Distance of the copy on `rank` from that on `first`: in total, and explained by rounding."""
+    """Difference between the replicas on `rank` and on `first`, and the part that rounding explains."""
 
     name: str
     rank: int
@@ -220,7 +221,7 @@ class Apart(NamedTuple):
 def _apart(
     drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
 ) -> list[Apart]:
-    """Return the distance of every copy from the first one, on every rank."""
+    """Return the difference of every replica from the first one, on every rank."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
@@ -232,7 +233,7 @@ def _apart(
 
 
 def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the values of the first rank that holds it, on the host of every rank."""
+    """Return the values of the first rank that stores the parameter, on the host of every rank."""
     if group.rank() in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:
@@ -257,9 +258,9 @@ def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> Re
     others = len({row.name for row in beyond}) - 1
     more = f", and of {others} other parameter{'s' * (others > 1)}" if others else ""
     return ReplicaError(
-        f"the copies of '{first.name}' that ranks must hold alike have drifted apart",
-        why=f"{ranks_text(sorted(set(ranks)), group)} from {ranks_text([first.first], group)} by up to "
-        f"{apart:.3g}, where rounding explains {first.rounding:.1g}",
+        f"the replicas of '{first.name}' have different values",
+        why=f"{ranks_text(sorted(set(ranks)), group)} differ from {ranks_text([first.first], group)} by up to "
+        f"{apart:.3g}; rounding explains {first.rounding:.1g}",
         where=f"before {moment}{more}",
         hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",
     )
@@ -268,8 +269,9 @@ def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> Re
 def _warn(apart: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> None:
     first, others = apart[0], len({row.name for row in apart}) - 1
     warnings.warn(
-        f"before {moment} the copies of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
-        f"{first.apart:.1g}{f', and those of {others} more' if others else ''}. That is rounding, and the first rank's "
-        "are taken. Sums in a varying order do it, as by atomics on a GPU: torch.use_deterministic_algorithms(True).",
+        f"before {moment} the replicas of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
+        f"{first.apart:.1g}{f', and those of {others} more' if others else ''}. This is rounding; all ranks take the "
+        "first rank's values. Sums in a varying order cause it, such as atomics on a GPU: "
+        "torch.use_deterministic_algorithms(True).",
         stacklevel=2,
     )

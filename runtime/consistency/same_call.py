@@ -1,7 +1,7 @@
 """Check that all ranks make the same call: the same step, in the same way, on the same batch.
 
 The check is one collective on the host, of a dozen numbers. It starts with the call and ends before anything else is
-sent. Integer inputs, such as tokens, are compared exactly. Ranks may round floats differently, so a sample of floats,
+sent. Integer inputs, such as tokens, are compared exactly. Ranks can round floats differently, so a sample of floats,
 which moves with the step, is compared within rounding: its projections on four sign vectors, and its mean magnitude.
 """
 
@@ -38,7 +38,7 @@ _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.d
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of a call on this rank: its name (`step`), its number, how it was called, and its inputs."""
+    """One call of a method on this rank: its name (`step`), number, options as text, and inputs."""
 
     name: str
     number: int
@@ -67,10 +67,10 @@ class Given:
         return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
 
     def numbers(self) -> list[float]:
-        """Return the numbers of one collective.
+        """Return the numbers that this rank sends.
 
-        Two must be equal on all ranks; then come the values of the inputs that all ranks share, then, with local
-        batches, those of the samples.
+        Two must be equal on all ranks. Then come numbers for inputs that all ranks share and, with local batches,
+        numbers for inputs that only ranks with the same samples share.
         """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
@@ -78,7 +78,11 @@ class Given:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return for these inputs one number that must be equal, then those that may differ by `slack`."""
+        """Return numbers that ranks compare, computed from these inputs.
+
+        The first, a hash of the integer inputs, must be equal. The others, sums over the floating-point inputs, can
+        differ by `slack`.
+        """
         whole = {name: number for name, number in self.whole_numbers.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
         floats = [marks for name, marks in self.floats.items() if name in names]
@@ -91,7 +95,7 @@ class Given:
         return 1.5 * len(self.floats)
 
     def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Weight the projections of one of several inputs, so that differences of two inputs do not cancel."""
+        """Scale an input's projections by a separate factor, so that two inputs' differences do not cancel."""
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
 
@@ -102,7 +106,7 @@ VALUES = CALL + 2 + PROJECTIONS
 
 
 def all_frozen() -> UsageError:
-    """Return the error of a step on parameters that were all frozen since they were partitioned."""
+    """Return the error of a step whose parameters were all frozen after `parallelize`."""
     return UsageError(
         "step() has nothing to train", why="every parameter of pm is frozen now",
         hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
@@ -120,8 +124,8 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 class Comparison:
     """A pending comparison of a call between ranks.
 
-    It starts at construction. Nothing that depends on it may be sent before `finish_comparison`, which all ranks call.
-    In between, each rank may compute.
+    It starts at construction, and every rank calls `finish_comparison`. In between a rank can compute, but must not
+    send anything else.
     """
 
     def __init__(self, called: Given, process: Process):
@@ -153,7 +157,7 @@ class Comparison:
             raise _error(self.given, groups, self.process)
 
     def _first_problem(self) -> AutopartError | None:
-        """Return the problem of the first rank that has one: ranks of other stages hold other parameters."""
+        """Return the first problem of any rank. Ranks of different stages can have different problems."""
         assert self.process.host_group is not None
         problems = gather_objects(self.given.problem, self.process.host_group)
         return next((problem for problem in problems if problem is not None), None)
@@ -169,7 +173,7 @@ class Comparison:
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Compare the numbers of each rank: one that must be equal, and others that may differ by `slack`."""
+    """Return True if the first number is equal on all ranks, and the others differ by at most `slack`."""
     exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
     return not exact and max(others) <= slack
 
@@ -183,7 +187,8 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
     where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
     if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
         return InputError(
-            "the ranks are given different numbers of rows", why=by_rank([f"{rows} rows" for rows in num_rows], group),
+            "the ranks are given different numbers of samples",
+            why=by_rank([f"{rows} samples" for rows in num_rows], group),
             where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
         )  # fmt: skip
     if len(set(texts)) > 1:
@@ -202,7 +207,7 @@ def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> 
 def _values_error(
     called: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
 ) -> InputError:
-    """Return the error for equal calls on different values.
+    """Return the error for ranks that make equal calls with different input values.
 
     `everyones`: the names and texts gathered by `_error`.
     """
@@ -243,7 +248,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _marks(tensor: Tensor, number: int) -> list[float]:
-    """Return the projections of a sample on sign vectors, and the logarithm of its mean magnitude."""
+    """Return random projections of a sample of a tensor, and the logarithm of its mean magnitude."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

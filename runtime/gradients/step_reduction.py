@@ -6,7 +6,7 @@ Gradients are all-reduced in flat buckets, so that many small tensors cost one c
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,16 +20,9 @@ from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, 
 from autopart.ir.run.unshard_policy import storing_axes
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
-from autopart.runtime.comm.watchdog import sum_over
-from autopart.runtime.gradients.reducer import (
-    AllReduceBucket,
-    Pending,
-    ReduceBucket,
-    Reducer,
-    flatten,
-    sent_dtype,
-    unflatten,
-)
+from autopart.runtime.gradients.param_bucket import ParamBucket
+from autopart.runtime.gradients.reducer import Reducer
+from autopart.runtime.gradients.reductions import AllReduceStrategy, ReductionQueue, flatten, sent_dtype, unflatten
 from autopart.runtime.gradients.unsharded_params import UnshardedParams
 from autopart.runtime.shards.shard_state import flattened_axes
 
@@ -85,44 +78,40 @@ def stage_reducers(
     parameters: Mapping[str, Tensor],
     unsharded: UnshardedParams,
     unreduced: NoSync,
-) -> tuple[list[Reducer], list[ReduceBucket]]:
+    queue: ReductionQueue,
+    splits_backward: bool,
+) -> tuple[list[Reducer], list[ParamBucket]]:
     """Build the reducer of each stage, and the buckets of parameters that several of these stages use.
 
     The gradients of a shared bucket are complete when all these stages have run their backwards.
     """
     uses = Counter(name for stage in stages for name in stage.parameters)
-    leaves = {**parameters, **unsharded.parameters}
     reduce_axes = {
         name: program.parameters[name].reduced_over(program.mesh) for name in uses if name not in unsharded.parameters
     }
     shard_axes = {name: axes for name, axes in reduce_axes.items()
                  if uses[name] == 1 and program.mesh.stored_over(program.parameters[name].layout)}  # fmt: skip
-    in_flight: deque[Pending] = deque()
 
-    def all_reduce_buckets(names: Iterable[str]) -> list[AllReduceBucket]:
+    def all_reduce_buckets(names: Iterable[str]) -> list[ParamBucket]:
         axes = {name: reduce_axes[name] for name in names if name in reduce_axes and name not in shard_axes}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
         rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
-        groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
-        tensors = {row: {name: parameters[name] for name in row} for row in rows}
+        strategies = [
+            AllReduceStrategy([process.beside(axis) for axis in axes[row[0]]], program.reduce_dtype) for row in rows
+        ]
         return [
-            AllReduceBucket(tensors[row], groups[row[0]], in_flight, program.reduce_dtype, unreduced) for row in rows
+            ParamBucket({name: parameters[name] for name in row}, strategy, queue, unreduced=unreduced)
+            for row, strategy in zip(rows, strategies, strict=True)
         ]
 
-    shared: list[ReduceBucket] = [
-        *all_reduce_buckets(name for name, count in uses.items() if count > 1),
-        *unsharded.shared,
-    ]
+    shared = [*all_reduce_buckets(name for name, count in uses.items() if count > 1), *unsharded.shared]
     reducers = []
     for stage, unsharded_buckets in zip(stages, unsharded.buckets, strict=True):
         order = by_first_use(stage.graph.graph, stage.parameters)
-        buckets: list[ReduceBucket] = [
-            *all_reduce_buckets(name for name in order if uses[name] == 1),
-            *unsharded_buckets,
-        ]
+        buckets = [*all_reduce_buckets(name for name in order if uses[name] == 1), *unsharded_buckets]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
-        reducers.append(Reducer(buckets, leaves, program.microbatches, shared, shard_axes))
+        reducers.append(Reducer(buckets, queue, program.microbatches, splits_backward, shared, shard_axes))
     return reducers, shared
 
 
@@ -181,18 +170,15 @@ def create_tied_groups(program: Program, process: Process, stage_style: str) -> 
 
 
 def _sum_bucket(
-    parameters: Mapping[str, Tensor], program: Program, bucket: AllReduceGroup, groups: Sequence[dist.ProcessGroup]
+    parameters: Mapping[str, Tensor], program: Program, group: AllReduceGroup, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """All-reduce a bucket in place. A gradient that is alone in its bucket is not copied."""
-    grads = [gradient_of(parameters[name]) for name in bucket.names]
-    dtype = sent_dtype(program.reduce_dtype, grads[0])
-    is_single = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
-    flat = grads[0] if is_single else flatten(grads, dtype)
-    for group in groups:
-        sum_over(group, flat)
-    if not is_single:
-        for grad, reduced in zip(grads, unflatten(flat, grads), strict=True):
-            grad.copy_(reduced)
+    """All-reduce the gradients of a group of tensors, without overlap. Missing gradients count as zeros."""
+    tensors = {name: parameters[name] for name in group.names}
+    for tensor in tensors.values():
+        gradient_of(tensor)
+    queue = ReductionQueue()
+    ParamBucket(tensors, AllReduceStrategy(groups, program.reduce_dtype), queue).reduce_accumulated()
+    queue.finish()
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ The gradients of a block are reduce-scattered in one collective too, overlapped 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from operator import getitem
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -32,9 +31,9 @@ from autopart.ir.program import Program
 from autopart.ir.run.unshard_policy import gather_groups, gather_of, gathers_stored, source_name, storing_axes
 from autopart.ops.operators import autopart_ops, is_cast, stored_source
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.gradients.double_backward import DifferentiableReduceScatter
-from autopart.runtime.gradients.reducer import Pending, ReduceBoundary, Reducer, Waits, added, arrive
-from autopart.runtime.gradients.shard_buckets import ShardBucket, ShardedParam
+from autopart.runtime.gradients.param_bucket import ParamBucket
+from autopart.runtime.gradients.reducer import Reducer
+from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam
 
 MAX_UNSHARDED_IN_BACKWARD = 2
 """Blocks that stay unsharded at a time in the backward, in addition to prefetched blocks. A value that two blocks use
@@ -42,8 +41,7 @@ makes the backward alternate between them."""
 
 
 def insert_unshard_blocks(
-    module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, alone: bool = False,
-    compiled: bool = False,
+    module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, compiled: bool = False
 ) -> UnshardBlocks | None:  # fmt: skip
     """Replace the weight gathers of a bound stage graph by one all-gather per block.
 
@@ -51,8 +49,8 @@ def insert_unshard_blocks(
     store parameters nor such casts.
 
     Args:
-        reducer: reducer of the stage; it reports which backward is the last of a step.
-        alone: gather each weight separately, for a backward that runs per weight.
+        reducer: reducer of the stage; it reports which backward is the last of a step. If the backward runs per
+            weight, each weight is gathered separately.
         compiled: the graph will be compiled. Gathers leave their recompute regions, so that they stay out of compiled
             code. Casts are left to the compiler, which recomputes them.
     """
@@ -64,7 +62,7 @@ def insert_unshard_blocks(
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = UnshardBlocks(program.prefetch, reducer, alone)
+    blocks = UnshardBlocks(program.prefetch)
     for node in casts:
         _insert_cast(module, node, blocks)
 
@@ -74,13 +72,17 @@ def insert_unshard_blocks(
     def kind(node: fx.Node) -> Any:
         return module.get_parameter(source_name(node)).dtype, other_axes(node)
 
-    for row in gather_groups(nodes, kind, alone):
+    for row in gather_groups(nodes, kind, reducer.splits_backward):
         axis = groups[str(axis_of(row[0]))]
-        group, reducing = process.along(axis), [process.beside(one) for one in (axis, *other_axes(row[0]))]
+        group, (reduce_group, *others) = process.along(axis), [process.beside(a) for a in (axis, *other_axes(row[0]))]
         shards = [module.get_parameter(source_name(node)) for node in row]
         stored = tuple(ShardedParam.of(source_name(node), one, gather_of(node), group.size())
                        for node, one in zip(row, shards, strict=True))  # fmt: skip
-        block = UnshardBlock(len(blocks.order), ShardBucket(stored, group), shards, blocks, reducing)
+        block = UnshardBlock(len(blocks.order), blocks, ShardCollectives(stored, group))
+        block.bucket = ParamBucket(
+            dict(zip(block.gathers.names, shards, strict=True)),
+            ShardCollectives(stored, reduce_group, tuple(others)), reducer.queue, unshard=block, reducer=reducer,
+        )  # fmt: skip
         _insert(module, row, block)
         if "region" in facts(row[0]):
             blocks.used_in_backward.add(block.index)
@@ -122,9 +124,6 @@ class UnshardBlocks:
     """Blocks of a stage graph in graph order, with their pending all-gathers."""
 
     prefetch: int
-    reducer: Reducer
-    splits: bool
-    """The backward of each weight runs separately."""
     order: list[UnshardBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: function that waits for its weights}, for prefetched blocks."""
@@ -136,7 +135,6 @@ class UnshardBlocks:
     """Blocks whose weights the backward uses."""
     weights: dict[StorageWeakRef, _Weight | _Cast] = field(default_factory=dict)
     """{storage: weight} that the current forward has gathered or cast so far."""
-    in_flight: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
@@ -144,14 +142,14 @@ class UnshardBlocks:
         self.rest()
         for block in self.order:
             if torch.is_grad_enabled():
-                block.begin_call(dict(zip(block.names, block.parts, strict=True)))
+                block.bucket.begin_call()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
             self.weights.clear()
             for block in self.order:
-                block.end_call()
+                block.bucket.end_call()
 
     def rest(self, failed: bool = False) -> None:
         """Release all unsharded weights, because weights may change before their next use.
@@ -218,7 +216,8 @@ class _Weight:
     dtype: torch.dtype
 
     def again(self) -> Tensor:
-        _check_unchanged(self.block.bucket.names[self.position], self.block.parts[self.position], self.version)
+        bucket = self.block.bucket
+        _check_unchanged(bucket.names[self.position], bucket.stored[self.position], self.version)
         return self.block.blocks.take_in_backward(self.block.index)[self.position]
 
 
@@ -278,52 +277,34 @@ class CastWeight(nn.Module):
         return cast
 
 
-class UnshardBlock(ReduceBoundary, nn.Module):
-    """Unshards the weights of a block at each use in a graph, and reduces their gradients.
+class UnshardBlock(nn.Module):
+    """Unshards the weights of a block at each use in a graph.
 
-    Gradients are reduce-scattered over the first group of `reducing`. Their shards are all-reduced over the others.
+    Attributes:
+        gathers: all-gather of the weights.
+        bucket: the weights, whose gradients are reduced together.
     """
 
-    def __init__(
-        self, index: int, bucket: ShardBucket, parts: list[nn.Parameter], blocks: UnshardBlocks,
-        reducing: Sequence[dist.ProcessGroup],
-    ):  # fmt: skip
+    bucket: ParamBucket
+
+    def __init__(self, index: int, blocks: UnshardBlocks, gathers: ShardCollectives):
         super().__init__()
-        self.index, self.bucket, self.blocks, self.reducing = index, bucket, blocks, reducing
-        self.names, self.in_flight = bucket.names, blocks.in_flight
-        self.parts = parts  # in a list, so that they are not parameters of this module
+        self.index, self.blocks, self.gathers = index, blocks, gathers
 
     def begin(self) -> Callable[[], list[Tensor]]:
-        return self.bucket.gather([part.detach() for part in self.parts])
+        return self.gathers.gather([shard.detach() for shard in self.bucket.stored])
 
     def forward(self) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled():
-            unsharded = tuple(self.blocks.take(self.index))
-        elif self.pending is None:  # inside a recompute region, which takes no gradients of its own
-            unsharded = self.cross(*arrive(self.parts))
-        else:
-            unsharded = self.cross(self.pending, self.arrived)
+        # Inside a recompute region the bucket is in no differentiable call: the region takes no gradients of its own.
+        unsharded = self.bucket.cross() if torch.is_grad_enabled() else tuple(self.values())
         if torch.is_grad_enabled() and not in_backward():
-            for position, (weight_tensor, shard) in enumerate(zip(unsharded, self.parts, strict=True)):
+            for position, (weight_tensor, shard) in enumerate(zip(unsharded, self.bucket.stored, strict=True)):
                 weight = _Weight(self, position, shard._version, weight_tensor.dtype)
                 self.blocks.weights[StorageWeakRef(weight_tensor.untyped_storage())] = weight
         return unsharded
 
-    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def values(self) -> list[Tensor]:
         return self.blocks.take(self.index)
 
-    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+    def reshard(self) -> None:
         self.blocks.again.pop(self.index, None)
-        group, *others = self.reducing
-        return DifferentiableReduceScatter.apply(ShardBucket(self.bucket.stored, group, tuple(others)), present, *grads)
-
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
-        self.blocks.again.pop(self.index, None)
-        group, *others = self.reducing
-        stored, reducer = tuple(self.bucket.stored[i] for i in present), self.blocks.reducer
-        reduces_further = bool(others) and reducer.is_last
-        earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if reduces_further else None
-        wait = ShardBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
-        if not reducer.is_armed or self.blocks.splits:
-            return wait
-        return added(wait, [self.parts[i] for i in present])  # without waiting for the end of the backward

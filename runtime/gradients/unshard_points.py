@@ -11,13 +11,13 @@ from operator import getitem
 
 from torch import Tensor, fx, nn
 
-from autopart.runtime.gradients.reducer import ReduceBoundary
+from autopart.runtime.gradients.param_bucket import ParamBucket
 
 
 class UnshardPoint(nn.Module):
     """The parameters of one bucket at their first use in a stage graph."""
 
-    def __init__(self, bucket: ReduceBoundary, names: Sequence[str]):
+    def __init__(self, bucket: ParamBucket, names: Sequence[str]):
         super().__init__()
         self.bucket, self.names = bucket, names
 
@@ -25,7 +25,7 @@ class UnshardPoint(nn.Module):
         return self.bucket.enter(self.names, tensors)
 
 
-def insert_unshard_points(module: fx.GraphModule, buckets: Sequence[ReduceBoundary]) -> fx.GraphModule:
+def insert_unshard_points(module: fx.GraphModule, buckets: Sequence[ParamBucket]) -> fx.GraphModule:
     """Route the parameters of buckets through unshard points, inserted before each bucket's first use."""
     graph = module.graph
     order = {node: index for index, node in enumerate(graph.nodes)}

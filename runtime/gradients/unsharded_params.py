@@ -5,11 +5,12 @@ block uses it. With ZeRO 1 and 2 all parameters are unsharded once, in buckets, 
 unsharded parameters, and autograd accumulates into their gradients. With `zero=1` a gradient is reduce-scattered once,
 after all microbatches; with `zero=2` after each microbatch. Optimizers see the shards. (Rajbhandari et al. 2020,
 arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method receives the unsharded
-gradient instead (`autopart.runtime.dp_sync.data_sync`).
+gradient instead (`gradient_sync.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 
 from autopart.ir.program import Program, Stage
 from autopart.ir.run.buckets import BUCKET_BYTES, by_first_use, kinds
-from autopart.ir.run.unshard_policy import ParameterGather, check_full_gradients, unsharded_for_step
+from autopart.ir.run.unshard_policy import ParameterGather, unsharded_for_step
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.gradients.double_backward import DifferentiableReduceScatter
-from autopart.runtime.gradients.reducer import AllReduceBucket, Finish, Pending, ReduceBucket, Waits, added
-from autopart.runtime.gradients.shard_buckets import ShardBucket, ShardedParam, make_shard_buckets
+from autopart.runtime.gradients.param_bucket import ParamBucket
+from autopart.runtime.gradients.reductions import AllReduceStrategy, ReduceStrategy, Reduction, ReductionQueue
+from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam, make_shard_collectives
 
 NUM_PREFETCHED = 2
 """All-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has arrived."""
@@ -43,18 +44,21 @@ class UnshardedParams:
 
     def __init__(
         self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
-        sent: Mapping[str, Tensor],
+        sent: Mapping[str, Tensor], queue: ReductionQueue,
     ):  # fmt: skip
-        check_full_gradients(program)
+        program.dp_sync.check_program(program)
         gather_ways, mesh = unsharded_for_step(program, stages), program.mesh
-        self.sent = sent
+        self.sent, self.queue, self.reduce_dtype = sent, queue, program.reduce_dtype
         self.parts = {name: parts[name] for name in gather_ways}
         self.each_microbatch = program.zero == 2
-        self.in_flight: deque[Pending] = deque()
-        self.to_gather: deque[UnshardedBucket] = deque()
+        self.unshards: list[StepUnshard] = []
+        """All-gathers of all buckets, in the order of their use."""
+        self.to_gather: deque[StepUnshard] = deque()
+        self.is_in_place = True
+        """True if all-gathers write into the unsharded parameters."""
         self.parameters: dict[str, nn.Parameter] = {}
-        self.buckets: list[list[UnshardedBucket]] = [[] for _ in stages]
-        self.shared: list[UnshardedBucket] = []
+        self.buckets: list[list[ParamBucket]] = [[] for _ in stages]
+        self.shared: list[ParamBucket] = []
         if not gather_ways:
             return
         orders = [by_first_use(stage.graph.graph, gather_ways) for stage in stages]
@@ -68,13 +72,22 @@ class UnshardedParams:
             for names_of_kind in kinds(names, {name: (axes[name], full_stored[name] is None) for name in names}):
                 group, *others = [process.beside(axis) for axis in axes[names_of_kind[0]]]
                 stored = [self._stored(name, gather_ways[name], group.size()) for name in names_of_kind]
-                for one in make_shard_buckets(stored, group, BUCKET_BYTES, others):
-                    buckets.append(UnshardedBucket(self, one) if full_stored[names_of_kind[0]] is None else
-                                   UnshardedGradBucket(self, one, program.reduce_dtype))  # fmt: skip
+                to_method = full_stored[names_of_kind[0]] is not None
+                buckets += [self._bucket(one, to_method)
+                            for one in make_shard_collectives(stored, group, BUCKET_BYTES, others)]  # fmt: skip
 
-    @property
-    def all_buckets(self) -> list[UnshardedBucket]:
-        return [bucket for buckets in (*self.buckets, self.shared) for bucket in buckets]
+    def _bucket(self, shards: ShardCollectives, to_method: bool) -> ParamBucket:
+        """Create a bucket. `to_method`: a `dp_sync` method receives the unsharded gradients."""
+        self.unshards.append(StepUnshard(self, shards))
+        return ParamBucket(
+            {name: self.parts[name] for name in shards.names},
+            UnshardedGradReduce(shards, self.reduce_dtype) if to_method else shards,
+            self.queue,
+            leaves=[self.parameters[name] for name in shards.names],
+            targets=[self.sent[name] for name in shards.names] if to_method else None,
+            unshard=self.unshards[-1],
+            each_microbatch=self.each_microbatch,
+        )
 
     def _stored(self, name: str, way: ParameterGather, ranks: int) -> ShardedParam:
         """Describe a parameter and create its unsharded parameter, with an empty storage."""
@@ -94,27 +107,31 @@ class UnshardedParams:
             for name, unsharded in self.parameters.items():
                 unsharded.requires_grad_(self.parts[name].requires_grad)
                 unsharded.untyped_storage().resize_(unsharded.nbytes)
-            with self.gathering():
+            with self.gathering(is_in_place=True):
                 yield
         finally:
-            for bucket in self.all_buckets:
-                bucket.kept.clear()
+            for bucket in itertools.chain(*self.buckets, self.shared):
+                bucket.accumulated.clear()
             for unsharded in self.parameters.values():
                 unsharded.grad = None
                 unsharded.untyped_storage().resize_(0)
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Gather all buckets in this context, prefetching some ahead of the bucket that graphs use."""
+    def gathering(self, is_in_place: bool = False) -> Iterator[None]:
+        """Gather all buckets in this context, prefetching some ahead of the bucket that graphs use.
+
+        `is_in_place`: into the unsharded parameters, not into new memory of a differentiable call.
+        """
+        self.is_in_place = is_in_place
         try:
-            self.to_gather = deque(self.all_buckets)
+            self.to_gather = deque(self.unshards)
             for _ in range(NUM_PREFETCHED):
                 self.gather_next()
             yield
         finally:
             self.to_gather.clear()
-            for bucket in self.all_buckets:
-                bucket.wait_for_unshard()
+            for unshard in self.unshards:
+                unshard.values()
 
     def gather_next(self) -> None:
         """Start the all-gather of the next bucket that has not been started."""
@@ -122,38 +139,22 @@ class UnshardedParams:
             self.to_gather.popleft().gather()
 
 
-class UnshardedBucket(ReduceBucket):
-    """Parameters that share one all-gather and one reduce-scatter, unsharded for a step."""
+class StepUnshard:
+    """All-gather of the parameters of one bucket, once per step or differentiable call."""
 
-    def __init__(self, unsharded: UnshardedParams, parts: ShardBucket):
-        self.unsharded, self.parts, self.names, self.each = unsharded, parts, parts.names, unsharded.each_microbatch
-        self.in_flight = unsharded.in_flight
+    def __init__(self, unsharded: UnshardedParams, shards: ShardCollectives):
+        self.unsharded, self.shards = unsharded, shards
         self.wait: Callable[[], list[Tensor]] | None = None
-        self.kept: dict[str, Tensor] = {}
-        """{parameter: accumulated gradient of earlier microbatches}, if its reduce dtype is of higher precision than
-        its compute dtype."""
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Accumulate in the reduce dtype, if it has higher precision, after a microbatch that is not the last."""
-        for one in self.parts.stored if not self.each else ():
-            unsharded = self.unsharded.parameters[one.name]
-            if one.grad_dtype != one.read_dtype and (gradient := _take_gradient(unsharded)) is not None:
-                grad = gradient.to(one.grad_dtype)
-                self.kept[one.name] = self.kept[one.name].add_(grad) if one.name in self.kept else grad
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gather into the unsharded parameters, or into new memory in a differentiable call."""
-        targets = [self.unsharded.parameters[name].detach() for name in self.names]
-        shards = [self.unsharded.parts[name] for name in self.names]
-        self.wait = self.parts.gather(shards, targets if self.pending is None else None)
+        """Start the all-gather."""
+        names, unsharded = self.shards.names, self.unsharded
+        targets = [unsharded.parameters[name].detach() for name in names] if unsharded.is_in_place else None
+        self.wait = self.shards.gather([unsharded.parts[name] for name in names], targets)
 
     @torch.no_grad()
-    def wait_for_unshard(self) -> None:
-        self.values(())
-
-    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def values(self) -> list[Tensor]:
         """Wait for the all-gather of this bucket at its first use, and start that of a following bucket."""
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
@@ -163,60 +164,25 @@ class UnshardedBucket(ReduceBucket):
         self.unsharded.gather_next()
         return values
 
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
-        return self.parts.scatter(grads, [self.parts.stored[i] for i in present], [None for _ in present])
-
-    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        return DifferentiableReduceScatter.apply(self.parts, present, *grads)
-
-    @torch.no_grad()
-    def begin(self, is_last: bool = True) -> Finish | None:
-        """Start to reduce-scatter the unsharded gradients, to be accumulated into the gradients of the shards."""
-        reduces_further = is_last and bool(self.parts.others)
-        present = [one for one in self.parts.stored
-                   if self.unsharded.parameters[one.name].grad is not None or one.name in self.kept
-                   or (reduces_further and self.unsharded.parts[one.name].grad is not None)]  # fmt: skip
-        if not present:
-            return None
-        earlier = [_take_gradient(self.unsharded.parts[one.name]) for one in present] if reduces_further else None
-        wait = self.parts.scatter([self._take_accumulated(one.name) for one in present], present, earlier)
-        return added(wait, [self.unsharded.parts[one.name] for one in present])
-
-    def _take_accumulated(self, name: str) -> Tensor:
-        """Take the accumulated unsharded gradient of all microbatches out of `.grad`."""
-        unsharded, earlier = self.unsharded.parameters[name], self.kept.pop(name, None)
-        grad = _take_gradient(unsharded)
-        if grad is None:
-            return torch.zeros_like(unsharded) if earlier is None else earlier
-        return grad if earlier is None else earlier.add_(grad)
+    def reshard(self) -> None:
+        """Do nothing: `UnshardedParams.gathered` or autograd frees the parameters."""
 
 
-class UnshardedGradBucket(UnshardedBucket):
-    """Parameters that share one all-gather, and whose unsharded gradients a method receives.
+class UnshardedGradReduce(ReduceStrategy):
+    """Reduction of unsharded gradients over all axes except the axis that a `dp_sync` method reduces."""
 
-    The gradients are all-reduced over all other axes first.
-    """
+    def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
+        self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype
+        self.all_reduce = AllReduceStrategy(shards.others, reduce_dtype) if shards.others else None
 
-    def __init__(self, unsharded: UnshardedParams, parts: ShardBucket, reduce_dtype: torch.dtype | None):
-        super().__init__(unsharded, parts)
-        self.sent = {name: unsharded.sent[name] for name in self.names}
-        self.sums = None
-        if parts.others:
-            self.sums = AllReduceBucket(self.sent, parts.others, unsharded.in_flight, reduce_dtype)
-
-    @torch.no_grad()
-    def begin(self, is_last: bool = True) -> Finish | None:
-        for one in self.parts.stored:
-            if self.unsharded.parameters[one.name].grad is not None or one.name in self.kept:
-                self.sent[one.name].grad = self._local_term(one, self._take_accumulated(one.name))
-        return None if self.sums is None else self.sums.begin(is_last)
-
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
-        stored = [self.parts.stored[i] for i in present]
-        terms = [self._local_term(one, grad) for one, grad in zip(stored, grads, strict=True)]
-        copies = [term.clone() for term in terms] if self.sums is None else []  # autograd may use them elsewhere
-        wait = self.sums.send(terms, present) if self.sums is not None else lambda: copies
-        return added(wait, [self.sent[one.name] for one in stored])
+    def start(self, grads: Sequence[Tensor], present: Sequence[int], earlier: object, is_owned: bool) -> Reduction:
+        terms = [self._local_term(self.shards.stored[i], grad) for i, grad in zip(present, grads, strict=True)]
+        del grads
+        if self.all_reduce is None:
+            return terms if is_owned else [term.clone() for term in terms]
+        reduction = self.all_reduce.start(terms, present, None, is_owned)
+        del terms
+        return (yield from reduction)
 
     def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         raise AssertionError("rejected at the begin of the backward: DataSync.watched")
@@ -224,9 +190,4 @@ class UnshardedGradBucket(UnshardedBucket):
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
         """Return this rank's term of the gradient sum. Of a replicated sum only the first rank contributes."""
         grad = grad.to(one.dtype)
-        return grad if one.sums or self.parts.group.rank() == 0 else torch.zeros_like(grad)
-
-
-def _take_gradient(parameter: Tensor) -> Tensor | None:
-    grad, parameter.grad = parameter.grad, None
-    return grad
+        return grad if one.sums or self.shards.group.rank() == 0 else torch.zeros_like(grad)

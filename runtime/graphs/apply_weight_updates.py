@@ -26,7 +26,7 @@ def update_weights(
     inputs: Sequence[Any],
     summed: Callable[[str, ByRank], ByRank],
 ) -> None:
-    """Update the shards of parameters that change before a forward on the global `inputs`.
+    """Update the shards of parameters that the model changes before a forward on the global `inputs`.
 
     Args:
         parameters: {rank: {name: its shard}}.

@@ -1,10 +1,10 @@
 """Compile a stage graph block by block: each kind of repeated block is compiled once.
 
-A block is a run of calls in one numbered module (`layers.3`), found by the module paths that nodes carry. Two blocks
-are of one kind if their operators, constants and the metadata of all that they read are equal. Blocks of one kind are
-calls of one compiled function, which takes parameters and values as inputs. Calls between blocks, and blocks unlike all
-others, are compiled as subgraphs of their own. The time to compile grows with the number of kinds, not of blocks. The
-graph that calls the subgraphs is not compiled and holds the parameters.
+A block is a run of calls in one numbered module (`layers.3`), found by the module paths of nodes. Two blocks are of one
+kind if their operators, their constants and the metadata of all their inputs are equal. Blocks of one kind call one
+compiled function, which takes parameters and values as inputs. Calls between blocks, and blocks that are not repeated,
+are compiled as separate subgraphs. Compile time grows with the number of kinds, not of blocks. The graph that calls the
+subgraphs is not compiled, and holds the parameters.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _compile(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ranks(module: fx.GraphModule) -> str:
-    """Return this process's rank in every process group of a graph, for the key of torch's compile cache.
+    """Return this process's rank in each process group of a graph, as a key of torch's compile cache.
 
-    Without it a rank would load from the cache on disk what another rank has compiled.
+    Without it, a rank would load from the cache on disk what another rank has compiled.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
@@ -58,7 +58,7 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Pass the salt of each dropout as an input: as a constant it would differ in every block."""
+    """Pass the salt of each dropout as an input. As a constant it would make all blocks differ."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if autopart_operator(node) in ("dropout", "attention_dropout")]:
@@ -108,7 +108,7 @@ class _Partition:
                     yield from self._blocks(*sibling, depth + 1)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Span]]:
-        """Return, for each module with numbered children, the spans of the calls of its children."""
+        """Return, for each module with numbered children, the ranges of calls of these children."""
         inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         spans: defaultdict[str, list[Span]] = defaultdict(list)
@@ -153,7 +153,7 @@ class _Partition:
 
 
 def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
-    """Return the paths of the modules around a call whose name is a number, outermost first."""
+    """Return the paths of the numbered modules around a call, outermost first."""
     operators = _operators(node, module)
     stacks = (facts(inner).get("nn_module_stack") for inner in operators if inner.op != "placeholder")
     paths = [path for path, _ in next(filter(None, stacks), {}).values()]
@@ -168,7 +168,7 @@ def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value in the key of a kind."""
+    """Placeholder for a value in the key of a kind."""
 
     number: int
 

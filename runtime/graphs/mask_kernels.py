@@ -26,9 +26,9 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Specialise a stage to the masks that are equal in every call, so that it no longer computes them.
+    """Specialise a stage to its masks that are equal in every call, so that it no longer computes them.
 
-    Returns the stage and the names of these masks, which need no inspection per call.
+    Returns the stage and the names of these masks, which need no inspection in later calls.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
@@ -89,7 +89,7 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | Non
 
 
 class StageMasks:
-    """Masks of one stage.
+    """Attention masks of one stage.
 
     Args:
         bind: makes a graph of the stage run on this rank.

@@ -1,9 +1,9 @@
 """Activation checkpointing: save the inputs of a region, and recompute the region in backward.
 
 Each region (`region`, from `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Its
-recomputation starts when its backward begins and stops after the last value that the backward needs. All random ops in
-a stage use its inputs or seeds among them, so both runs draw equal numbers. Both runs also launch the same collectives
-on all ranks.
+recomputation starts when its backward begins and stops after the last value that the backward needs. Random numbers of
+a region are inputs of it, or follow from seeds that are inputs, so both runs use equal numbers. Both runs also launch
+the same collectives on all ranks.
 """
 
 from __future__ import annotations

@@ -47,14 +47,16 @@ class ShardSpec:
 
     Attributes:
         name: of the parameter that the tensor belongs to.
-        shards: outer mesh axis first. Empty if the rank stores the full tensor, as under `pp`, where other ranks store
-            other parameters.
+        shards: outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a parameter has a spec
+            too, because other ranks store other parameters.
+        is_derived: True for a value that was computed from the full parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     shards: tuple[DimShard, ...]
     process: Process
+    is_derived: bool = False
 
     @property
     def axes(self) -> set[str]:
@@ -110,7 +112,7 @@ class ShardSpec:
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`, and all-reduce its gradient over these axes, on which ranks use different elements."""
+        """Return `value`; its gradient is all-reduced over these axes, whose ranks use different elements."""
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
                 value = _ReduceGradient.apply(value, axis, self)
@@ -124,9 +126,9 @@ class ShardSpec:
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
-    """Return the sum of the stages' totals (None: this stage has none), on every rank. Differentiable.
+    """Return the sum of the stages' totals on every rank (None: this stage has none). Differentiable.
 
-    Stages use different parameters in one loss, so backward returns to each rank its local gradient.
+    Each stage's total depends on its own parameters, so backward passes the gradient on without a reduction.
     """
     if "pp" not in process.groups:
         return torch.zeros((), device=process.device) if total is None else total
@@ -138,7 +140,7 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 @contextmanager
 def exchange(process: Process, name: str) -> Iterator[None]:
-    """Let the watchdog report this operation to ranks that wait for this rank."""
+    """Report this operation to the watchdog, for ranks that wait for this rank."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
@@ -166,7 +168,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Shard of a replicated value. Backward all-gathers, because each rank uses another shard."""
+    """Shard of a replicated value. Backward all-gathers, because each rank has its shard's gradient."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, shard: DimShard, process: Process) -> Tensor:
@@ -195,7 +197,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """This rank's value of a replicated stack. Backward stacks."""
+    """Select this rank's entry of a stack of all ranks' values. The backward stacks the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,9 @@ from autopart.errors import UsageError
 from autopart.runtime.sharded_tensor.shard_spec import DimShard, ShardSpec
 from autopart.runtime.sharded_tensor.tensor_functions import (
     ATTRIBUTES,
+    RANDOM_FILLS,
     REFUSED,
+    TO_PYTHON,
     FunctionKind,
     kind_of,
     permutation,
@@ -162,12 +165,12 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Access flags and hooks, which are equal for a shard."""
+    """Read or set flags and hooks, which a shard has in common with the full tensor."""
     return func(*args, **kwargs)
 
 
 def _attribute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return a size of the full tensor."""
+    """Return an attribute of the full tensor, such as `shape` or `nbytes`."""
     if name == "get:nbytes":
         return args[0].spec.numel() * args[0].element_size()
     return ATTRIBUTES[name](args[0].spec, *args[1:], **kwargs)
@@ -191,7 +194,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose result has the layout of its argument: copies, casts, `*_like`."""
+    """Run a function whose result is sharded like its argument: copies, casts, `*_like`."""
     result = func(*args, **kwargs)
     if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
@@ -200,7 +203,7 @@ def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Create a plain tensor of a given size, with the dtype and device of a shard."""
+    """Create a plain tensor of a given size, with the dtype and device of the shard."""
     return func(*args, **kwargs)
 
 
@@ -217,6 +220,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
         spec = target.spec
     else:
         spec = _broadcast([tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)], tensors)
+    _check_one_parameter(name, [tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)])
 
     def conform(leaf: Any) -> Any:
         if leaf is target or not isinstance(leaf, Tensor):
@@ -227,6 +231,13 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
     if target is not None:
         return result
     return _map(lambda leaf: as_sharded(leaf, spec) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
+    """Raise UsageError for a number of one stage parameter that meets another parameter."""
+    names = {spec.name for spec in specs}
+    if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs) and _is_of_stage(specs[0]):
+        _check_all_stages(name, specs[0])
 
 
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
@@ -256,7 +267,7 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
     """Return the local values of an argument for a result of this spec.
 
-    The gradient of the result is that of the full argument.
+    In backward, the argument gets its full gradient.
     """
     if not spec.shards and not (isinstance(value, ShardedTensor) and value.spec.shards):
         return value
@@ -345,7 +356,7 @@ def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _combines_stages() -> bool:
-    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor separately."""
+    """Return True inside `pm.summed`, or in the step of an optimizer that treats each tensor separately."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -399,8 +410,12 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     if not isinstance(target, ShardedTensor):
         target = kwargs.get("tensor") if target is None and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
-        return func(*_map(_full, list(args)), **_map(_full, kwargs))
+        spec = _first(args, kwargs).spec
+        result = func(*_map(_full, list(args)), **_map(_full, kwargs))
+        return _from_stage(result, name, spec) if _is_of_stage(spec) else result
     _check_writable(target, name)
+    if _is_of_stage(target.spec) and name in RANDOM_FILLS:
+        _warn_of_random_numbers(target.spec)
     if not target.spec.shards:
         result = func(*_map(_full, list(args)), **_map(_full, kwargs))
         return target if isinstance(result, Tensor) else result
@@ -415,16 +430,47 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     return target if isinstance(result, Tensor) else result
 
 
+def _is_of_stage(spec: ShardSpec) -> bool:
+    """Return True under `pp`, where ranks of other stages do not have this parameter."""
+    return "pp" in spec.process.groups and not _combines_stages()
+
+
+def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
+    """Mark a result as computed from this parameter, so that a later reduction over it can be rejected."""
+    if name in TO_PYTHON and spec.is_derived:
+        _check_all_stages(name, spec)
+    if name in RANDOM_FILLS:
+        _warn_of_random_numbers(spec)
+
+    def named(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return as_sharded(leaf, replace(spec, shape=tuple(leaf.shape), shards=(), is_derived=True))
+
+    return _map(named, result)
+
+
+def _warn_of_random_numbers(spec: ShardSpec) -> None:
+    warnings.warn(
+        f"random numbers for '{spec.name}' differ under pp from those of one process: the parameters of other stages "
+        "draw no numbers on this rank. For independent numbers give each stage its own seed: "
+        "torch.manual_seed(seed + torch.distributed.get_rank())",
+        stacklevel=7,
+    )
+
+
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return this rank's shard of the random tensor that a single device draws."""
     spec = args[0].spec
+    if _is_of_stage(spec):
+        _warn_of_random_numbers(spec)
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)
     return as_sharded(spec.take(drawn).contiguous(), spec).requires_grad_(drawn.requires_grad)
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function of lists of tensors, position by position."""
+    """Run a foreach function, which takes lists of tensors, for each tensor."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):

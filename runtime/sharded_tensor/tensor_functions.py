@@ -1,4 +1,4 @@
-"""Table of how each function of torch runs on a sharded tensor, and the arithmetic of reductions."""
+"""Table of how each torch function runs on a sharded tensor, and the arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class FunctionKind(enum.Enum):
-    """Method by which a function runs on a sharded tensor."""
+    """Kind of a function: the way in which it runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
@@ -78,6 +78,11 @@ SAME = frozenset(
 )
 CREATES = frozenset("new_zeros new_ones new_empty new_full new_tensor new new_empty_strided".split())
 LIKE = frozenset("rand_like randn_like randint_like".split())
+RANDOM_FILLS = frozenset(
+    "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ normal bernoulli dropout "
+    "alpha_dropout feature_dropout feature_alpha_dropout rrelu rrelu_".split()
+)
+TO_PYTHON = frozenset("item __float__ __int__ __bool__ __index__ __complex__".split())
 REDUCTIONS = frozenset(
     "sum mean norm vector_norm linalg_norm linalg_vector_norm std var amax amin max min all any count_nonzero prod "
     "logsumexp nansum".split()
@@ -167,7 +172,7 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def kind_of(func: Any, name: str) -> FunctionKind:
-    """Return the method by which a function runs.
+    """Return how a function runs on a sharded tensor.
 
     `name`: of the function. Attributes have the prefix "get:" or "set:".
     """

@@ -1,8 +1,8 @@
 """Ownership of shards: the model parameter and shard that a local parameter is, and its owner.
 
-A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard may be replicated: over `dp`, over
-`tp` if the parameter is not sharded over it, or between stages that share a tied parameter. Then it counts on the first
-rank that stores it.
+A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
+`tp` if the parameter is not sharded over it, or between stages that share a tied parameter. Its owner is the first rank
+that stores it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ShardInfo:
 def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], owners: Sequence[int]) -> bool:
     """Return True if the rank at these coordinates is the first that stores its shard of a tensor.
 
-    Example: a weight that is sharded over `tp` and replicated over `dp` counts on each rank of `tp` with `dp`
-        coordinate 0.
+    A weight that is sharded over `tp` and replicated over `dp`, for example, has one owner per `tp` coordinate: the
+    rank with `dp` coordinate 0.
     """
     cut_axes = {part for axis, _ in splits_of(stored, mesh) for part in mesh_axes_of(axis)} | {
         *stored.differs_over(mesh)
@@ -106,7 +106,7 @@ _EMPTY: Any = WeakIdKeyDictionary()
 def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
     """Register the placeholder parameter of a rank whose stages use no parameter.
 
-    Its optimizer asks for gradient norms as those of other ranks do.
+    With it, gradient norms of this rank's optimizer take part in the collectives of other ranks.
     """
     _EMPTY[parameter] = process
 
@@ -128,7 +128,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def registered_processes() -> list[Process]:
-    """Return one process per partitioned model whose parameters are alive on this rank."""
+    """Return one `Process` per partitioned model whose parameters are alive on this rank."""
     processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 

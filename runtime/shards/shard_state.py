@@ -50,8 +50,7 @@ def flattened_axes(program: Program) -> list[str]:
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Merge the parameters of a new program into those of earlier programs, which keep their storage.
 
-    Raises StageError if a stage uses a parameter that it does not store, because another stage may have trained it
-    since.
+    Raises StageError if a stage uses a parameter that it does not store: another stage might have trained it since.
     """
     for name in new.keys() & known.keys():
         assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
@@ -59,7 +58,7 @@ def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTens
         if missing:
             raise StageError(
                 f"this call uses parameter '{name}' on stage {missing[0]}, which does not hold it",
-                why=f"by the first call, it is used on stage {', '.join(map(str, known[name].stages))} only",
+                why=f"the first call used it on stage {', '.join(map(str, known[name].stages))} only",
                 hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model",
             )
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}
@@ -151,7 +150,7 @@ def _dtypes(local: Mapping[str, Tensor], process: Process) -> dict[str, torch.dt
 def broadcast_from(
     value: Tensor | None, owner: int, process: Process, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Broadcast `value` from the rank at `pp` coordinate `owner` along `pp`. Other ranks may pass None."""
+    """Broadcast `value` from the rank at `pp` coordinate `owner` along `pp`. Other ranks can pass None."""
     if value is None:
         value = torch.empty(shape, dtype=dtype, device=process.device)
     assert tuple(value.shape) == tuple(shape) and value.dtype == dtype, f"{value.shape} {value.dtype}, {shape} {dtype}"

@@ -1,6 +1,6 @@
 """Parameters shared with other parts of the user's program.
 
-Two modules of one model may each be partitioned and share a parameter. The original model may also be used, or changed,
+Two modules of one model can each be partitioned and share a parameter. The original model can also be used, or changed,
 after it was partitioned.
 """
 
@@ -35,7 +35,7 @@ _HELD: Any = WeakIdKeyDictionary()
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if a separately partitioned module has one, to keep both tied.
+    """Return this rank's shard of `full` from a separately partitioned module that shares it, else None.
 
     Modules inside `model`, or around it, do not count as separate. Raises LayoutError if mesh or layout differ.
     """
@@ -60,7 +60,7 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError if these are parameters of a partitioned model's original, and none has a gradient."""
+    """Raise UsageError for parameters of the original of a partitioned model, if none has a gradient."""
     originals = [p for p in parameters if any(shard.local() is not None for shard in _HELD.get(p, ()))]
     if originals and all(parameter.grad is None for parameter in originals):
         kind = next(shard.kind for shard in _HELD[originals[0]])
@@ -81,7 +81,7 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
 
 
 class OriginalParams:
-    """Parameters of the original model. Detects changes after they were copied, and keeps none alive."""
+    """Detector of changes to the original model's parameters after they were copied. Keeps none alive."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}

@@ -57,7 +57,7 @@ def trained_names(model: nn.Module, program: Program, known: Collection[str], tr
 
     Args:
         known: parameters of earlier programs.
-        trained: those of `known` that were not frozen.
+        trained: the parameters in `known` that were not frozen.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -107,12 +107,12 @@ def backward_error(
 
 
 def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
-    """Return the error of a step on a model that was frozen when it was partitioned."""
+    """Return the error of a step on a model whose parameters were all frozen at `parallelize`."""
     if any(model.get_parameter(name).requires_grad for name in program.parameters):
         return None
     return UsageError(
         "step() has nothing to train", why="every parameter of the model was frozen at parallelize()",
-        hint="pm(...) for the loss alone, under torch.no_grad(); or unfreeze what is to be trained before",
+        hint="pm(...) for the loss alone, under torch.no_grad(); or unfreeze parameters before parallelize()",
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
 
 
 class DeferredHooks:
-    """Hooks of parameters, deferred while a step runs."""
+    """Hooks of parameters that run at the end of a step."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -171,9 +171,9 @@ def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """Return the outputs of a call through a pipeline, such that their backward raises UsageError.
+    """Return the outputs of a call through a pipeline; their backward raises UsageError.
 
-    Outputs without a gradient in the model stay as they are. The guarded outputs depend on `parameters`, so
+    Outputs without a gradient in the model are unchanged. The other outputs depend on `parameters`, so
     `torch.autograd.grad` with respect to these raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]

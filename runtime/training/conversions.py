@@ -14,9 +14,9 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 
 
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `to` with `device` for each spelling of it.
+    """Return the arguments of `to`, with every device that means `device` replaced by it.
 
-    A device without an index is the current one: "cuda" may be "cuda:0", and "cpu:0" is "cpu".
+    A device without an index is the current one: "cuda" can mean "cuda:0", and "cpu:0" is "cpu".
     """
     named = {name: device if _is_device(value, device) else value for name, value in kwargs.items()}
     return [device if _is_device(value, device) else value for value in args], named

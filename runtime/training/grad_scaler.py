@@ -1,7 +1,7 @@
 """Gradient scaling over all ranks: an infinity in one rank's shard of a gradient counts on every rank.
 
 `torch.amp.GradScaler` checks only the gradients of its rank. The ranks would then disagree on whether to take a step,
-and on the scale afterwards (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, has the method).
+and on the scale afterwards. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, describe loss scaling.)
 """
 
 from __future__ import annotations
@@ -97,6 +97,6 @@ def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
     if process.step_scale == 1.0 != scaler.get_scale():
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",
-            why="step() had no loss_scale: divided, they would be too small",
+            why="step() got no loss_scale=, so dividing by the scale would make them too small",
             hint="pm.step(..., loss_scale=scaler.get_scale()); with precision='fp16' step() needs no scaler",
         )

@@ -47,7 +47,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all elements of these tensors: a float64 scalar on their device.
 
-    Each tensor's norm is computed in its dtype, at least float32. Without tensors the result is neutral in `norm_of`:
+    Each tensor's norm is computed in its dtype, at least float32. Without tensors the result does not change `norm_of`:
     0, or infinity if `norm_type` is negative.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
@@ -147,7 +147,7 @@ class NormShard:
 
 @dataclass(frozen=True)
 class _Row:
-    """Values that a rank sends to the other ranks.
+    """Values that a rank sends to the other ranks to combine a norm.
 
     Attributes:
         names: checksum of the parameter names in the rank's list.
@@ -197,8 +197,8 @@ def _norm(
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
     """Return the rows of all ranks of this model, or of this stage.
 
-    With separate replicas, each data rank may have a list of its own. Each row is added to zeros, so its bits do not
-    change.
+    If replicas are independent models, each data rank can pass another list. Rows are collected by adding them to
+    zeros, which does not change their bits.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
@@ -245,7 +245,7 @@ def _stages(processes: Sequence[Process]) -> int:
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Let the watchdog observe a collective call. `doing`: its name in watchdog messages."""
+    """Report a collective call to the watchdog. `doing`: its name in messages."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -320,12 +320,12 @@ def check_max_norm(max_norm: Any) -> None:
     """Raise OptionError for an invalid `max_norm`. NaN would silently turn all gradients into NaN."""
     number = float(max_norm) if isinstance(max_norm, (int, float, Tensor)) else math.nan
     if math.isnan(number) or number < 0:
-        raise OptionError(f"max_norm={max_norm!r} is not what gradients can be clipped to",
-                          why="it is a number from 0 on", hint="pm.clip_grad_norm_(1.0)")  # fmt: skip
+        raise OptionError(f"max_norm={max_norm!r} is not a norm to clip gradients to",
+                          why="it must be a number, 0 or more", hint="pm.clip_grad_norm_(1.0)")  # fmt: skip
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
-    """Raise RuntimeError, as torch does, if `asked` and the norm is not finite."""
+    """Raise RuntimeError, as torch does, if the norm is not finite and the caller requests the check."""
     if asked and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of the gradients is {total.item()}: not finite, so nothing was clipped\n"
@@ -336,8 +336,8 @@ def check_finite(total: Tensor, asked: bool) -> None:
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     """Return the process of the first tensor that belongs to a model over several ranks, or None.
 
-    An empty list comes from a rank without gradients. The other ranks wait for it in the most recent model. Which older
-    models are alive can differ between ranks, because Python frees them at any time.
+    A rank without gradients passes an empty list, but the other ranks wait for it. It then takes part for the model
+    that was partitioned last. Older models do not count: Python frees them at different times on different ranks.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -348,7 +348,7 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 
 
 def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
-    """Return {memory of a parameter or its gradient: its shard info}, for detached gradients."""
+    """Return {memory address of a parameter or its gradient: shard info}, to find detached gradients."""
     shard_infos = {}
     for parameter, shard_info in registered_parameters():
         if not shard_info.process.groups:

@@ -26,8 +26,8 @@ _MISSING = object()
 class LayerModes:
     """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
 
-    The values are attributes of the branches: `training`, and those in `_set`. This object collects them after a
-    change, so a call without changes reads one flag.
+    The partitioned model has one module per layer, a branch. A branch stores its mode in `training` and its attributes
+    in `_set`. This object collects them after a change, so a call without changes only checks a flag.
     """
 
     def __init__(self, source: Source) -> None:
@@ -42,7 +42,7 @@ class LayerModes:
         return copied
 
     def attach(self, root: nn.Module) -> None:
-        """Connect to a partitioned model."""
+        """Connect to the partitioned model `root`."""
         self._root, self.changed = weakref.ref(root), True
 
     @property
@@ -55,21 +55,21 @@ class LayerModes:
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if calls can follow this value: the layer has a plain attribute of this name."""
+        """Return True if an assignment can take effect: a plain value to a plain attribute that the layer has."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
 
     @property
     def settings(self) -> Settings:
-        """Settings that differ from the original model in the mode of the partitioned one."""
+        """Modes and attributes of layers that differ from the original model's."""
         if self.changed:
             self._collect()
         return self._settings
 
     @property
     def text(self) -> str:
-        """Mode and settings as text, a unique key of the settings."""
+        """Mode and settings as text, equal only for equal settings."""
         if self.changed:
             self._collect()
         return self._text
@@ -91,7 +91,7 @@ class LayerModes:
         self._text, self.changed = ", ".join(texts), False
 
     def call(self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Change the modes of a branch as `train` or `eval` of the original layer changes the layer's."""
+        """Set the modes of a branch as `train` or `eval` of the original layer would set the layer's."""
         layer = self.layer(path)
         if self.root is None or not any(map(_has_own_modes, layer.modules())):
             mode = _mode_of(*args, **kwargs) if name == "train" else _no_mode(*args, **kwargs)
@@ -104,7 +104,7 @@ class LayerModes:
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
 
-        The method runs in the state of the branches. It may set modes, plain attributes and `requires_grad`. The
+        The method starts in the state of the branches. It can set modes, plain attributes and `requires_grad`. The
         original model is restored afterwards.
         """
         model, root = self.source.model, self.root
@@ -148,9 +148,9 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield the layers that are in the other mode.
+    """Yield, as text, the layers that are in the other mode.
 
-    A layer represents its subtree if all layers of the subtree are in that mode, and is named "x itself" otherwise.
+    A layer is listed for its entire subtree if all layers below it are in that mode, and as "x itself" otherwise.
     """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):

@@ -23,7 +23,7 @@ _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 
 
 class ModuleProxy(nn.Module):
-    """A module whose layers cannot be changed. Only modes and plain attributes can be set.
+    """A module that represents a layer. Its modes and plain attributes can be set, its submodules cannot.
 
     Attributes:
         _path: path of the layer in the model.
@@ -35,7 +35,7 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy the mode of the original layer, and its parameters, buffers and submodules that are None."""
+        """Copy the mode of the original layer, and its entries that are None (parameters, submodules, ...)."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
@@ -95,7 +95,7 @@ class ModuleProxy(nn.Module):
         _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Accept only a module that already has this name. Raises UsageError for any other."""
+        """Accept only a module that already has this name, which changes nothing. Raise UsageError otherwise."""
         if module is None or self._modules.get(name) is not module:
             _refuse_change("add_module()")
 
@@ -112,16 +112,22 @@ class ModuleProxy(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UsageError, because stages are compiled by an option of `parallelize`."""
-        raise UsageError("pm.compile() compiles nothing", why="what runs are the graphs of the stages",
+        raise UsageError("pm.compile() compiles nothing", why="pm(...) runs the graphs of the stages, not the modules",
                          hint="parallelize(..., compile=True)")  # fmt: skip
 
     def share_memory(self) -> NoReturn:
-        raise UsageError("a partitioned model has no share_memory()", why="every rank has the parameters in use",
-                         hint="share the memory of pm.full_state_dict()")  # fmt: skip
+        raise UsageError(
+            "a partitioned model has no share_memory()",
+            why="the program uses the memory of the parameters",
+            hint="share the memory of pm.full_state_dict()",
+        )
 
     def to_empty(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UsageError("to_empty() of a partitioned model would lose its values", why="its programs hold the tensors",
-                         hint="a model on meta: parallelize(model, mesh, weights=...)")  # fmt: skip
+        raise UsageError(
+            "to_empty() of a partitioned model would lose its values",
+            why="its programs use these tensors",
+            hint="build the model on meta and call parallelize(model, mesh, weights=...)",
+        )
 
 
 class LayerProxy(ModuleProxy):
@@ -261,7 +267,7 @@ class LayerProxy(ModuleProxy):
 
 
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
-    """Give a partitioned model a branch for each layer that has none. A shared layer has one branch."""
+    """Add a LayerProxy for each layer of the model that has none. A shared layer has one."""
     branches: dict[int, ModuleProxy] = {id(modes.source.model): root}
 
     def add(branch: ModuleProxy, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`
@@ -289,7 +295,7 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def item_of(module: ModuleProxy, index: Any) -> Any:
-    """Return a layer or parameter of a container by its index, slice or key."""
+    """Return a layer or parameter of a container (`pm.layers[0]`) by index, slice or key."""
     items = _items(module)
     if isinstance(index, str) and index in items:
         return items[index]
@@ -353,7 +359,7 @@ def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
     """Raise MissingAttribute for a parameter that this rank does not store."""
     if modes.root is not None and modes.root._program is None:
         raise MissingAttribute(
-            f"'{name}' is not known yet", why="the model is traced at the first call, and partitioned then",
+            f"'{name}' is not available yet", why="the model is traced at the first call, and partitioned then",
             hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
         )  # fmt: skip
     raise MissingAttribute(
@@ -365,6 +371,6 @@ def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
 def _refuse_change(what: str) -> NoReturn:
     raise UsageError(
         f"{what} of a partitioned model would change nothing",
-        why="the program was traced with what the model had",
+        why="the program was traced from the original model",
         hint="change the model before; values: pm.load_state_dict(...)",
     )

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling in `step`, for float16 gradients, whose smallest number is 6e-8.
+"""Dynamic loss scaling in `step`, for float16 gradients, whose smallest positive value is 6e-8.
 
 The loss is multiplied by a scale before it is differentiated, and the gradients are divided by it. If a gradient of any
-rank is not finite, all gradients are dropped and the scale falls. After many finite steps it grows (Micikevicius et al.
-2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
+rank is not finite, all gradients are dropped and the scale is halved. After many finite steps it is doubled
+(Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The constants are those of `torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LossScaling:
 
     Attributes:
         steps: steps since the scale changed.
-        skipped_steps: steps that left no gradient.
-        overflowed: the last step left no gradient.
+        skipped_steps: number of steps whose gradients were dropped.
+        overflowed: the gradients of the last step were dropped.
     """
 
     scale: float = 2.0**16
@@ -92,7 +92,7 @@ class LossScalingMethods:
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps that left no gradient, because one was not finite in float16."""
+        """Number of steps whose gradients were dropped, because one was not finite in float16."""
         return 0 if self._loss_scaling is None else self._loss_scaling.skipped_steps
 
     def _save_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
@@ -100,7 +100,7 @@ class LossScalingMethods:
             state_dict[prefix + STATE] = self._loss_scaling.state_dict()
 
     def _load_loss_scaling(self, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-        """Remove the scale from a loaded state dict. A module without loss scaling ignores it."""
+        """Take the scale out of a state dict and load it. A module without loss scaling ignores it."""
         state = state_dict.pop(prefix + STATE, None)
         if state is not None and self._loss_scaling is not None:
             self._loss_scaling.load_state_dict(state)
@@ -108,7 +108,7 @@ class LossScalingMethods:
 
 @contextmanager
 def naming_operators() -> Iterator[None]:
-    """Raise RuntimeSetupError in this context for an operator that the device lacks in 16 bits."""
+    """Explain errors about an operator that the device lacks in 16 bits, as RuntimeSetupError."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
@@ -118,6 +118,6 @@ def naming_operators() -> Iterator[None]:
         precision = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
         raise RuntimeSetupError(
             f"this device has no operator '{match[1]}' in {precision}",
-            why=f"the model computes it in what precision='{precision}' casts to",
+            why=f"precision='{precision}' makes the model compute it in this dtype",
             hint=f"precision='{'bf16' if precision == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
         ) from error  # fmt: skip

@@ -1,4 +1,4 @@
-"""Methods of a partitioned model that concern its mesh: coordinates, waiting times, graphs."""
+"""Methods of a partitioned model that concern its mesh: coordinates, sums over ranks, waiting, graphs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopart.errors import StageError
+from autopart.errors import StageError, UsageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, first_ranks_seed
@@ -35,7 +36,7 @@ class MeshMethods(nn.Module):
 
     @property
     def data_rank(self) -> int:
-        """Index of the samples of the global batch that this rank computes, from 0 to `num_data_ranks - 1`.
+        """Index of this rank's share of the global batch, from 0 to `num_data_ranks - 1`.
 
         Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
 
@@ -58,13 +59,20 @@ class MeshMethods(nn.Module):
         """Device on which this rank computes."""
         return self._process.device
 
+    def process_group(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along a mesh axis. Raises UsageError if the axis has one rank."""
+        if axis not in self._process.groups:
+            raise UsageError(f"no process group of axis '{axis}'", why=f"the mesh is {self._process.mesh}",
+                             hint=f"one of {', '.join(self._process.groups) or 'none: there is one rank'}")  # fmt: skip
+        return self._process.groups[axis]
+
     def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return the sum of `fn(parameter)` over all parameters of the model, equal on every rank.
 
         Each parameter counts once, on whichever rank it is stored. Differentiable in the parameters. A collective call.
 
         Args:
-            fn: returns a scalar of one parameter or its gradient, which behave as the full tensors.
+            fn: returns a scalar computed from one parameter or its gradient, which behave as the full tensors.
 
         Example:
             penalty = pm.summed(lambda p: p.abs().sum())
@@ -92,10 +100,10 @@ class MeshMethods(nn.Module):
         return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients of `step`, or of `backward` of forwards in this context, without reducing them.
+        """Accumulate the gradients of calls in this context without reducing them over ranks.
 
-        The next call outside reduces all of them once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`.
-        Enter it on every rank.
+        This concerns `step`, and `backward` of forwards in this context. The next call outside reduces all of them
+        once, as with `torch.nn.parallel.DistributedDataParallel.no_sync`. Enter it on every rank.
 
         Until then `.grad` holds this rank's partial gradients. Functions that read them (norms, clipping, an
         optimizer's step, `full_grads`) raise UsageError. Values that you add to `.grad` by hand are reduced as well.

@@ -74,7 +74,7 @@ class ModuleMethods(ModuleProxy):
             is_unchanged = list(map(is_, map(dict.get, registered, keys), tensors))
             raise UsageError(
                 f"this call is made with another tensor for '{names[is_unchanged.index(False)]}'",
-                why="functional_call or an assignment replaced it, and the program reads its own",
+                why="functional_call or an assignment replaced it, but the program uses its own tensor",
                 hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
             )
 
@@ -144,7 +144,7 @@ class ModuleMethods(ModuleProxy):
 
 
 def patch_wrappers() -> None:
-    """Reject wrappers that would replace a partitioned model's shards or copy it to other devices."""
+    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they would mishandle."""
     before_wrappers(refuse_wrapper)
 
 
@@ -153,7 +153,7 @@ def refuse_wrapper(modules: Any, wrapper: str) -> None:
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(
-                f"{wrapper} around a partitioned model", why="it would take this rank's shards for full parameters",
+                f"{wrapper} around a partitioned model", why="it would treat this rank's shards as full parameters",
                 hint="an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP",
             )  # fmt: skip
 

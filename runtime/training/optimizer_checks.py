@@ -1,7 +1,7 @@
 """Reject optimizers that need more than a rank stores, at their first step on a partitioned model.
 
-Elementwise optimizers, such as SGD and Adam, run on local shards. Any other optimizer runs on parameters that behave as
-the full tensors, so sums and norms are right. Under pp it must treat tensors separately.
+Elementwise optimizers, such as SGD and Adam, run on local shards. All others run on parameters that behave as
+the full tensors, so sums and norms are right. Under `pp` these must treat each tensor separately.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def patch_optimizers() -> None:
 
 
 def step_on_shards(kind: Any) -> None:
-    """Make the step of an elementwise class run on local shards.
+    """Make the step of an elementwise optimizer class run on local shards.
 
-    Hooks of the step are user code that reads full tensors, so they run outside.
+    Hooks of the step are user code, so they run on full tensors.
     """
     if getattr(kind.step, "hooked", False):  # torch has wrapped the class already, for an earlier optimizer
         kind.step = kind.profile_hook_step(_on_shards(kind.step.__wrapped__))
@@ -74,9 +74,9 @@ def step_on_shards(kind: Any) -> None:
 
 
 def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an elementwise step on local shards. Each call on a parameter would go through Python otherwise.
+    """Decorate an elementwise step so that it runs on local shards, without Python code per operation.
 
-    A closure is user code that reads full tensors, so a step with a closure runs on full tensors.
+    A closure is user code, so a step with a closure runs on full tensors.
     """
 
     @functools.wraps(step)
@@ -150,7 +150,7 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
     """Return True if an optimizer of this class treats two halves of a matrix as it treats the matrix.
 
-    Runs three steps with the same options, without drawing from the user's random state. None: it cannot be tried.
+    Three steps with the same options are tried. The user's random state is not changed. None: trying is impossible.
     """
     matrix = torch.arange(24.0, device=device).reshape(6, 4)
     try:
@@ -165,9 +165,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer of this class treats two matrices as two optimizers treat one each.
+    """Return True if one optimizer treats two matrices as two optimizers treat one each.
 
-    Runs three steps with the same options, without drawing from the user's random state. None: it cannot be tried.
+    Three steps with the same options are tried. The user's random state is not changed. None: trying is impossible.
     """
     matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
     try:
@@ -180,7 +180,7 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the change of matrices after three steps. Values and gradients depend on their elements."""
+    """Return the change of matrices by three steps. Values and gradients are functions of `elements`."""
     parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:

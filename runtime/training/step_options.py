@@ -49,15 +49,18 @@ class StepOptions:
         options = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
         _check_names(model, [name for name, value in options.items() if value is not None])
         if not isinstance(outputs, bool):
-            raise InputError(f"outputs={outputs!r:.40} is neither True nor False", why="it asks step() for the outputs",
-                             hint="step(..., outputs=True), which returns (loss, outputs)")  # fmt: skip
+            raise InputError(
+                f"outputs={outputs!r:.40} is neither True nor False",
+                why="it selects whether step() returns the outputs",
+                hint="step(..., outputs=True), which returns (loss, outputs)",
+            )
         if num_tokens is not None and kwargs.get("num_items_in_batch") is not None:
             raise InputError("num_tokens= and num_items_in_batch= are both given", why="each is what the sum over "
                              "labels is divided by", hint="one of the two; num_tokens= suits every model")  # fmt: skip
         scale = 1.0 if loss_scale is None else _number("loss_scale", loss_scale)
         tokens = None if num_tokens is None else _number("num_tokens", num_tokens)
         if tokens is not None and tokens <= 0:
-            raise InputError(f"num_tokens={tokens} is not a number of labels", why="it is 1 or more",
+            raise InputError(f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
                              hint="how many labels count in all the batches whose gradients are added up")  # fmt: skip
         return cls(float(scale), tokens, outputs)
 
@@ -69,7 +72,7 @@ class StepOptions:
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:
-    """Return the loss, with its gradient multiplied by `scale`."""
+    """Return the loss, whose gradient will be multiplied by `scale`."""
     return loss if scale == 1.0 else _Scaled.apply(loss, scale)
 
 
@@ -114,16 +117,17 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Divide the loss sum by `num_tokens`, in the stages that were loaded with a batch. A collective call.
+    """Make the loaded stages divide the loss sum by `num_tokens`. A collective call.
 
     Raises InputError on every rank if the loss has no label count, or the batch alone has more labels.
     """
     label_count = program.label_count
     if not isinstance(label_count, LabelCount):
         raise InputError(
-            "num_tokens= does not fit this loss", why=label_count or "the program does not say what it is divided by",
+            "num_tokens= does not fit this loss",
+            why=label_count or "the program has no division of the loss by a label count",
             hint="let the loss be a sum, with loss_scale=1/n, and leave num_tokens out",
-        )  # fmt: skip
+        )
     most = 0.0
     for module in (module for module in modules if module.stage.index == label_count.stage):
         for arguments in module.loaded.arguments:

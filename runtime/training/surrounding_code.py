@@ -18,7 +18,7 @@ outside_inference_mode: Any = isolated_trace
 
 @functools.cache
 def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
-    """Exclude these methods from `torch.compile` around a partitioned model, because stages have graphs."""
+    """Exclude these methods from `torch.compile` around a partitioned model, which runs its own graphs."""
     reason = "stages of a partitioned model are compiled by parallelize(..., compile=True)"
     for method in methods:
         setattr(kind, method, torch.compiler.disable(getattr(kind, method), reason=reason))
@@ -26,7 +26,7 @@ def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
 
 @functools.cache
 def explain_backward() -> None:
-    """Make `backward()` of a tensor without a graph raise an error that names `step`."""
+    """Make `backward()` of a detached tensor, such as a step's loss, raise an error that explains it."""
     torch_backward = Tensor.backward
 
     @functools.wraps(torch_backward)

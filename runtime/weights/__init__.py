@@ -1,1 +1,1 @@
-"""Load weights from files, and initialise models without storing them in full."""
+"""Weights of a model: loaded from files, or initialised, without a full copy on any rank."""

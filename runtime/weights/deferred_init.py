@@ -1,8 +1,8 @@
 """Deferred initialisation: run a constructor with one parameter in memory at a time, keep the shards.
 
 The constructor runs unmodified, with the random numbers of a run on one device. When it goes on to other parameters,
-the memory of earlier ones is freed, and only this rank's shard of them is kept. An initialisation that fills a
-parameter again (transformers does so at the end) begins with new memory.
+the memory of earlier ones is freed, and only this rank's shard of them is kept. If the constructor fills a parameter
+again (transformers does so at the end), it gets new memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a constructor with the current state of torch's host generator, which it does not change.
+    """Runs a constructor from the current state of torch's CPU generator, which is restored afterwards.
 
     Args:
         draws_matter: buffers with random values must equal those of a run on one device.
@@ -99,7 +99,7 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and keep the result of `shard` for each parameter."""
+        """Run the constructor, and return the result of `shard` for each parameter."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -124,8 +124,8 @@ class Constructor:
     def _run_on_meta(self, draws_matter: bool) -> bool:
         """Run the constructor with meta parameters, to find its buffers and the order of its parameters.
 
-        Returns False if the buffers may differ from those of a real run: it read values of parameters or drew random
-        numbers.
+        Returns False if the buffers can differ from those of a real run, because the constructor read values of
+        parameters or drew random numbers.
         """
         parameters: list[nn.Parameter] = []
 
@@ -162,7 +162,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A registered parameter: its index, and the shards that were kept when its memory was freed."""
+    """A registered parameter: its index, and its shards if its memory was freed."""
 
     number: int
     parameter: nn.Parameter
@@ -173,11 +173,11 @@ class _Tracked:
 class _OneAtATime(TorchDispatchMode):
     """Dispatch mode in which a parameter has memory only while the constructor works on it.
 
-    A few earlier parameters keep their memory, together no more than the largest parameter.
+    A few earlier parameters stay in memory, together no more than the largest parameter.
 
     Attributes:
         order: names of each parameter, in order of registration.
-        shard: computes what to keep of a parameter.
+        shard: computes which shards of a parameter to keep.
         problem: why the constructor cannot run in this mode; empty if it can.
     """
 
@@ -191,7 +191,7 @@ class _OneAtATime(TorchDispatchMode):
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Track a parameter that a module registers."""
+        """Start to manage the memory of a parameter that a module registers."""
         if parameter is None or parameter.is_meta or _storage(parameter) in self._tracked:
             return
         self.registered.append(parameter)
@@ -272,7 +272,7 @@ def _trim_memory() -> None:
 
 
 def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of a model besides parameters: buffers, and attributes of its modules."""
+    """Return {name: tensor} of a model's buffers and tensor attributes."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Lazy tensors: tensors in files, of which the shape is known and boxes can be read.
+"""Lazy tensors: tensors that stay in their files, with a known shape, from which boxes can be read.
 
 A model library converts a checkpoint to its model (stack experts, concatenate gate and up, split a fused projection,
 transpose) by calling torch's functions. A `LazyTensor` implements the same functions and returns another `LazyTensor`.
@@ -18,13 +18,13 @@ from autopart.ir.sharding import Box
 
 
 class UnsupportedByLazyTensor(Exception):
-    """A function was called that lazy tensors do not implement."""
+    """Raised if a torch function is called that lazy tensors do not implement."""
 
 
 class LazyTensor:
     """A tensor of a file, or one computed from several such tensors.
 
-    It has `shape` and `dtype` as a tensor. Functions of torch that it does not implement raise CannotFollow.
+    It has `shape` and `dtype` as a tensor. Torch functions that it does not implement raise UnsupportedByLazyTensor.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Write the boxes of a shard to their offsets in `out`, in its dtype."""
+        """Read the boxes of this tensor that make up a shard into the shard `out`, cast to its dtype."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])
@@ -153,7 +153,7 @@ class _Stacked(LazyTensor):
 
 
 def _common(values: Sequence[Any]) -> Any:
-    """Return the common value. Raises CannotFollow if the values differ."""
+    """Return the common value. Raises UnsupportedByLazyTensor if the values differ."""
     if not values or any(value != values[0] for value in values):
         raise UnsupportedByLazyTensor(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]

@@ -1,6 +1,6 @@
 """`weights=`: parameters from files or a constructor, of which a rank materialises only its shards.
 
-The user's model gives shapes and names. The tracer sees a meta copy of it, whose parameters have no memory. Its
+The user's model gives shapes and names. The trace uses a meta copy of it, whose parameters have no memory. Its
 buffers, which are replicated, are real.
 """
 
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
     """Source of weights: files, or a constructor.
 
     Attributes:
-        subject: (name, text) that ranks compare.
+        subject: (name, text) that must be equal on all ranks.
         notes: texts for the user.
     """
 
@@ -50,7 +50,7 @@ class WeightSource(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     def held(self) -> Mapping[str, Tensor]:
-        """Return {name: tensor} for tensors other than parameters."""
+        """{name: tensor} of buffers and other tensors that are not parameters."""
 
     def read(self, cuts: Mapping[str, LocalSplits]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's shard) of parameters, on the host."""
@@ -61,8 +61,8 @@ class Weights:
 
     Attributes:
         model: meta copy of the user's model.
-        problem: the error if there are no weights. Then `model` is the user's, and the error is raised after all ranks
-            have compared theirs.
+        problem: the error if there are no weights. Then `model` is the user's. The error is raised only after the
+            ranks have compared their calls, so that no rank waits for this one.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
@@ -82,12 +82,12 @@ class Weights:
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raise the CheckpointError that keeps the model from having weights, if any."""
+        """Raise the stored CheckpointError, if any."""
         if self.problem is not None:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter of this name, or None if they no longer exist."""
+        """Return the user's model and its parameter of this name, or None if the user has dropped them."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -188,14 +188,17 @@ class Checkpoint:
                 yield name, value
 
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
-        """Return {name in the model: tensor in the files}, and the names that the model has no tensor for."""
+        """Return {name in the model: tensor in the files}, and the names in the files that the model lacks."""
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
         tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._meta_tensors}
         return tensors, [name for name in self._files.tensors if name not in tensors]
 
     def _take(self, model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[str]:
-        """Record the source of each tensor of the model, under any of its names if tied. Return missing names."""
+        """Record the source of each tensor of the model; a tied one can have any of its names.
+
+        Returns the names of tensors that the files lack.
+        """
         self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
             stored = next((name for name in names if name in tensors), None)
@@ -272,7 +275,7 @@ def _check_fit(
 
 
 def _conversions(path: str | Path, tensors: Mapping[str, LazyTensor], forms: Mapping[str, Tensor]) -> list[str]:
-    """Return a note of the tensors that are converted while they are read."""
+    """Return a note on tensors whose dtype is converted while they are read."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
@@ -293,7 +296,7 @@ def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[s
 
 
 def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the model with memoryless parameters, and with `held` for buffers and tensors.
+    """Return a copy of the model whose parameters have no memory, with `held` as its other tensors.
 
     Raises CheckpointError if a buffer or tensor would stay on meta.
     """

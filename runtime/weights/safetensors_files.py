@@ -58,9 +58,9 @@ class SafetensorsFiles:
         self._close()
 
     def read(self, file: Path, name: str, window: Any, size_bytes: int) -> Tensor:
-        """Return a window of a tensor as a view of the file. Copy it before the next read.
+        """Return a slice of a tensor as a view of the file. Copy it before the next read.
 
-        `size_bytes`: of the rows that contain the window.
+        `size_bytes`: bytes of the rows that contain the slice.
         """
         if self._mapped_bytes + size_bytes > self._largest_bytes:
             self._close()
@@ -68,20 +68,20 @@ class SafetensorsFiles:
         return self._file(file).get_slice(name)[window]
 
     def _add(self, file: Path, listed: Sequence[str] | None) -> list[str]:
-        """Add the tensors of a file. Return a line for the file and for each tensor, for the digest."""
+        """Add the tensors of a file. Return lines about the file and each tensor, for the digest."""
         opened = self._file(file)
         names = sorted(opened.keys())
         absent = sorted(set(listed or ()) - set(names))
         if absent:
             raise CheckpointError(
                 f"the index at {self.path} names tensors that are not there: {listing(absent)}",
-                why=f"it says that they are in {file.name}", hint="copy the folder again, all of it",
+                why=f"according to the index they are in {file.name}", hint="copy the folder again, all of it",
             )  # fmt: skip
         lines = [f"{file.name} {file.stat().st_size}"]
         for name in names:
             if name in self.tensors:
                 raise CheckpointError(
-                    f"two files of {self.path} have the tensor '{name}'", why="which one is meant is not said",
+                    f"two files of {self.path} have the tensor '{name}'", why="it is unclear which one to read",
                     hint="the path of one file, or of a folder with one checkpoint",
                 )  # fmt: skip
             tensor = _Stored(self, file, name, opened.get_slice(name))
@@ -97,7 +97,7 @@ class SafetensorsFiles:
                 self._open[file] = safe_open(str(file), framework="pt", device="cpu")
             except wrong as error:
                 raise CheckpointError(
-                    f"{file} is not a whole safetensors file", why=str(error), hint="copy or save it again"
+                    f"{file} is not a complete safetensors file", why=str(error), hint="copy or save it again"
                 ) from None
             except OSError as error:
                 raise CheckpointError(f"cannot read {file}", why=error.strerror or str(error)) from None

@@ -60,7 +60,7 @@ def matched(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, La
 
 
 def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the names that from_pretrained requires in a checkpoint."""
+    """Return the names that `from_pretrained` requires in a checkpoint."""
     return _not_ignored(model, names, "_keys_to_ignore_on_load_missing")
 
 
@@ -91,7 +91,7 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
 
 
 def _not_ignored(model: Any, names: Iterable[str], attribute: str) -> list[str]:
-    """Return the names without those that the model's class ignores."""
+    """Return the names, without those that the model's class ignores."""
     patterns = [_OLD_BUFFERS, *(getattr(model, attribute, None) or ())]
     passed_over = re.compile("|".join(f"({pattern})" for pattern in patterns))
     return [name for name in names if passed_over.search(name) is None]

@@ -74,6 +74,7 @@ def config(tmp_path):
 # plan and explain
 
 
+@pytest.mark.large
 def test_plan_to_standard_output(config):
     result = invoke("plan", "--hf-config", config(GPT2), "--mesh", "pp2,tp2")
     assert result.exit_code == 0, result.output
@@ -81,6 +82,7 @@ def test_plan_to_standard_output(config):
     assert plan.mesh == {"pp": 2, "tp": 2} and plan.inputs["input_ids"]["shape"] == [8, 32]
 
 
+@pytest.mark.large
 def test_plan_to_a_file_with_options_then_explain(config, tmp_path):
     path = tmp_path / "plan.json"
     result = invoke("plan", "--hf-config", config(GPT2), "--mesh", "pp2", "--schedule", "gpipe", "--microbatches", 2,
@@ -159,6 +161,7 @@ def test_seed_and_dtype_of_a_config(config):
 # verify
 
 
+@pytest.mark.large
 def test_verify_a_config_and_a_plan(config, tmp_path):
     path, plan = config(GPT2), tmp_path / "plan.json"
     assert invoke("plan", "--hf-config", path, "--mesh", "pp2,tp2", "-o", plan).exit_code == 0
@@ -180,7 +183,7 @@ def test_verify_exits_with_1_where_values_differ(config):
 # run
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("rng", ["fast", "exact"])
 def test_run_in_one_process(config, rng):
     result = invoke("run", "--hf-config", config(GPT2), "--mesh", "dp1", "--steps", 2, "--compare", "--rng", rng)
@@ -234,11 +237,13 @@ ERRORS = [
     (["explain", "plan.json", "--model", "test_cli:gpt2"], "name a plan or a model, not both"),
     (["explain"], "name the mesh"),
     (["verify", "--model", "test_cli:gpt2"], "name the mesh"),
-    (["verify", "--model", "test_cli:gpt2", "--plan", "p.json", "--schedule", "1f1b"], "--schedule with --plan"),
+    (["verify", "--model", "test_cli:gpt2", "--plan", "p.json", "--schedule", "1f1b"],
+     "--schedule cannot be combined with --plan"),
     (["run", "--model", "test_cli:gpt2", "--mesh", "tp2"], "mesh tp2 needs 2 processes"),
 ]  # fmt: skip
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("arguments", "text"), ERRORS, ids=[text[:40] for _, text in ERRORS])
 def test_errors_are_texts(arguments, text):
     result = invoke(*arguments)
@@ -292,6 +297,7 @@ def test_python_m_autopart():
     assert done.stdout.strip() == f"autopart, version {autopart.__version__}", done.stderr
 
 
+@pytest.mark.large
 def test_python_m_autopart_exits_with_2():
     done = process(sys.executable, "-m", "autopart", "plan", "--mesh", "tp2")
     assert done.returncode == 2 and done.stderr.startswith("name one model"), done.stderr

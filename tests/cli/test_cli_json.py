@@ -82,6 +82,7 @@ def test_diff(plan_file, tmp_path):
     )
 
 
+@pytest.mark.large
 def test_verify_search_and_run():
     found = as_json("verify", *MODEL, "--mesh", "tp2")
     assert found["ok"] and found["max_error"] <= 1e-10 and found["first_mismatch"] is None
@@ -152,6 +153,7 @@ def small(tmp_path, **sizes):
     return path
 
 
+@pytest.mark.large
 def test_a_config_is_planned_at_its_own_length_and_says_so(tmp_path):
     shape, said = tokens("--hf-config", small(tmp_path, n_positions=384))
     assert shape == [8, 384] and "8 rows x 384 tokens a step; --batch and --sequence change it" in said
@@ -159,6 +161,7 @@ def test_a_config_is_planned_at_its_own_length_and_says_so(tmp_path):
     assert shape == [8, 96] and "8 rows x 96 tokens a step, of the 384 tokens that the config allows" in said
 
 
+@pytest.mark.large
 def test_what_is_computed_is_short_and_says_so(tmp_path):
     result = invoke("verify", "--hf-config", small(tmp_path, n_positions=384), "--mesh", "tp2", "--batch", 2)
     assert result.exit_code == 0, result.output
@@ -166,6 +169,7 @@ def test_what_is_computed_is_short_and_says_so(tmp_path):
     assert "2 rows x 128 tokens a step, of the 384 tokens that the config allows; --sequence changes it" in said
 
 
+@pytest.mark.large
 def test_a_shipped_config_is_planned_without_a_warning(caplog):
     result = invoke("explain", "--hf-config", "gpt2", "--mesh", "tp2", "--batch", 2, "--sequence", 16)
     assert result.exit_code == 0, result.output
@@ -178,6 +182,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", model_source.config_names())
 def test_shipped_configs_have_the_published_sizes(name):
     source = model_source.from_hf_config(name, model_source.SourceOptions(meta=True, batch=1, sequence=8))

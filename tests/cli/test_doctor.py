@@ -166,6 +166,7 @@ pp2 works: the heaviest of 2 stages has 94 % of the work
 """
 
 
+@pytest.mark.large
 def test_a_model_of_which_a_layer_runs_whole():
     assert page("recurrent") == RECURRENT + VERSIONS
     model, batch = recurrent()

@@ -151,7 +151,7 @@ def line_of(cls: type, text: str) -> str:
 
 def unknown_before_trace(asked: str) -> str:
     return (
-        f"TraceError: {asked} is not known yet\n"
+        f"TraceError: {asked} is not available yet\n"
         "  why    the model is traced at the first call, and its parameters are partitioned then\n"
         "  try    parallelize(model, mesh, example_kwargs=batch), or call the module once before"
     )
@@ -298,7 +298,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
         "OptionError: unknown local_batch='mine'\n  try    True (each data rank passes its own samples) or False"),
     "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),
-        "OptionError: local_batch=True with mesh=2\n  why    the search chooses over how many ranks rows are cut\n"
+        "OptionError: local_batch=True with mesh=2\n  why    the search chooses over how many ranks the batch is "
+        "split\n"
         "  try    name the axes, for example mesh='dp2,tp4'"),
     "unknown random numbers": (lambda: autopart.parallelize(linear(), "tp1", rng="slow"),
         "OptionError: unknown rng='slow'\n  try    rng='fast', or rng='exact'"),
@@ -506,14 +507,14 @@ RANK_CASES = {
     ("dp2", "purposes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[8,32], y f64[8,32]) "
         "in train mode", "forward 1"),
     ("tp2", "names"): CASES["call: names"][1],
-    ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of rows\n  why    rank 0: 4 rows; rank "
-        "1: 5 rows\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and DataLoader(..., "
-        "drop_last=True)",
+    ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of samples\n  why    rank 0: 4 "
+        "samples; rank 1: 5 samples\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and "
+        "DataLoader(..., drop_last=True)",
     ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
         "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "
         "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks",
     **dict.fromkeys([("dp2", "example"), ("tp2", "example"), ("pp2", "example")],
-        "RuntimeSetupError: the ranks do not begin alike: they differ in the example's inputs\n  why    the example's "
+        "RuntimeSetupError: the ranks start differently: they differ in the example's inputs\n  why    the example's "
         "inputs: rank 0: x f64[8,32]; rank 1: x f64[4,32]\n  try    an example of the same shapes and dtypes on every "
         "rank"),
     ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are sharded (zero=)\n"
@@ -522,8 +523,8 @@ RANK_CASES = {
     ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are reduced over the ranks\n"
         "  why    the current gradients were computed inside no_sync(), and each rank has a partial gradient\n  "
         "try    run the last call before the optimizer's step outside no_sync(): it reduces all of them",
-    ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from "
-        "0 on\n  try    pm.clip_grad_norm_(1.0)",
+    ("dp2", "norm"): "OptionError: max_norm=nan is not a norm to clip gradients to\n  why    it must be a number, "
+        "0 or more\n  try    pm.clip_grad_norm_(1.0)",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
         "the hook would see this rank's partial gradient, not that of the whole batch\n  try    remove it, and change "
         "p.grad before optimizer.step()",

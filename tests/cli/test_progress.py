@@ -3,6 +3,7 @@
 import re
 import time
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -54,6 +55,7 @@ def heard(work):
     return phases
 
 
+@pytest.mark.large
 def test_search_and_plan_say_what_they_do():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     batch = {"input": torch.randn(8, 8)}
@@ -64,6 +66,7 @@ def test_search_and_plan_say_what_they_do():
         assert part in searched, part
 
 
+@pytest.mark.large
 def test_a_command_says_it_on_standard_error(monkeypatch):
     """With `--json` too: standard output has the object alone."""
 

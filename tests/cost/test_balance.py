@@ -86,7 +86,7 @@ REFUSED = {
                 "  why    it is the tokens on the most loaded rank over the mean of all ranks, at least 1\n"
                 "  try    balance=1.25"),
     "large": ({"balance": 3}, "OptionError: balance=3 is too large for ep2\n"
-              "  why    a rank that has all rows has 2 times the mean over 2 ranks\n"
+              "  why    a rank that has all tokens has 2 times the mean over 2 ranks\n"
               "  try    balance=2, or less"),
 }  # fmt: skip
 
@@ -98,6 +98,7 @@ def test_what_cannot_be(planned, options, text):
     assert f"{type(caught.value).__name__}: {caught.value}" == text
 
 
+@pytest.mark.large
 def test_a_plan_and_its_formula_keep_to_it(planned):
     plan = planned("ep4", balance=1.5)
     with pytest.raises(AutopartError, match=r"balance=1\.5 is too large for one device"):
@@ -108,6 +109,7 @@ def test_a_plan_and_its_formula_keep_to_it(planned):
         autopart.verify(model, "ep2", example_kwargs=batch, plan=plan, balance=1.25)
 
 
+@pytest.mark.large
 def test_the_search_counts_it():
     model, batch = mixture()
     plans = autopart.search(model, 2, example_kwargs=batch, balance=1.5, count=8)

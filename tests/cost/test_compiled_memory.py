@@ -34,7 +34,7 @@ KEPT = [
 ]  # fmt: skip
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "dtype", "options"), KEPT, ids=str)
 def test_what_is_kept_is_what_the_partitioner_keeps(monkeypatch, name, dtype, options):
     """On the runtime's own pieces, with its own decompositions, whose graphs run operator by operator."""
@@ -66,6 +66,7 @@ def relu_then_dropout(num_layers=3, hidden=64, rows=8, seq=64, **_):
     return Model().train(), {"x": torch.randn(rows, seq, hidden)}
 
 
+@pytest.mark.large
 def test_of_what_relu_makes_the_sign_is_kept(monkeypatch):
     monkeypatch.setitem(ZOO, "relu", relu_then_dropout)
     test_what_is_kept_is_what_the_partitioner_keeps(monkeypatch, "relu", torch.float32, {})
@@ -87,6 +88,7 @@ def test_a_compiled_step_takes_what_is_counted(name, mesh, options):
         assert abs(planned / held - 1) < 0.1, f"{held} bytes are held, {planned} planned"
 
 
+@pytest.mark.large
 def test_a_gradient_is_there_while_it_is_cast():
     """That of a loss's scores over tp, in float32, beside the scores and what is made of it in bfloat16, as
     `benchmarks/memory.py` measures it; on one rank one kernel makes the latter of the scores, in their place."""
@@ -120,6 +122,7 @@ ONE_NUMBER = [
 ]  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), ONE_NUMBER, ids=str)
 def test_the_table_says_what_the_plan_says(mesh, options):
     model, batch = llama(torch.float32)
@@ -128,6 +131,7 @@ def test_the_table_says_what_the_plan_says(mesh, options):
     assert plan.cost.at().memory_bytes == pytest.approx(most, rel=1e-9)
 
 
+@pytest.mark.large
 def test_it_grows_with_rows_as_a_plan_made_anew():
     few, many = (
         autopart.plan(model, "dp2", example_kwargs=batch, compile=True)
@@ -137,6 +141,7 @@ def test_it_grows_with_rows_as_a_plan_made_anew():
     assert few.cost.at(b=32).memory_bytes == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.large
 def test_one_block_stands_for_many():
     """A deep model's memory is counted of few blocks, and of every further one as much more."""
     totals = [
@@ -146,6 +151,7 @@ def test_one_block_stands_for_many():
     assert totals[2] - totals[1] == 2 * (totals[1] - totals[0]) > 0
 
 
+@pytest.mark.large
 def test_blocks_that_are_alike_are_cut_once():
     model, batch = ZOO["llama"](num_layers=3, hidden=48)
     compiled_saved_tensors._minimum_cut.cache_clear()

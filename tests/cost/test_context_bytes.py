@@ -79,7 +79,7 @@ def test_they_are_those_of_the_formulas(heads, kv_heads, mesh, context, wires):
         assert by_kind == {kind: pytest.approx(expected[context])}
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (16, 8), (32, 8), (128, 16)])
 def test_exchanging_is_cheaper_beyond_as_many_ranks_as_the_formula_says(heads, kv_heads, wires):
     """More than 1 + q / kv (of Llama 8B more than five), the next of the powers of two that are looked through; so many
@@ -94,6 +94,7 @@ def test_exchanging_is_cheaper_beyond_as_many_ranks_as_the_formula_says(heads, k
     assert moved[equal + 1][0] > moved[equal + 1][1]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("cp", "way"), [(8, "all_gather"), (16, "all_to_all")])
 def test_heads_of_keys_that_are_too_few_are_repeated(cp, way, wires):
     """All of them, for each head of queries: so more than 2 q / kv ranks are needed, not (q / kv) / (1 - 1 / kv)."""

@@ -59,6 +59,7 @@ def test_a_count_at_other_sizes_is_what_is_counted_there(times, mesh, sizes, att
     assert off <= {"/pad", "transformer/index", "transformer/index#1"}
 
 
+@pytest.mark.large
 def test_matrix_work_is_the_published_formula():
     """72 B s l h^2 (1 + s/6h + V/12lh): Korthikanti et al. 2022, appendix A; a forward is a third of it."""
     hidden, layers, vocabulary = map(sympy.Integer, (64, 3, 120))
@@ -97,7 +98,7 @@ def test_without_a_pipeline_the_formula_is_the_simulated_step(mesh, options):
     assert float(figures) == pytest.approx(sum(figures.parts_s.values()))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "phi3"])
 def test_every_model_has_formulas(name):
     found = plan("tp2", zoo.ZOO[name](), sequence_parallel=False)
@@ -105,6 +106,7 @@ def test_every_model_has_formulas(name):
     assert found.cost.at(b=64).step_time_s > found.cost.at().step_time_s
 
 
+@pytest.mark.large
 def test_a_plan_from_a_file_has_the_same_formulas():
     found = plan("pp2,tp2")
     again = Plan.from_json(found.to_json())
@@ -112,6 +114,7 @@ def test_a_plan_from_a_file_has_the_same_formulas():
     assert again.cost.at(tp=4) == found.cost.at(tp=4)
 
 
+@pytest.mark.large
 def test_forms():
     cost = plan("tp2").cost
     assert cost["gap"] == 0 and {"matmul", "bubble", "tp all_reduce", "optimizer"} <= set(cost.parts)
@@ -136,6 +139,7 @@ def test_a_plan_without_timing_has_no_formulas():
         bare.cost.at()
 
 
+@pytest.mark.large
 def test_where_one_plan_overtakes_another():
     model = gpt(hidden=256, layers=2, tokens=64, rows=8)
     first, second = plan("tp2", model), plan("dp2", model)

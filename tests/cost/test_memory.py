@@ -148,6 +148,7 @@ def test_a_real_step_takes_what_is_counted(name, mesh, options, margin):
         assert found * (1 - HELD_BACK) <= counted <= found * (1 + margin), f"rank {rank}"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_attention_that_drops_weights_takes_what_is_counted(name):
     """That is what its fused kernel takes: no more than the rest of the step leaves free. (A CPU writes scores out.)"""
@@ -198,7 +199,7 @@ def test_a_stage_that_runs_again_holds_nothing_for_a_second_part_of_its_backward
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "tp2", {}), ("llama", "pp2", {}), ("vit", "dp2", {}), ("bert", "tp2", {"sequence_parallel": True}),
@@ -217,6 +218,7 @@ def test_states_are_those_of_an_optimizer(name, mesh, options):
         }
 
 
+@pytest.mark.large
 def test_frozen_parameters_take_no_gradient_and_no_state():
     model, batch = small("gpt2")
     whole = autopart.plan(model, "tp2", example_kwargs=batch).memory[0]
@@ -317,6 +319,7 @@ def refused() -> tuple[Plan, MemoryLimitError]:
     return plan, caught.value
 
 
+@pytest.mark.large
 def test_an_error_says_what_takes_the_memory(refused):
     plan, error = refused
     row = max(plan.memory, key=lambda row: row["total"])
@@ -335,7 +338,7 @@ WAYS = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_out_takes_what_its_plan_takes(refused, way):
     """The estimate, which keeps what is known, is that of a plan made anew."""
@@ -355,6 +358,7 @@ def test_what_fits_comes_first_and_works(refused):
     assert any("still too much" not in line for line in lines)
 
 
+@pytest.mark.large
 def test_what_fits_is_planned():
     model, batch = ZOO["gpt2"]()
     plan = plan_of(run_of(ZOO["gpt2"]), "tp2", sequence_parallel=False)
@@ -399,6 +403,7 @@ def test_a_given_plan_is_checked():
         )
 
 
+@pytest.mark.large
 def test_exact_random_numbers_count_what_they_draw():
     """Every rank draws the noise of the whole batch, and holds it through the step."""
     model, batch = small("gpt2", dropout=0.1)
@@ -408,6 +413,7 @@ def test_exact_random_numbers_count_what_they_draw():
         autopart.parallelize(model, "tp1", example_kwargs=batch, memory=need, rng="exact")
 
 
+@pytest.mark.large
 def test_verify_judges_the_model_in_its_own_dtype():
     model, batch = ZOO["skip_mlp"]()
     model, batch = model.float(), {name: tensor.float() for name, tensor in batch.items()}

@@ -106,6 +106,7 @@ def test_the_peak_is_said_in_words():
     assert Hardware.load("cpu-gloo").peak_of({"float32": 1.0})[1] == "float32"
 
 
+@pytest.mark.large
 def test_the_formulas_move_with_the_step():
     """At other sizes they are about as many times more as the prediction of these stages."""
     cost = made(2).cost
@@ -216,6 +217,7 @@ def test_a_plan_that_does_not_fit_says_so_everywhere_and_what_would_help(profile
     assert autopart.plan(model, "dp2,tp8", example_kwargs=batch, hardware=profile).notes == plan.notes
 
 
+@pytest.mark.large
 def test_a_pipeline_of_short_stages_is_advised_too(profile):
     """Its blocks are traced as one that stands for others, and planned one by one."""
     model, batch = llama(torch.float32, layers=16)
@@ -230,6 +232,7 @@ def test_what_fits_says_so_and_tries_nothing(monkeypatch):
     assert fits(plan) and "it fits, a100-80gb-sxm has 80 GB" in words(plan.explain())
 
 
+@pytest.mark.large
 def test_memory_that_was_asked_for_counts():
     model, batch = llama(torch.float32)
     plan = autopart.plan(model, "dp2,tp8", example_kwargs=batch, memory="10GB")
@@ -238,6 +241,7 @@ def test_memory_that_was_asked_for_counts():
         autopart.plan(model, "dp2,tp8", example_kwargs=batch, memory="1MB")
 
 
+@pytest.mark.large
 def test_the_command_line_says_what_it_wrote(tmp_path, profile):
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "gpt2", "n_embd": 256, "n_layer": 8, "n_head": 4, "vocab_size": 512, "n_positions": 64,

@@ -53,7 +53,7 @@ def planned(name, mesh, options, **sizes):
     return make_plan(model, trace, Mesh.parse(mesh), Options(**options))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [(name, *case) for case in CASES for name in MODELS if (name == "mixture") == ("ep" in case[0])], ids=str,

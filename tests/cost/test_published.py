@@ -38,13 +38,14 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
 GPT_162B, GPT_5_9B, GPT_91B, GPT_175B = (20480, 32, 128), (3840, 32, 32), (15360, 32, 128), (12288, 96, 96)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("rows", [32, 128])
 def test_tensor_parallelism_fills_a_node_and_pipelines_go_between(rows):
     found = {tp: throughput(GPT_162B, rows, 1, tp=tp, pp=64 // tp) for tp in (2, 4, 8, 16, 32)}
     assert max(found, key=found.__getitem__) == 8
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 @pytest.mark.parametrize("rows", [32, 128, 512])
 def test_more_model_parallelism_than_needed_is_slower(axis, rows):
@@ -57,6 +58,7 @@ def interleaving_gains(rows, scatter):
     return ours / default
 
 
+@pytest.mark.large
 def test_interleaving_wins_by_less_as_the_batch_grows_and_needs_scattered_sends():
     gains = [interleaving_gains(rows, True) for rows in (12, 36, 60, 240)]
     assert gains == sorted(gains, reverse=True) and gains[-1] > 1
@@ -75,7 +77,7 @@ def test_the_best_microbatch_of_91b_is_two(rows):
     assert max(found, key=found.__getitem__) == 2
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("run", published.RUNS[:5], ids=lambda run: f"{run.billions}B")
 def test_the_table(run):
     """The first half of the table; `benchmarks/published.py` has all of it."""
@@ -83,7 +85,7 @@ def test_the_table(run):
     assert abs(row["error"]) < 0.1 and row["memory_bytes"] < 80e9
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("recompute", "mfu"), [("full", 0.421), ("selective", 0.542)])
 def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     """A 530B GPT on 2,240 A100s, recomputed whole, or in part with sequence parallelism (Korthikanti et al. 2022,
@@ -95,7 +97,7 @@ def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     assert found.mfu == pytest.approx(mfu, rel=0.04)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("hardware", "name"), [
     ("a100-80gb-sxm", "350m"), ("a100-80gb-sxm", "1b"), ("a100-80gb-sxm", "7b"), ("h100-80gb-sxm", "1b"),
     ("h100-80gb-sxm", "7b"),

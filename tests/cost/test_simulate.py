@@ -187,6 +187,7 @@ def test_the_utilisation_law(tokens, parameters, devices, days, recompute, utili
     assert taken / 86400 == pytest.approx(days, rel=2e-3)
 
 
+@pytest.mark.large
 def test_a_pipeline_that_waits_for_its_sends_says_what_would_not(tmp_path):
     model, batch = zoo.gpt2()
     slow, fast = (profile(tmp_path, link_bytes_per_s=rate) for rate in (1e9, 1e15))

@@ -52,7 +52,7 @@ def test_frozen_weights_lie_as_trained_ones_do(size, tied):
     assert embedding == "S(0)" if tied else embedding.startswith("S(")
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapters_are_sharded_and_exact(tied):
     model, batch = with_adapters(llama("toy", tied), RANK["toy"]), zoo.causal_batch(8, 12, 160)

@@ -259,6 +259,7 @@ def grouped():
 MESHES = ("dp1", "tp2", "dp2", "pp2", "cp2", "dp2,pp2,tp2")
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("build", [gpt2, bert, grouped])
 def test_one_operator_a_layer(build, mesh):
@@ -304,6 +305,7 @@ def written_out(monkeypatch):
     return lambda: monkeypatch.setattr(stage_draft, "fuse_attention_dropout", stays)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("build", [gpt2, bert, grouped])
 def test_a_step_is_that_of_the_formula(build, mesh, written_out):
@@ -344,6 +346,7 @@ def test_seeds_and_layers_draw_apart():
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("build", [gpt2, bert])
 def test_compiled_steps_are_the_same(build, options, monkeypatch):

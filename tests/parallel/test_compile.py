@@ -139,7 +139,7 @@ def graphs_after(num_steps, make, sizes, options):
     return found, num_graphs[num_steps:]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("options", "num_kinds"), [
     ({}, 3),  # the first block, whose input needs no gradient, the others, and the loss
     ({"microbatches": 2}, 3),
@@ -154,6 +154,7 @@ def test_each_kind_of_block_is_compiled_once(options, num_kinds):
         assert graphs == [num_kinds] * num_steps, num_blocks
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("kind", "num_kinds"), [
     ("llama", 3), pytest.param("t5", 5, marks=pytest.mark.large),
 ])  # fmt: skip

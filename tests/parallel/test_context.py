@@ -58,7 +58,7 @@ def test_it_is_exact(name, mesh, options):
     assert report.ok, report
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("mesh", ["cp3", "cp4", "cp3,tp2"])
 def test_sequences_need_not_divide(name, mesh):
@@ -67,6 +67,7 @@ def test_sequences_need_not_divide(name, mesh):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["cp2", "cp3", "dp2,cp2,tp2"])
 @pytest.mark.parametrize("seq", [24, UNEVEN])
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -109,13 +110,14 @@ def test_what_mixes_positions_is_brought_together():
     assert report.ok, report
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "cp2"), ("t5", "cp2"), ("gpt2", "cp2,tp2"), ("llama", "dp2,cp2")])
 def test_on_processes(name, mesh):
     ranks = 2 if mesh == "cp2" else 4
     dist.run_ranks(same_everything, ranks, name, mesh, timeout_s=120.0)
 
 
+@pytest.mark.large
 def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
     model, batch = zoo.llama()
     mask = torch.ones_like(batch["input_ids"])
@@ -239,6 +241,7 @@ def test_attention_has_any_number_of_dims(dims, kind, mesh):
     assert autopart.verify(OfDims(dims, kind), mesh, example_args=(torch.randn(4, 3, 6, 8),)).ok
 
 
+@pytest.mark.large
 def test_a_mesh_is_planned_alike_after_another():
     model, batch = zoo.gpt2()
     alone = autopart.plan(model, "cp2", example_kwargs=batch)
@@ -247,6 +250,7 @@ def test_a_mesh_is_planned_alike_after_another():
     assert arranged[1].plan.operators == alone.operators and "zigzag" in str(alone.operators)
 
 
+@pytest.mark.large
 def test_outputs_of_layers_are_whole():
     shapes = dist.run_ranks(whole_outputs, 2, "cp2", {}, timeout_s=120.0)
     assert shapes == [[[2, UNEVEN, 32]] * 3 + [[2, 4, UNEVEN, UNEVEN]] * 2] * 2
@@ -277,7 +281,7 @@ def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest)
     assert found[:-1] == [(layers, 0)] * (len(found) - 1), found  # the last of the ranks may see all
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("context", "exchanges"), [("gather", False), ("ulysses", True)])
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "cp2"), ("bert", "cp2"), ("t5", "cp2"), ("llama", "cp2,tp2")])
 def test_what_attention_does_can_be_asked_for(name, mesh, context, exchanges):
@@ -321,7 +325,6 @@ def exchanged(plan):
     return {kind: size for kind, size in found.items() if size}
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("seq", [16, UNEVEN])
 @pytest.mark.parametrize(("heads", "kv_heads", "mesh"), [
     (8, 4, "cp2,tp2"), (8, 8, "cp4,tp2"), (8, 2, "cp2,tp2"), (8, 1, "cp2,tp2"), (8, 4, "dp2,cp2,tp2"),
@@ -336,6 +339,7 @@ def test_heads_that_tp_cuts_are_cut_again(heads, kv_heads, mesh, seq):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_heads_are_cut_again_where_that_sends_less():
     """Of as many heads of keys as of queries, more than two ranks exchange less than they would gather."""
     for mesh, way in [("cp2,tp2", "all_gather"), ("cp4,tp2", "all_to_all")]:
@@ -375,7 +379,7 @@ def sent_in_a_step(made, mesh, options):
 MADE = {"llama": zoo.llama, "gpt2": zoo.gpt2, "mixture": mixture, "heads": lambda: heads_of(8, 4)}
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("made", "mesh", "options"), [
     ("llama", "cp2", {"context": "gather"}), ("gpt2", "cp2", {"context": "ulysses"}), ("mixture", "ep2", {}),
     ("heads", "cp2,tp2", {"context": "ulysses", "sequence_parallel": False}),

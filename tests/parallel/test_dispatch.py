@@ -100,7 +100,7 @@ def same_step(towards, mesh):
     zoo.assert_same_grads(pm.full_grads(), {n: g for n, g in expected.items() if g is not None})
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "towards"), [("ep2", "spread"), ("dp2,ep2", "one rank"), ("cp2,ep2", "one of each")])
 def test_on_processes(mesh, towards):
     dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, SPREADS[towards], mesh, timeout_s=120.0)

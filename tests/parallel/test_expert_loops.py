@@ -74,7 +74,7 @@ def looped(form, **options):
 MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", ["where", "nonzero", "mask", "list"])
 def test_a_loop_is_exact(form, mesh):
@@ -83,6 +83,7 @@ def test_a_loop_is_exact(form, mesh):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_a_loop_that_skips_experts_before_a_loss_function():
     model, batch = looped("list")
     report = autopart.verify(
@@ -112,7 +113,7 @@ def test_a_list_of_places_only_indexes(use):
     assert str(caught.value).startswith("tolist() makes a list that is as long as the values in a tensor say\n")
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"zero": 3}, {"zero": 3, "recompute": "full"}], ids=str)
 def test_beside_other_options(options):
     model, batch = looped("where", towards=(99.0, 98.0, 0.0, 0.0))  # no row for two of the experts
@@ -120,6 +121,7 @@ def test_beside_other_options(options):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_the_plan_says_that_they_are_whole():
     model, batch = looped("where")
     plan = autopart.plan(model, "ep2", example_kwargs=batch)

@@ -30,7 +30,7 @@ class ByToken(Mixture):
 MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", [*MESHES, "dp2,pp2,cp2,ep2"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "qwen2_moe"])
 def test_mixtures_of_transformers_are_exact(name, mesh):
@@ -39,7 +39,7 @@ def test_mixtures_of_transformers_are_exact(name, mesh):
     assert report.ok, report
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_however_their_products_are_written(name, implementation):
@@ -64,6 +64,7 @@ def test_a_mixture_in_bfloat16_is_verified_with_its_plan(capfd):
     assert "failed while attempting" not in capfd.readouterr().err
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3, "recompute": "full"}, {"microbatches": 2}], ids=str)
 @pytest.mark.parametrize("form", ["looked up", "matrix first"])
 def test_one_written_by_hand(form, options):
@@ -115,6 +116,7 @@ def test_on_processes(mesh, towards):
     dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, towards, mesh, timeout_s=120.0)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["ep2", "ep3", "dp2,ep3", "ep3,tp2", "cp2,ep3", "pp2,ep3"])
 @pytest.mark.parametrize("towards", [(0.0,) * 7, (*(0.0,) * 6, 50.0), (50.0, *(0.0,) * 6)], ids=str)
 def test_experts_need_not_divide(mesh, towards):
@@ -134,6 +136,7 @@ def same_uneven_step():
     zoo.assert_same_grads(pm.full_grads(), {name: grad for name, grad in grads.items() if grad is not None})
 
 
+@pytest.mark.large
 def test_experts_need_not_divide_on_processes():
     dist.run_ranks(same_uneven_step, 3, timeout_s=120.0)
 

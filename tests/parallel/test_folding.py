@@ -85,6 +85,7 @@ def test_mixtures_of_transformers_are_exact(name, mesh):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_with_positions_in_zigzag_and_all_axes():
     model, batch = small("qwen3_moe")
     own = {"cp": "S(0; zigzag sections=8)", "ep": "S(0)"}
@@ -123,6 +124,7 @@ def test_the_plan_says_it_and_is_read_back():
     assert_exact(model, batch, "cp2,ep2,tp2", plan=again)
 
 
+@pytest.mark.large
 def test_why_names_what_it_would_cost_otherwise():
     model, batch = of_experts(8)
     plan = autopart.plan(model, "ep2,tp2", example_kwargs=batch, pins=folded(["tp"]))
@@ -138,6 +140,7 @@ def test_why_names_what_it_would_cost_otherwise():
     assert few.reason.startswith("experts cannot be sharded over ep=4 x tp=2; why    there are 4 for 8 ranks")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "axes", "zero", "layout", "summed"), [
     ("dp2,cp2,ep2,tp2", ["cp", "tp"], 0, {}, ("dp",)), ("dp2,cp2,ep2", ["ep"], 0, {}, ("dp", "cp")),
     ("dp2,cp2,ep2", ["cp"], 3, {"dp": "S(1)"}, ()), ("cp2,ep2,tp2", ["tp"], 3, {"dp_cp": "S(1)"}, ()),
@@ -163,6 +166,7 @@ def wide(monkeypatch):
     )
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "axes", "over", "ranks"), [
     ("cp2,ep4", ["cp"], "cp_ep", 8), ("ep4,tp2", ["tp"], "ep", 4), ("ep2,tp2", ["tp"], "ep", 2),
 ])  # fmt: skip
@@ -175,6 +179,7 @@ def test_rows_are_sent_once_over_all_axes_that_send(wide, mesh, axes, over, rank
     assert moved == pytest.approx(4 * rows * 512 * 4 + 2 * rows * 4, rel=0.02)  # there may be scores of the router too
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "axes", "sizes"), [
     ("ep2,tp2", ["tp"], {"tp": 4}), ("cp2,ep2", ["cp"], {"cp": 4}), ("tp2", ["tp"], {"tp": 4}),
     ("cp2,ep2", ["cp"], {"ep": 4}),
@@ -188,6 +193,7 @@ def test_one_plan_prices_another(wide, mesh, axes, sizes):
         assert plan.cost.at(**sizes).step_time_s == pytest.approx(other.cost["step_time_s"], rel=0.06)
 
 
+@pytest.mark.large
 def test_a_rank_that_has_all_rows_is_of_all_axes(wide):
     plan, *fuller = (wide("ep2,tp2", ["tp"], sent=["ep"], balance=times) for times in (1, 2, 4))
     most = [max(row["total"] for row in one.memory) for one in (plan, *fuller)]
@@ -235,7 +241,7 @@ def step_of(mesh, axes, sent, experts, options):
     return dict(pm.named_parameters())["up"].to_local().size(0), dict(found), dict(planned)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "axes", "sent", "experts", "options"), [
     ("ep2,tp2", "tp", "", 4, {}), ("cp2,ep2", "cp", "", 8, {"zero": 3}), ("ep2,tp2", "tp", "ep", 10, {}),
     ("cp2,ep2", "cp", "cp ep", 8, {}), ("cp2,tp2", "cp tp", "", 8, {}),
@@ -269,7 +275,7 @@ REFUSED = {
         "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
         "LayoutError: cannot pin 'up' as S(0) on dp\n"
-        "  why    up: ep cuts dim 0 already; over dp a weight is stored sharded and used unsharded\n"
+        "  why    up: ep shards dim 0 already; over dp a weight is stored sharded and used unsharded\n"
         "  try    S(1), S(2) or R; experts themselves are sharded over cp, ep, tp"),
     "pp": ("pp2,ep2", folded(["pp"], stacks=["up"]), {},
         "OptionError: the pin 'up' as S(0) on pp is impossible\n"
@@ -281,7 +287,7 @@ REFUSED = {
         "  try    leave compile out, or the pins that cut experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
         "OptionError: balance=5 is too large for ep2,tp2\n"
-        "  why    a rank that has all rows has 4 times the mean over 4 ranks\n"
+        "  why    a rank that has all tokens has 4 times the mean over 4 ranks\n"
         "  try    balance=4, or less"),
 }  # fmt: skip
 
@@ -313,10 +319,10 @@ def test_weights_that_something_else_reads_are_gathered_where_they_divide(expert
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, "cp2,ep2", example_kwargs=batch, pins=folded(["cp"]))
     assert str(error.value) == (
-        "ep cannot cut or gather dim 0 of up alone\n"
-        "  why    its 10 experts are in unequal parts over cp too, and something else than products with rows reads "
-        "them\n"
-        "  try    no pins that cut them over ep, or sizes of axes whose product divides them"
+        "ep cannot shard or gather dim 0 of up separately\n"
+        "  why    its 10 experts are also sharded unevenly over cp, and an operator other than the experts' products "
+        "uses them\n"
+        "  try    no pins that shard them over ep, or sizes of axes whose product divides them"
     )
 
 
@@ -328,7 +334,7 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
         "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp cuts dim 0 already; only experts are sharded over several axes, where there are enough\n"
+        "  why    tp shards dim 0 already; only experts are sharded over several axes, where there are enough\n"
         "  where  line 1\n  try    R"
     )
 

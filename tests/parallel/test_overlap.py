@@ -7,6 +7,7 @@ model is as wide as no other, so that a shape tells the block.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
 from autopart.ir.run.buckets import ALONE_BYTES
-from autopart.runtime.gradients import reducer, shard_buckets
+from autopart.runtime.gradients import reductions
+from autopart.runtime.gradients.param_bucket import ParamBucket
+from autopart.runtime.gradients.shard_collectives import ShardCollectives
 
 WIDTHS = (256, 260, 264, 268)
 """Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket, and less than two, which the
@@ -79,38 +82,38 @@ class Recorder(TorchDispatchMode):
             self.events.append((what, block))
 
 
+def noted(reduction: Any, note: Any) -> Any:
+    """The same reduction; `note(number)` is called when it has launched a collective, `note(None)` when it ends."""
+    for number in itertools.count():
+        try:
+            next(reduction)
+        except StopIteration as end:
+            note(None)
+            return end.value
+        note(number)
+        yield
+
+
 def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple[str, int]]:
     """Of the second step of a rank, each run of the same event once."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
     recorder = Recorder()
-    gather, scatter = shard_buckets.ShardBucket.gather, shard_buckets.ShardBucket.scatter
-    summed, names = reducer.AllReduceBucket._all_reduce, {}
+    gather, reduce = ShardCollectives.gather, ParamBucket.reduce
 
     def gathers(self: Any, *given: Any) -> Any:
         recorder.note("gather", self.names)
         return gather(self, *given)
 
-    def scatters(self: Any, grads: Any, stored: Any, earlier: Any) -> Any:
-        recorder.note("reduce", tuple(one.name for one in stored))
-        wait = scatter(self, grads, stored, earlier)
-
-        def waits() -> Any:
-            result = wait()
-            if callable(result):
-                recorder.note("sum over replicas", tuple(one.name for one in stored))
-            return result
-
-        return waits
-
-    def sums(self: Any, flat: Tensor) -> Any:
-        recorder.note("reduce", self.names)
-        return summed(self, flat)
+    def reduces(self: Any, grads: Any, present: Any, *given: Any, **options: Any) -> Any:
+        names = tuple(self.names[i] for i in present)
+        whats = {0: "reduce", 1: "sum over replicas"}
+        note = lambda number: recorder.note(whats[number], names) if number is not None else None  # noqa: E731
+        return noted(reduce(self, grads, present, *given, **options), note)
 
     with (
-        mock.patch.object(shard_buckets.ShardBucket, "gather", gathers),
-        mock.patch.object(shard_buckets.ShardBucket, "scatter", scatters),
-        mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums),
+        mock.patch.object(ShardCollectives, "gather", gathers),
+        mock.patch.object(ParamBucket, "reduce", reduces),
     ):
         for _ in range(2):
             pm.zero_grad()
@@ -120,7 +123,6 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
                     pm(**batch).backward()
                 else:
                     pm.step(**batch)
-    assert not names
     found = recorder.events
     return [event for i, event in enumerate(found) if i == 0 or found[i - 1] != event]
 
@@ -136,6 +138,7 @@ def latest(found: list[tuple[str, int]], event: tuple[str, int]) -> int:
 LAST = len(WIDTHS) - 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
@@ -204,22 +207,20 @@ def most_copies_at_a_time():
     """How many buckets of small gradients, which are copied together, were under way at a time."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
-    summed, open_sums, most = reducer.AllReduceBucket._all_reduce, set(), 0
+    reduce, open_sums, most = ParamBucket.reduce, set(), 0
 
-    def sums(self: Any, flat: Tensor) -> Any:
-        nonlocal most
-        wait = summed(self, flat)
-        if self.needs_buffer:
-            open_sums.add(self.names)
-        most = max(most, len(open_sums))
+    def reduces(self: Any, *given: Any, **options: Any) -> Any:
+        def note(number: int | None) -> None:
+            nonlocal most
+            if number is None:
+                open_sums.discard(self.names)
+            elif self.needs_buffer:
+                open_sums.add(self.names)
+            most = max(most, len(open_sums))
 
-        def waits() -> None:
-            wait()
-            open_sums.discard(self.names)
+        return noted(reduce(self, *given, **options), note)
 
-        return waits
-
-    with mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums):
+    with mock.patch.object(ParamBucket, "reduce", reduces):
         pm.step(**batch)
     assert not open_sums
     return most
@@ -230,13 +231,13 @@ def messages_of_a_step() -> list[tuple[int, bool]]:
     torch.manual_seed(0)
     model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
-    summed, sent = reducer.AllReduceBucket._all_reduce, []
+    begin_sum, sent = reductions.begin_sum, []
 
-    def sums(self: Any, flat: Tensor) -> Any:
+    def sums(flat: Tensor, groups: Any) -> Any:
         sent.append((flat.numel(), flat.data_ptr()))
-        return summed(self, flat)
+        return begin_sum(flat, groups)
 
-    with mock.patch.object(reducer.AllReduceBucket, "_all_reduce", sums):
+    with mock.patch.object(reductions, "begin_sum", sums):
         pm.step(**batch)
     model(**batch).backward()
     for own, expected in zip(pm.parameters(), model.parameters(), strict=True):
@@ -251,6 +252,36 @@ def test_a_large_gradient_is_summed_where_it_is():
     assert found == [(WIDE * OUTER, True), (OUTER * OUTER + WIDE + WIDE * 4 + 4, False)]
 
 
+class Sum(nn.Module):
+    """The gradient of `late`, which a bucket has alone, is in the memory of that of tanh, which is read after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.early, self.late = (nn.Parameter(torch.randn(2 * OUTER, 4 * OUTER)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (torch.tanh(self.early) + self.late)).square().mean()
+
+
+def gradients_in_one_memory(zero: int, own_backward: bool) -> None:
+    model, batch = Sum().double(), {"x": torch.randn(8, 2 * OUTER, dtype=torch.float64)}
+    pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch, zero=zero)
+    if own_backward:
+        pm(**batch).backward()
+    else:
+        pm.step(**batch)
+    model(**batch).backward()
+    for name, gradient in pm.full_grads().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_gradient_in_the_memory_of_another_is_summed_elsewhere(zero, own_backward):
+    dist.run_ranks(gradients_in_one_memory, 2, zero, own_backward)
+
+
 def test_two_copies_are_under_way_at_a_time():
     """As a plan counts them."""
     assert dist.run_ranks(most_copies_at_a_time, 2) == [2, 2]
@@ -262,6 +293,7 @@ def test_gradients_of_several_microbatches_are_sent_once():
     assert first(found, ("reduce", LAST)) > latest(found, ("work", LAST)) - 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_stages_send_their_own_gradients(schedule):
     """In the last microbatch's backward; a backward in two parts sends when the second ends. The first block of the

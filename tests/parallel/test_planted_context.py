@@ -115,6 +115,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("made", "mesh", "fault", "kind", "where"), FAULTS, ids=lambda x: getattr(x, "__name__", None))
 def test_it_is_found_and_named(made, mesh, fault, kind, where):
     model, batch = made()

@@ -41,7 +41,7 @@ def on_one_rank(name):
     return (own / loss - 1).abs().item(), [key for key in grads if not torch.equal(full[key], grads[key])]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_equal_in_bits(name):
     ((difference, unequal),) = run_ranks(on_one_rank, 1, name, timeout_s=120)
@@ -81,7 +81,7 @@ def over_processes(name, mesh, options):
     return found
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh", "options"), MESHES, ids=str)
 def test_processes_are_as_near_as_rounding(name, mesh, options):
     ranks = 4 if "," in mesh else 2
@@ -103,6 +103,7 @@ def summed_over_data(zero, reduce_dtype):
     return {name: torch.equal(full[name], sums[name]) for name in full}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 def test_gradients_are_cast_before_they_are_summed(zero, reduce_dtype):
@@ -140,6 +141,7 @@ def test_levels_of_zero_compute_the_same(mesh, options, own_backward):
         assert apart_by <= (1e-7 if several or own_backward else 0.0)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 2])
 def test_wholes_are_gathered_in_two_bytes(zero):
     """And hold two: the parts, gradients and optimizer are in float32."""
@@ -177,11 +179,13 @@ def gathered_dtypes(mesh, **options):
     return [(str(n.kwargs["dtype"]), str(n.kwargs["grad_dtype"])) for n in nodes]
 
 
+@pytest.mark.large
 def test_what_is_gathered_has_two_bytes():
     for found in run_ranks(gathered_dtypes, 2, "dp2", zero=3):
         assert set(found) == {("torch.bfloat16", "torch.float32")}
 
 
+@pytest.mark.large
 def test_collectives_follow_from_the_dtypes_that_travel():
     model, batch = build("gpt2")
     plans = {name: autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3, precision=name)
@@ -194,6 +198,7 @@ def test_collectives_follow_from_the_dtypes_that_travel():
     assert halved.cost["bytes_per_step"] * 2 == whole.cost["bytes_per_step"]
 
 
+@pytest.mark.large
 def test_products_run_at_the_rate_of_what_is_computed_in():
     model, batch = build("gpt2")
     peaks = {name: autopart.plan(model, "dp1", example_kwargs=batch, precision=name).timing["peak_dtype"]
@@ -201,7 +206,7 @@ def test_products_run_at_the_rate_of_what_is_computed_in():
     assert peaks == {"bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_plan_and_its_file_predict_the_same(mesh, zero):
@@ -215,6 +220,7 @@ def test_a_plan_and_its_file_predict_the_same(mesh, zero):
     assert autopart.verify(model, mesh, example_kwargs=batch, plan=again).rounded.ok
 
 
+@pytest.mark.large
 def test_a_plan_without_a_precision_computes_in_the_models_own():
     model, batch = build("llama")
     data = json.loads(autopart.plan(model, "dp2", example_kwargs=batch).to_json())
@@ -226,6 +232,7 @@ def test_a_plan_without_a_precision_computes_in_the_models_own():
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh", "options"), [
     ("gpt2", "dp2", {}), ("llama", "dp2", {"zero": 3}), ("llama", "tp2", {"sequence_parallel": True}),
     ("gpt2", "pp2", {}),
@@ -237,7 +244,7 @@ def test_activations_are_those_that_autograd_saves(name, mesh, options):
             assert held == estimated > 0, f"stage {stage}"
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_states_are_as_parameters_are_stored(zero):
     model, batch = build("gpt2")
@@ -332,7 +339,7 @@ def scaled_steps(mesh, options, path):
     return (own - loss).abs().item(), difference
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "options"), [("dp2", {"zero": 3}), ("tp2", {}), ("pp2", {"microbatches": 2})], ids=str
 )
@@ -354,6 +361,7 @@ def overflow_of_one(mesh):
     return [*found, all(p.grad is not None for p in pm.parameters()), pm.loss_scale, pm.skipped_steps]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 def test_what_overflows_on_one_rank_is_every_ranks(mesh):
     for found in run_ranks(overflow_of_one, 2, mesh):
@@ -372,6 +380,7 @@ def scaled_outside():
     return norm.item(), scaler.get_scale()
 
 
+@pytest.mark.large
 def test_the_users_own_backward_takes_a_scaler():
     model, batch = build("llama")
     _, grads = on_one_device(model, batch, torch.float16)
@@ -403,6 +412,6 @@ def without_an_operator():
 def test_an_operator_that_the_device_does_not_have_is_named():
     assert run_ranks(without_an_operator, 1) == [
         "RuntimeSetupError: this device has no operator 'cdist' in fp16\n"
-        "  why    the model computes it in what precision='fp16' casts to\n"
+        "  why    precision='fp16' makes the model compute it in this dtype\n"
         "  try    precision='bf16', a GPU, or x.float() before it in the model"
     ]

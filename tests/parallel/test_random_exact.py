@@ -32,12 +32,13 @@ def check(model, batch, meshes=MESHES, microbatches=2):
         assert found.ok, found
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_is_that_of_one_device(name):
     check(*around(name))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", RECURRENT)
 def test_dropout_between_recurrent_layers(name):
     torch.manual_seed(0)
@@ -58,13 +59,14 @@ def test_an_input_that_is_dropped():
     assert found.ok, found
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv", "dualpipev"])
 def test_stages_that_share_a_rank(schedule):
     model, batch = gpt2(num_layers=4)
     assert autopart.verify(model, "pp2", example_kwargs=batch, schedule=schedule, microbatches=4).ok
 
 
+@pytest.mark.large
 def test_fast_switches_dropout_off():
     model, batch = gpt2()
     found = autopart.verify(model, "tp2", example_kwargs=batch, rng="fast")
@@ -132,7 +134,7 @@ def called(model, batch):
     return losses
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh"), [
     ("conv_net", "dp2,pp2,tp2"), ("vit", "dp2,pp2"), ("gpt2", "dp2,tp2"),
     pytest.param("t5", "pp2,tp2", marks=pytest.mark.large),
@@ -142,7 +144,7 @@ def test_training_on_several_axes(name, mesh):
     dist.run_ranks(trains_alike, Mesh.parse(mesh).num_ranks, name, mesh, plan=plan, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [
     ("tp1", {}),
     ("pp2", {"microbatches": 4, "schedule": "zbv"}),
@@ -174,7 +176,7 @@ def test_ranks_whose_generators_differ_are_told():
 # --- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2,tp2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_serves_both_modes_and_both_kinds(name, mesh):

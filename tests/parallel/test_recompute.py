@@ -100,6 +100,7 @@ def test_full_recomputes_every_block(name, mesh):
         assert not [key for key in left if re.search(r"\.\d+\.", key)], left
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
 def test_selective_recomputes_the_core_of_attention(mesh):
     _, program = program_of(dropping(eager(zoo.gpt2)), mesh, "selective")
@@ -113,6 +114,7 @@ FOUR = functools.partial(zoo.gpt2, num_layers=4)
 SOME = {"transformer.h.[0-1]": "full", "transformer.h.*": "selective"}
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_blocks_are_recomputed_as_they_match_first(mesh):
     _, program = program_of(eager(FOUR), mesh, SOME)
@@ -125,7 +127,7 @@ def test_blocks_are_recomputed_as_they_match_first(mesh):
     }  # fmt: skip
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_memory_of_some_blocks_is_between_that_of_none_and_all(mesh):
     ways = ("full", {"*.[0-2]": "full"}, {"*.0": "full"}, {"*.0": "selective"}, {"*.0": "none"})
@@ -134,6 +136,7 @@ def test_memory_of_some_blocks_is_between_that_of_none_and_all(mesh):
     assert held == sorted(set(held)) and held[-1] == none
 
 
+@pytest.mark.large
 def test_a_plan_keeps_and_compares_what_blocks_recompute():
     run = run_of(eager(FOUR))
     plan = plan_of(run, "pp2", recompute=SOME)
@@ -146,6 +149,7 @@ def test_a_plan_keeps_and_compares_what_blocks_recompute():
     assert verified(run, "pp2", read).ok
 
 
+@pytest.mark.large
 def test_a_scaled_copy_recomputes_as_the_blocks_it_keeps():
     model, batch = eager(FOUR)()
     plan = autopart.plan(model, "tp2", example_kwargs=batch, recompute={"transformer.h.0": "full", "*": "selective"})
@@ -158,6 +162,7 @@ def test_a_scaled_copy_recomputes_as_the_blocks_it_keeps():
     assert autopart.verify(model, "tp2", example_kwargs=batch, recompute=some, scaled=True).ok
 
 
+@pytest.mark.large
 def test_encoders_and_decoders_have_their_own_blocks():
     _, program = program_of(dropping(eager(zoo.t5)), "tp2", "full")
     paths = [{facts(n)["key"].split(".layer")[0] for n in r if "block" in facts(n).get("key", "")}
@@ -324,6 +329,7 @@ EXACT = [  # model, mesh, recompute, other options
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "recompute", "options"), EXACT)
 def test_what_is_recomputed_is_exact(build, mesh, recompute, options, monkeypatch):
     """Loss, gradients and buffers, with dropout as one device draws it; and it is recomputed, on all ranks."""
@@ -393,7 +399,7 @@ def saved(build: str, mesh: str, options: dict) -> dict[str, list[tuple[int, int
     return found
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("build", "mesh", "options"), [
     ("shared", "tp2", {}), ("shared", "pp2", {}), ("shared", "dp2", {"zero": 3}),
 ])  # fmt: skip
@@ -429,7 +435,7 @@ def same_step(build, mesh, how, **options):
     assert all(node.op != "call_module" for node in pm.graph().graph.nodes), "the graph reads as ever"
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("build", "mesh", "how", "options"), [
     ("gpt2", "tp2", "full", {}), ("shared", "dp2", "selective", {"zero": 3}),
     ("shared", "dp2,tp2", "full", {"zero": 3}),
@@ -468,6 +474,7 @@ def same_dropout(mesh):
     zoo.assert_same_grads(found, grads)
 
 
+@pytest.mark.large
 def test_masks_are_the_same_both_times():
     """With rng="fast", where every rank draws its own."""
     dist.run_ranks(same_dropout, 2, "tp2")

@@ -66,7 +66,7 @@ def test_it_is_exact(name, mesh):
     assert autopart.verify(model, mesh, example_kwargs=batch, context="ring").ok
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [
     ("cp3", {}), ("cp4", {}), ("dp2,cp3", {"zero": 3, "recompute": "full"}), ("cp3", {"recompute": "selective"}),
     ("cp3,tp2", {"sequence_parallel": True}), ("cp2", {"precision": "bf16"}),
@@ -100,7 +100,7 @@ def same(name, mesh, seq, largest):
     return [bool(argument(node, "runs")) for node in rings]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh", "seq", "largest", "told"), [
     ("llama", "cp2", 24, 2**24, True), ("plain", "cp2", 25, 16, True), ("llama", "cp3", UNEVEN, 16, True),
     ("bert", "cp2", 12, 2**24, False), ("gpt2", "cp2,tp2", 12, 2**24, True), ("llama", "pp2,cp2", 12, 2**24, True),
@@ -123,6 +123,7 @@ def padded_in_turn():
         same_step(pm, call, loss, grads)
 
 
+@pytest.mark.large
 def test_a_mask_is_that_of_the_call():
     dist.run_ranks(padded_in_turn, 2, timeout_s=120.0)
 

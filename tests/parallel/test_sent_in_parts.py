@@ -89,6 +89,7 @@ def test_exact_with_every_schedule(name, schedule, slow):
     assert_exact(run, "pp2,tp2", plan)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_exact_with_what_is_cut_over_dp(name, zero, slow):
@@ -121,6 +122,7 @@ def test_stages_send_a_part_of_what_they_hold_alike(name, mesh, slow):
         ]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_value_that_travels_on_stays_in_parts(reads, slow):
     """Whether or not a stage on the way reads it: then it gathers it for itself."""
@@ -201,7 +203,7 @@ def same_steps(name, mesh, path, options):
     same_training(pm, model, batch)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"schedule": "gpipe", "microbatches": 2}, {}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.large) for name in ("llama", "t5"))])
 def test_processes_send_parts(name, options, slow):
@@ -225,6 +227,7 @@ def step_of_a_file(path, batch_of):
     return pm.plan.scatter_sends, shapes[0]
 
 
+@pytest.mark.large
 def test_a_plan_from_a_file_runs_the_same_program(slow, tmp_path):
     _, plan = planned("gpt2", "pp2,tp2", slow, microbatches=4)
     plan.save(tmp_path / "parts.json")
@@ -237,7 +240,7 @@ def test_a_plan_from_a_file_runs_the_same_program(slow, tmp_path):
         assert found == [expected] * 4
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", BUILDERS)
 def test_memory_is_what_autograd_holds(name, slow):
     options = {"hardware": slow, **WHOLE_STREAM, "microbatches": 2}
@@ -297,6 +300,7 @@ def test_on_a100s_parts_are_sent_between_nodes_alone(mesh, expected):
     assert plan.scatter_sends is expected
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"schedule": "zbv", "virtual_stages": 2}], ids=str)
 @pytest.mark.parametrize("mesh", ["pp2,tp2", "pp2,dp2,tp2"])
 @pytest.mark.parametrize("name", BUILDERS)

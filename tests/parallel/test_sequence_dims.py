@@ -54,6 +54,7 @@ def cuts(plan):
     return {name: on["cp"].partition("-> ")[2] for name, on in plan.operators.items() if "cp" in on}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dim", [1, 2, -2])
 def test_what_descends_from_it_is_cut_and_nothing_else(dim):
     model, batch = grid()
@@ -68,6 +69,7 @@ def test_what_descends_from_it_is_cut_and_nothing_else(dim):
     assert report.ok, report
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{}, {"context": "ulysses"}, {"context": "ring"}], ids=str)
 def test_of_a_language_model_it_says_what_is_found_without_it(options):
     model, batch = zoo.llama()
@@ -77,7 +79,7 @@ def test_of_a_language_model_it_says_what_is_found_without_it(options):
     assert (plans[0].sequence_dims, plans[1].sequence_dims) == (None, named)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("made", "named"), [
     (zoo.gpt2, {"input_ids": 1}), (zoo.t5, {"input_ids": 1}), (zoo.t5, {"input_ids": 1, "labels": 1}),
     (lambda: (Convolved().double(), {"x": torch.randn(2, 12, 4).double()}), {"x": 1}),
@@ -93,6 +95,7 @@ def test_behind_a_convolution_it_is_cut_again():
     assert cuts(plan)["first/linear"] == cuts(plan)["last/linear"] == "S(1)"
 
 
+@pytest.mark.large
 def test_sequences_of_two_lengths_are_each_cut():
     model, batch = zoo.t5()
     batch["labels"] = batch["labels"][:, :10].contiguous()
@@ -101,6 +104,7 @@ def test_sequences_of_two_lengths_are_each_cut():
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_other_calls_follow_the_plan():
     """What a plan does not know of (a scale, more rows) is not cut along other dims either."""
     model, batch = grid()
@@ -163,8 +167,8 @@ def two():
      "sequence_dims names dims of unequal lengths\n  why    dim 1 of beside has 3 positions, dim 1 of x has 6, and no "
      "operator can be sharded along that of beside\n  try    leave beside out, or name a dim of size 6"),
     (two, "cp2", {"beside": 1}, LayoutError,
-     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model works on "
-     "each of the 3 positions of dim 1 by itself\n  try    leave beside out; the inputs are "
+     "sequence_dims={'beside': 1}: no operator can be sharded along it\n  why    no operator of the model treats "
+     "the 3 entries of dim 1 independently\n  try    leave beside out; the inputs are "
      "x [2, 6, 8], beside [2, 3]"),
     (lambda: zoo.llama(seq=5), "cp8", {"input_ids": 1}, LayoutError,
      "cp=8 cannot shard a sequence of 5\n  why    every rank needs a part of the longest sequence, of "

@@ -1,79 +1,19 @@
-"""ZeRO 0 to 3 compute what one device computes, whatever else a plan does: gradients after a step, weights after three.
-
-A fixed sample of all combinations of level, mesh, schedule, microbatches, recomputation and compilation; on processes,
-in double precision, with clipping.
-"""
+"""ZeRO 0 to 3: what ranks store, checkpoints from level to level, and what plans say. `test_exact_features.py` has
+their exactness."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-import random
-import shutil
 from typing import Any
 
 import dist
 import pytest
 import torch
 import zoo
-from zero_checks import trains
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.schedules import SPLIT_BACKWARD, can_run
-
-NUMBER = 64
-MESHES = ("dp2", "dp4", "dpr2,dp2", "dp2,tp2", "pp2,dp2", "tp2", "pp2", "dp3")
-SCHEDULES = (None, "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
-RECOMPUTE = ("none", "selective", "full")
-MODELS = ("gpt2", "llama", "t5", "skip_mlp")  # tied weights; vectors that tp sums; two stacks; a weight read twice
-
-
-def design() -> list[tuple[str, str, dict[str, Any]]]:
-    """The combinations that there can be, sampled so that every value of everything comes about as often."""
-    choices = MESHES, SCHEDULES, (1, 2, 4), (0, 1, 2, 3), RECOMPUTE, (False, True), MODELS
-    every = [one for one in itertools.product(*choices) if _can_be(*one)]
-    shuffled = random.Random(0)
-    levels = {zero: [one for one in every if one[3] == zero] for zero in (0, 1, 2, 3)}
-    chosen: list[tuple[Any, ...]] = []
-    for index in range(NUMBER):
-        mesh, compiled = MESHES[index % len(MESHES)], index % 16 == 7
-        fitting = [one for one in levels[index // len(MESHES) % 4] if one[0] == mesh and one[5] == compiled]
-        chosen.append(shuffled.choice(fitting or levels[0]))
-    return [(model, mesh, {"schedule": schedule, "microbatches": microbatches, "zero": zero, "recompute": recompute,
-                           "compile": compiled})
-            for mesh, schedule, microbatches, zero, recompute, compiled, model in chosen]  # fmt: skip
-
-
-def _can_be(
-    mesh: str, schedule: str | None, microbatches: int, zero: int, recompute: str, compiled: bool, model: str
-) -> bool:
-    axes = Mesh.parse(mesh)
-    if (axes.size("pp") > 1) != (schedule is not None) or (zero and axes.storing_axis is None):
-        return False
-    if schedule is not None:
-        stages = 2 if schedule in ("gpipe", "1f1b") else 4
-        if not can_run(schedule, stages, 2, microbatches) or (compiled and schedule in SPLIT_BACKWARD):
-            return False
-    if compiled and (shutil.which("g++") is None or model == "t5" or recompute == "selective"):
-        return False
-    return 8 % (axes.data_parallel_size * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
-
-
-@pytest.mark.few
-@pytest.mark.parametrize(("build", "mesh", "options"), design(), ids=str)
-def test_every_level_is_exact(build, mesh, options):
-    given = {name: value for name, value in options.items() if value is not None}
-    dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, given, timeout_s=400 if options["compile"] else 120)
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_gradients_over_two_data_axes(zero):
-    """Which are scattered and then summed, or summed twice; with zero=2 parts of earlier microbatches are added."""
-    dist.run_ranks(
-        trains, 4, "skip_mlp", "dpr2,dp2", {"zero": zero, "microbatches": 2, "compile": False}, timeout_s=120
-    )
 
 
 def trains_by_its_own_loop() -> None:
@@ -90,17 +30,9 @@ def trains_by_its_own_loop() -> None:
         zoo.assert_close_outputs(state[name], weight, where=name)
 
 
+@pytest.mark.large
 def test_every_backward_gathers_the_weights_of_its_own_step():
     dist.run_ranks(trains_by_its_own_loop, 2, timeout_s=120)
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("mesh", ["dp2", "dpr2,dp2", "dp2,tp2", "pp2,dp2"])
-def test_every_level_is_exact_in_one_process(mesh, zero):
-    model, batch = zoo.llama()
-    found = autopart.verify(model, mesh, example_kwargs=batch, zero=zero, microbatches=2)
-    assert found.ok and found.max_error < 1e-12, str(found)
 
 
 # --- what ranks hold -------------------------------------------------------------------------------------------------
@@ -119,6 +51,7 @@ def holds(zero: int) -> tuple[int, int, int]:
     return sum(getattr(p, "to_local", p.detach)().numel() for p in pm.parameters()), moments, wholes
 
 
+@pytest.mark.large
 def test_an_optimizer_sees_the_parts_alone():
     """Vectors too with 1 and 2; any optimizer that updates each element by itself cuts its state without knowing."""
     model, _ = zoo.gpt2()
@@ -145,7 +78,7 @@ def with_optimizers(zero: int) -> None:
             zoo.assert_close_outputs(found[name], value, where=name)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [1, 2])
 def test_fused_and_foreach_optimizers(zero):
     dist.run_ranks(with_optimizers, 2, zero)
@@ -196,7 +129,7 @@ def _trained(mesh: str, zero: int) -> tuple[Any, torch.optim.Optimizer, dict[str
     return pm, optimizer, batch
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("made", "read"), [
     (("dp2", 1), ("dp2", 3)), (("dp2", 2), ("dp2", 0)), (("dp2", 3), ("dp2,tp2", 1)), (("dpr2,dp2", 1), ("pp2,dp2", 2)),
 ])  # fmt: skip
@@ -208,6 +141,7 @@ def test_checkpoints_go_from_level_to_level(tmp_path, made, read):
 # --- what plans say --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_memory_falls_with_the_level():
     """Of a model that is large beside its batch: optimizer, then gradients, then parameters (the paper's figure 1)."""
     model, batch = zoo.llama(num_layers=4, hidden=128)

@@ -4,7 +4,6 @@ experts."""
 from __future__ import annotations
 
 import copy
-import shutil
 from typing import Any
 
 import dist
@@ -13,14 +12,11 @@ import torch
 import zoo
 from expert_models import mixture, small
 from process_checks import same_grads
-from zero_checks import trains
 
 import autopart
 from autopart.errors import LayoutError
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Plan
-
-MESHES = ["cp2", "dp2,cp2", "dp2,cp2,tp2", "pp2,dp2,cp2", "dpr2,cp2", "dp2,cp3"]
 
 
 def exact(model: torch.nn.Module, batch: dict[str, Any], mesh: str, **options: Any) -> None:
@@ -28,22 +24,14 @@ def exact(model: torch.nn.Module, batch: dict[str, Any], mesh: str, **options: A
     assert report.ok and report.max_error < 1e-10, report
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_it_is_exact(name, mesh, zero):
-    exact(*zoo.ZOO[name](), mesh, zero=zero, recompute="full" if zero == 3 else "none")
-
-
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("options", [{"microbatches": 2, "recompute": "selective"}, {"precision": "bf16"}], ids=str)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_with_microbatches_and_in_mixed_precision(zero, options):
     exact(*zoo.llama(), "dp2,cp2", zero=zero, **options)
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_weights_that_are_read_alike_on_every_rank_of_positions(precision):
     """What mixes positions is computed on every rank of `cp`: the gradient of its weights is summed over `dp` alone."""
@@ -57,7 +45,7 @@ def test_a_mixture_is_exact(mesh, zero):
     exact(*mixture(), mesh, zero=zero)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_mixtures_of_transformers_are_exact(name):
     exact(*small(name), "dp2,ep2", zero=3)
@@ -96,6 +84,7 @@ def test_one_collective_gathers_over_all_axes():
     assert "parameters, gradients and state cut over dp x cp" in plan.explain()
 
 
+@pytest.mark.large
 def test_a_plan_is_read_back():
     model, batch = zoo.llama()
     plan = stored(model, batch, "dp2,cp2")
@@ -107,6 +96,7 @@ def test_a_plan_is_read_back():
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.mark.large
 def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
     model, batch = zoo.llama()
     whole = stored(model, batch, "dp2,cp2", pins={NAME: {"dp": "R"}})
@@ -123,23 +113,6 @@ def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
 
 
 # --- on processes --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.few
-@pytest.mark.parametrize(
-    ("name", "mesh", "options"),
-    [("gpt2", "dp2,cp2", {"zero": 1}), ("llama", "dp2,cp2", {"zero": 2, "microbatches": 2}),
-     ("llama", "dp2,cp2", {"zero": 3, "recompute": "full"}), ("gpt2", "cp2", {"zero": 3}),
-     ("gpt2", "pp2,cp2", {"zero": 3, "microbatches": 2}), ("llama", "dpr2,cp2", {"zero": 3}),
-     pytest.param("gpt2", "cp2", {"zero": 3, "compile": True}, marks=pytest.mark.large)],
-    ids=str,
-)  # fmt: skip
-def test_training_over_processes(name, mesh, options):
-    """Loss and gradients, then three steps of AdamW with clipping."""
-    given = {"recompute": "none", "compile": False, **options}
-    if given["compile"] and shutil.which("g++") is None:
-        pytest.skip("no compiler")
-    dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, name, mesh, given, timeout_s=400 if given["compile"] else 120)
 
 
 def train_mixture(mesh: str, zero: int) -> None:

@@ -16,7 +16,7 @@ from autopart.plans.plan import Plan
 MODELS = {"gpt2": zoo.gpt2, "llama": zoo.llama}
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2,rows2,tp2", "tp2,feat2", "pp2,rows2,feat2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_axes_that_only_the_table_knows_are_exact(model, mesh):
@@ -25,6 +25,7 @@ def test_axes_that_only_the_table_knows_are_exact(model, mesh):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_they_run_on_processes():
     dist.run_ranks(same_everything, 4, "gpt2", Mesh.parse("rows2,feat2", WIDER), timeout_s=120.0)
 
@@ -38,6 +39,7 @@ def test_parameters_are_stored_in_parts_over_one_of_two_axes_of_rows():
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_a_plan_on_them_cuts_weights_in_two_dims_and_is_read_back():
     model, batch = zoo.llama()
     mesh = Mesh.parse("feat2,tp2", WIDER)

@@ -80,7 +80,7 @@ def size_of(problem):
     return len(problem.choices), len(problem.values)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("kept", ["dict", "attributes"])
 def test_names_do_not_matter(kept):
     listed, other = problem_of(kept="list"), problem_of(kept=kept)
@@ -100,6 +100,7 @@ def test_depth_adds_no_decision(build):
     assert max(len(choice.members) for choice in five.choices.values()) >= 4
 
 
+@pytest.mark.large
 def test_depth_adds_decisions_where_blocks_do_not_share():
     """The check above can fail."""
     sizes = [size_of(unshared(problem_of(num_layers=depth))) for depth in (2, 3, 4, 6, 7)]

@@ -68,6 +68,7 @@ def counted(found: Counter[str], kind: str, function):
     return run
 
 
+@pytest.mark.large
 def test_work_does_not_grow_with_the_number_of_blocks(counts):
     numbers = []
     for layers in (6, 9):  # the two blocks at either end are also tried apart from the others
@@ -88,7 +89,7 @@ EVERY_NODE = {
 """What is done of every node that there is."""
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "depths"), [("dp2,tp2", (8, 12)), ("pp2,tp2", (20, 24))])
 def test_of_like_blocks_a_few_are_planned(counts, mesh, depths):
     numbers = []

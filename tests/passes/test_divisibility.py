@@ -56,7 +56,7 @@ def outcome(run, mesh):
     return "exact"
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("case", CASES)
 def test_every_size_is_exact_or_refused_by_the_plan(case):
     model, batch = CASES[case]()
@@ -131,6 +131,7 @@ def notes_of(build, mesh, **sizes):
     return [note for note in plan.notes if "on tp" in note]
 
 
+@pytest.mark.large
 def test_the_plan_says_what_does_not_divide():
     cut, few = notes_of(zoo.gpt2, "tp4", vocab=97), notes_of(zoo.llama, "tp8", heads=8, kv_heads=2)
     assert cut == ["transformer.wte.weight: dim 0 of size 97 on tp=4: shards of 25, 25, 25, 22"]

@@ -119,7 +119,6 @@ def per_block(program, block):
 ALL = [(case, mesh) for case in CASES for mesh in MESHES]
 
 
-@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_a_block_has_two_all_reduces_each_way(case, mesh):
     names, num_blocks = CASES[case][2:]
@@ -146,7 +145,7 @@ def test_nothing_is_gathered(case, mesh):
             assert vocab not in sizes, f"{node.name} at {facts(node).get('key')} is {list(sizes)} on every rank"
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_outside_the_blocks_only_the_vocabulary_is_reduced(case, mesh):
     """The embedding's sum, and the loss: its maximum, its sum of exponentials and the label's logit, one per token."""
@@ -156,6 +155,7 @@ def test_outside_the_blocks_only_the_vocabulary_is_reduced(case, mesh):
     assert forward == Counter(all_reduce=4) and backward == Counter(all_reduce=1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_all_projections_are_sharded(case, mesh):
     names = CASES[case][2]
@@ -299,7 +299,7 @@ def test_joined_rows_of_the_batch_are_exact(mesh):
 # --- Fewer key-value heads than ranks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("kv_heads", "tp", "most"), [(2, 4, 1.15), (2, 8, 1.08), (1, 4, 1.14)])
 def test_few_key_value_heads_cost_little(kv_heads, tp, most):
     """In bytes sent a block, against four all-reduces of a value of shape [rows, seq, hidden]."""

@@ -119,10 +119,10 @@ def traces(name, precision=None):
 
 
 def text_of(model, traced, mesh, options):
-    return make_plan._make_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
+    return make_plan._best_plan(model, traced, Mesh.parse(mesh), Options(**options)).to_json()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "options"), [(name, *case) for name in CASES for case in CASES[name]], ids=str
 )
@@ -132,7 +132,7 @@ def test_a_folded_trace_has_the_plan_of_the_whole(name, mesh, options):
     assert text_of(model, few, mesh, options) == text_of(model, whole, mesh, options)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "options"), [(name, *case) for name in IN_STAGES for case in IN_STAGES[name]], ids=str
 )
@@ -143,18 +143,21 @@ def test_in_stages_one_block_stands_for_those_of_its_own(name, mesh, options):
     assert text_of(model, few, mesh, options) == text_of(model, whole, mesh, options)
 
 
+@pytest.mark.large
 def test_where_stages_are_short_all_blocks_are_planned():
     model, few, whole = traces("llama")
     assert not make_plan._folded_in_stages(few, Mesh.parse("pp2"), Options()).folds
     assert make_plan.make_plan(model, few, Mesh.parse("pp2"), Options()).to_json() == text_of(model, whole, "pp2", {})
 
 
+@pytest.mark.large
 def test_in_mixed_precision():
     model, few, whole = traces("llama", "bf16")
     options = {"zero": 1, "microbatches": 2}
     assert text_of(model, few, "dp2,tp2", options) == text_of(model, whole, "dp2,tp2", options)
 
 
+@pytest.mark.large
 def test_unfolded_is_what_a_plain_trace_is():
     model, few, whole = traces("llama")
     plain = make_plan.prepare(model, bind_call(model, (), tokens()))
@@ -298,6 +301,7 @@ def test_what_tells_blocks_apart_is_planned_whole(mesh, options):
     assert not make_plan.can_be_folded(Mesh.parse(mesh), Options(**options))
 
 
+@pytest.mark.large
 def test_a_plan_explains_itself_by_the_whole_model():
     with torch.device("meta"):
         model, batch = llama()
@@ -308,6 +312,7 @@ def test_a_plan_explains_itself_by_the_whole_model():
     assert plan.why_not(name, {"tp": "R"}) == whole.why_not(name, {"tp": "R"})
 
 
+@pytest.mark.large
 def test_refused_in_the_same_words():
     model, few, whole = traces("llama")
     said = []

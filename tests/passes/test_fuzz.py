@@ -77,7 +77,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_fault_is_found_and_shrunk(plant, monkeypatch):
     monkeypatch.setitem(LIST_PRIMITIVES, *PLANTED[plant])

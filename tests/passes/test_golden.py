@@ -21,6 +21,7 @@ def tiny() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return gpt2(num_layers=1, hidden=16, heads=2, vocab=16, rows=4, seq=6)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2,pp2", {"zero": 3, "recompute": "full"})])
 def test_the_program_of_a_gpt2_block(mesh, options, golden):
     model, batch = tiny()

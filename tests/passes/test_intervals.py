@@ -181,6 +181,7 @@ def encoder():
     return model, {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("made", "band"), [
     (lambda: zoo.llama(rows=2), (11, 0)), (lambda: zoo.gpt2(rows=2), (11, 0)), (encoder, (11, 11)),
 ], ids=["llama", "gpt2", "bert"])  # fmt: skip

@@ -170,6 +170,7 @@ KINDS = ["causal", "all", "padded right", "padded left", "encoder, padded", "doc
 ON = dict(zip(KINDS, ("dp2,tp2", "tp2", "dp2,tp2", "pp2", "tp2", "dp2,tp2", "pp2", "dp2,tp2"), strict=True))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", KINDS)
 def test_masks_of_every_kind_are_exact(name):
     options = {"microbatches": 2} if ON[name] == "pp2" else {}
@@ -189,6 +190,7 @@ def a_window():
     return Masked().double(), {"x": torch.randn(2, 256, HIDDEN, dtype=torch.float64), "mask": mask}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("where", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
 def test_inputs_without_values_leave_their_masks_as_they_are(where):
     model, batch = masked("causal")
@@ -201,6 +203,7 @@ def test_inputs_without_values_leave_their_masks_as_they_are(where):
     )
 
 
+@pytest.mark.large
 def test_a_mask_that_is_learned_is_read():
     """Zeros that have a gradient are no mask that hides nothing."""
     torch.manual_seed(0)
@@ -212,6 +215,7 @@ def test_a_mask_that_is_learned_is_read():
     assert bias.grad is not None and bias.grad.abs().max() > 0
 
 
+@pytest.mark.large
 def test_a_window_is_run_by_blocks():
     assert blocks_fit(MaskWindow(19, 0), 256) and not blocks_fit(MaskWindow(19, 0), 128)
     run = run_of(a_window)
@@ -228,6 +232,7 @@ def input_independent_masks(made, repeated=True, dropout=0.0):
     return Masked(made, repeated, dropout).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
 def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
     """FLOPs, time and memory are those of a model that calls the kernel itself, with keys and values as they are."""
@@ -241,6 +246,7 @@ def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
     assert made.memory == told.memory
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp1", "tp2", "dp2,pp2"])
 @pytest.mark.parametrize("how", [("from positions",), ("told", False)], ids=str)
 def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
@@ -251,6 +257,7 @@ def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
     assert drops.memory == plain.memory
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("as_numbers", [False, True])
 @pytest.mark.parametrize("name", [*KINDS[:3], "window", "told"])
 def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers):
@@ -290,6 +297,7 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers)
         torch.testing.assert_close(grad, of_read[key], rtol=0, atol=1e-12)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["causal", "all", "padded right"])
 def test_numbers_as_masks_of_attention_that_drops_weights_are_exact(name):
     """The formula of it, with the masks of one device."""
@@ -304,6 +312,7 @@ def test_numbers_as_masks_of_attention_that_drops_weights_are_exact(name):
     assert verified(run_of(drops), "dp2,tp2").ok
 
 
+@pytest.mark.large
 def test_causal_attention_takes_what_the_profile_says():
     """Of the time of attention to all keys, where its products take that time."""
 
@@ -327,6 +336,7 @@ def test_a_mask_of_positions_is_looked_at_once():
     assert [node.target for node in module.stage.prologue.graph.nodes if node.op == "call_function"] == []
 
 
+@pytest.mark.large
 def test_masks_that_layers_make_alike_are_made_once(monkeypatch):
     """Every layer of T5's decoder makes a mask of its own for what it reads of the encoder."""
     looked_at = []
@@ -357,6 +367,7 @@ def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
     assert [bool(call.kwargs.get("enable_gqa")) for call in calls] == [grouped] * 2
 
 
+@pytest.mark.large
 def test_a_large_batch_is_looked_at_by_rows_that_differ(monkeypatch):
     """For a plan one row of each kind is enough: all of them would not fit."""
     monkeypatch.setattr(mask_facts, "_LARGEST", 3 * 12 * 12)
@@ -387,7 +398,7 @@ def alternating(mesh):
     return [len(module.written) for module in stage_modules(pm)]
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_batches_with_and_without_padding_in_turn(mesh):
     written = run_ranks(alternating, 2, mesh)

@@ -30,6 +30,7 @@ def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+@pytest.mark.large
 def test_experts_are_computed_in_the_order_of_their_rows(rows):
     model = SortedExperts().double()
     found = names(model, rows)
@@ -38,6 +39,7 @@ def test_experts_are_computed_in_the_order_of_their_rows(rows):
         assert autopart.verify(model, mesh, example_args=(rows,), microbatches=microbatches).ok, mesh
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fault", ["unsorted weights", "counts of something else", "a sum over the sorted rows"])
 def test_a_sort_that_matters_is_left_alone(fault, rows):
     model = SortedExperts(fault).double()
@@ -47,7 +49,7 @@ def test_a_sort_that_matters_is_left_alone(fault, rows):
         assert autopart.verify(model, "tp2", example_args=(rows,)).ok
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_mixtral(implementation):
     config = MixtralConfig(
@@ -114,6 +116,7 @@ class LowPass(nn.Module):
         return torch.fft.irfft(kept, n=WIDTH)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_writes_to_a_part_of_a_complex_tensor(mesh):
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -133,6 +136,7 @@ def _shifted(form, logits, labels, **options):
     return F.cross_entropy(logits.transpose(1, 2)[..., :-2], labels[:, 2:], **options)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{}, {"ignore_index": 3, "label_smoothing": 0.1}, {"reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("form", ["flat", "contiguous, in float", "classes second", "two left out"])
 def test_a_loss_without_the_last_positions_is_that_of_all(form, options):
@@ -157,6 +161,7 @@ def hidden_biases(pm):
     return [n for n in pm.graph(0).graph.nodes if operator_name(n) == "aten::where" and n.meta["needs_grad"]]
 
 
+@pytest.mark.large
 def test_blocks_hide_the_same_of_one_bias_once():
     """T5's encoder and its decoder save one value each."""
     model, batch = zoo.t5(num_layers=3)
@@ -164,6 +169,7 @@ def test_blocks_hide_the_same_of_one_bias_once():
     assert [len(node.users) for node in hidden] == [3, 3]
 
 
+@pytest.mark.large
 def test_blocks_that_are_computed_again_hide_for_themselves():
     model, batch = zoo.t5(num_layers=3)
     hidden = hidden_biases(autopart.parallelize(model, "dp1", example_kwargs=batch, recompute="full"))

@@ -62,7 +62,7 @@ def stored_in(plan, model):
 # --- layouts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("case", "mesh"), [*((case, "tp2") for case in LAYOUTS), *((case, "pp2,tp2") for case in list(LAYOUTS)[::3])]
 )
@@ -98,6 +98,7 @@ def test_positions_are_cut_where_they_are_pinned_so():
     assert verified(run, "tp2", plan).ok
 
 
+@pytest.mark.large
 def test_tp_leaves_a_dim_to_dp_that_is_pinned_so():
     run, pins = run_of(zoo.ZOO["llama"], rows=2, seq=6), {"model.layers.1.mlp.down_proj.weight": {"dp": "S(1)"}}
     free, plan = plan_of(run, "dp2,tp2"), plan_of(run, "dp2,tp2", pins=Pins.parse(pins))
@@ -144,6 +145,7 @@ def test_what_is_chosen_anyway_changes_nothing():
     assert (same.parameters, same.operators, same.cost) == (free.parameters, free.operators, free.cost)
 
 
+@pytest.mark.large
 @settings(max_examples=100, deadline=None)
 @given(problems())
 def test_a_problem_without_solution_is_told(problem):
@@ -171,6 +173,7 @@ def stage_of(plan, trace):
     return found
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh", "stages"),
     [
@@ -239,6 +242,7 @@ def test_no_conflict_has_a_pin_too_many(clashes):
     assert len(found) == fewest or fewest > 2
 
 
+@pytest.mark.large
 def test_each_pin_of_a_conflict_is_needed():
     pins = {
         "model.norm": {"tp": "R"},

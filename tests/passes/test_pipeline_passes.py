@@ -370,7 +370,7 @@ def test_a_file_is_not_a_folder(tmp_path, below, monkeypatch):
         f"AUTOPART_DUMP='{tmp_path}/notes.txt{below}' is not a folder to write to\n"
         "  why    it is a file, or lies below one\n"
         "  where  the environment\n"
-        "  try    AUTOPART_DUMP=dump: a folder, made where there is none"
+        "  try    AUTOPART_DUMP=dump: a folder, which is created if it does not exist"
     )
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -419,7 +419,8 @@ def test_a_switch_is_one_or_zero(monkeypatch):
     with pytest.raises(OptionError) as caught:
         planned()
     assert str(caught.value) == (
-        "AUTOPART_CHECK='yes' is not a switch\n  where  the environment\n  try    AUTOPART_CHECK=1 or AUTOPART_CHECK=0"
+        "AUTOPART_CHECK='yes' is neither 1 nor 0\n  where  the environment\n  "
+        "try    AUTOPART_CHECK=1 or AUTOPART_CHECK=0"
     )
 
 

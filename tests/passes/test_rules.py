@@ -16,7 +16,7 @@ from functools import cache
 
 import pytest
 import torch
-from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
+from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, WITH_ITSELF, Sample, bools, call, data, ints, x
 from torch import fx
 
 from autopart.compat.torch_internals import tree_map
@@ -28,17 +28,17 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
-from autopart.passes.rules.operators.pointwise_rules import POINTWISE
-from autopart.passes.rules.tables import LINES, SHAPED
+from autopart.passes.rules.tables import RULES
 from autopart.proof.comparison import relative
 from autopart.proof.rules.check_rule import Proof, backward
 from autopart.proof.rules.rule_candidates import candidates
 
-RULES = {*LINES, *SHAPED, *POINTWISE}
+WITH_RULE = {name for name, row in RULES.items() if row.is_for_sharding}
 FORMS = [
     pytest.param(name, rule, text, id=f"{name} {text}")
-    for name, rules in LINES.items()
-    for rule in (rules if isinstance(rules, tuple) else (rules,))
+    for name, row in RULES.items()
+    for rule in (row, *row.otherwise)
+    if rule.text
     for text in (rule.text, *rule.also)
 ]
 
@@ -98,6 +98,47 @@ def test_every_strategy_computes_what_the_operator_computes(sample, num_ranks):
     assert not wrong, "\n".join([str(sample), *wrong])
 
 
+# --- one tensor as several operands ----------------------------------------------------------------------------------
+
+
+@cache
+def proof_with_itself(number: int) -> Proof:
+    return proof_of(WITH_ITSELF[number])
+
+
+def repeats_an_operand(node: fx.Node) -> bool:
+    return len(set(tensor_inputs(node))) < len(tensor_inputs(node))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("number", range(len(WITH_ITSELF)), ids=lambda number: str(WITH_ITSELF[number]))
+def test_one_tensor_may_be_several_operands(number, num_ranks):
+    """A strategy converts the tensor to a placement per operand: `searchsorted(v, v)` needs v sharded and whole."""
+    proof = proof_with_itself(number)
+    wrong = []
+    for node in filter(repeats_an_operand, proof.nodes):
+        for strategy in strategies(node, num_ranks, ANY_KIND):
+            error = proof.error(Mesh({"tp": num_ranks}), {"tp": {node: strategy}})
+            wrong += [f"{operator_name(node)} as {strategy}: {error}"] * bool(error)
+    assert not wrong, "\n".join([str(WITH_ITSELF[number]), *wrong])
+
+
+OTHER_OPERANDS = {
+    "aten::_sparse_mm": "one operand is sparse",
+    "aten::nll_loss_nd": "labels are integers",
+    "aten::select_scatter": "one operand lacks a dim",
+    "autopart::expert_linear": "operands have 1, 2 and 3 dims",
+}
+"""{operator with several operands: why one tensor cannot be two of them}."""
+
+
+def test_every_rule_of_several_operands_has_a_sample_with_one_tensor():
+    several = {name for name, nodes in nodes_of_samples().items() if any(len(tensor_inputs(n)) > 1 for n in nodes)}
+    proofs = map(proof_with_itself, range(len(WITH_ITSELF)))
+    proven = {operator_name(node) for proof in proofs for node in proof.nodes if repeats_an_operand(node)}
+    assert several - proven == OTHER_OPERANDS.keys()
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_two_axes_may_cut_two_factors(sample):
     """An operator cut on one axis may be cut on another one by what the same rule says: a rule mentions no mesh."""
@@ -126,7 +167,7 @@ def nodes_of_samples() -> dict[str, list[fx.Node]]:
 def test_every_rule_has_a_sample():
     proven = nodes_of_samples().keys()
     of_models = {"autopart::positions"}  # of unequal shards: proven with whole models, test_counted.py
-    assert set(RULES) - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
+    assert WITH_RULE - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
 
 
 @pytest.mark.parametrize(("name", "rule", "text"), FORMS)

@@ -29,6 +29,7 @@ def moved(plan):
     return {kind: count for kind, count in counts.items() if kind}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", TOKENS)
 def test_exact_along_the_sequence(name, mesh):
@@ -48,7 +49,7 @@ def test_nothing_between_matrix_products_is_whole(name):
     assert [entry.count for entry in plan.collectives if entry.per == "step"]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("seq", [7, 13])
 def test_a_sequence_that_tp_does_not_divide(seq):
     model, batch = zoo.llama(seq=seq)
@@ -81,7 +82,7 @@ def train(name):
     zoo.assert_same_grads(pm.full_grads(), grads)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_processes(name):
     dist.run_ranks(train, 2, name, timeout_s=120.0)
@@ -95,6 +96,7 @@ def test_a_plan_from_a_file_is_followed(tmp_path):
     assert found.ok, str(found)
 
 
+@pytest.mark.large
 def test_as_many_bytes_at_real_sizes():
     model, batch = large_llama(4)
     traced = prepare(model, bind_call(model, (), batch))

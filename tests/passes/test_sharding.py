@@ -56,6 +56,7 @@ def programme_of(builder, sizes, tp):
     return ShardingProblem(run_of(builder, **sizes).traced.graph, tp, Hardware.load(), {}, {})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", CASES)
 def test_collapsing_does_not_change_the_optimum(case):
     programme = programme_of(*CASES[case])
@@ -141,7 +142,7 @@ def graphs(draw):
     return drawing.subject().traced.graph
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("between", ["whole", "cut", "free"])
 def test_no_combination_is_cheaper(between):
     tried = []
@@ -177,6 +178,7 @@ def test_no_combination_is_cheaper(between):
 # --- data and tensor parallelism in one programme --------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_a_weight_lies_on_tp_so_that_dp_can_cut_it_too():
     """Of 8 x 6, dp4 divides the 8 alone: with ZeRO-3 tp2 takes the 6, which it would not without."""
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 12, bias=False)).double()

@@ -65,6 +65,7 @@ class Recurrent(nn.Module):
         return self.out(self.inner(self.into(x))[0]).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_exact(kind, mesh):

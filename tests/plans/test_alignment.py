@@ -27,6 +27,7 @@ def notes(*args, **options):
     return [note for note in plan_of(*args, **options).notes if "not a multiple of" in note]
 
 
+@pytest.mark.large
 def test_a_vocabulary_that_is_no_multiple():
     (odd,) = notes(501)
     assert odd == (
@@ -60,6 +61,7 @@ def test_in_mixed_precision_it_is_what_is_computed():
     assert "501 in bfloat16" in note
 
 
+@pytest.mark.large
 def test_such_products_are_priced():
     """The plan's step is longer than with a larger, even vocabulary, and every place says the same of it."""
     odd, even = (plan_of(vocab, "dp2,tp2") for vocab in (4001, 4032))

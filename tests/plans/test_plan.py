@@ -40,6 +40,7 @@ def small(name: str) -> tuple[nn.Module, dict]:
 # --- written and read ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2", "dp2,pp2,tp2"])
 @pytest.mark.parametrize("name", ["gpt2", "phi3", "conv_net"])
 def test_a_plan_survives_its_file(name, mesh, tmp_path):
@@ -185,7 +186,7 @@ def divides(shape: torch.Size, dim: int) -> bool:
     return dim < len(shape) and shape[dim] % 2 == 0
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", EDITED)
 def test_any_layout_of_any_parameter_stays_exact(name):
     run = run_of(ZOO[name], **SMALL)

@@ -76,6 +76,7 @@ def test_names_are_escaped(plan, tmp_path):
     assert "<script" not in text and "&lt;script&gt;" in text
 
 
+@pytest.mark.large
 def test_a_module_prints_its_graph(tmp_path):
     model, batch = zoo.gpt2()
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)

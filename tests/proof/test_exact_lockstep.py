@@ -51,13 +51,14 @@ def assert_exact(builder, mesh, sizes=None, **options):
     assert {name for name, grad in grads.items() if grad is not None} | {"loss", "output 0"} <= compared
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_zoo_model_on_mesh(name, mesh):
     assert_exact(zoo.ZOO[name], mesh)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("case", AWKWARD)
 def test_sizes_that_do_not_divide(case):
     builder, sizes, mesh = AWKWARD[case]
@@ -96,12 +97,14 @@ def test_a_term_of_weights_alone_counts_once(term, mesh):
     assert found.ok, str(found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv_net"])
 def test_microbatches_without_stages(name, microbatches):
     assert_exact(zoo.ZOO[name], "tp2", microbatches=microbatches)
 
 
+@pytest.mark.large
 def test_deep_model_on_many_stages():
     assert_exact(zoo.gpt2, "dp2,pp8,tp2", {"num_layers": 8, "hidden": 16, "heads": 2}, microbatches=4)
 
@@ -121,4 +124,48 @@ class JoinsWithNothing(nn.Module):
 def test_empty_operands_of_cat_count_for_nothing():
     model = JoinsWithNothing()
     found = autopart.verify(model, "dp2,tp2", example_kwargs={"x": torch.randn(4, 3, 8)})
+    assert found.ok, str(found)
+
+
+class ReadsValuesTwice(nn.Module):
+    """Operators that read one value of the batch as two operands: one sharded, one whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 6)
+
+    def forward(self, x, numbers):
+        h = self.inner(x)
+        rows, ordered, ordered_values = h.mean(1), numbers.sort().values, h.detach()[:, 0, 0].sort().values
+        scores = rows @ rows.mT + torch.cdist(rows, rows) + rows[numbers[numbers]] @ rows.mT
+        scores = scores + rows[torch.searchsorted(ordered, ordered)] + rows[torch.bucketize(ordered, ordered)]
+        scores = scores * torch.isin(numbers, numbers)[:, None]
+        scores = scores + rows[torch.searchsorted(ordered_values, ordered_values)]
+        attended = F.scaled_dot_product_attention(h, h, h)
+        return scores.logsumexp(1).sum() + attended.square().sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2,tp2", "tp4", "dp2,cp2"])
+def test_a_value_may_be_several_operands(mesh):
+    batch = {"x": torch.randn(6, 4, 8), "numbers": torch.tensor([2, 0, 5, 1, 1, 3])}
+    found = autopart.verify(ReadsValuesTwice(), mesh, example_kwargs=batch)
+    assert found.ok, str(found)
+
+
+class ReadsAnIntegerTable(nn.Module):
+    """An embedding whose table is quantised: a rank has zeros for the rows of other ranks, to be summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randint(-100, 100, (64, 32), dtype=torch.int8), requires_grad=False)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, ids):
+        return self.down(torch.tanh(self.up(F.embedding(ids, self.table) / 100))).square().sum()
+
+
+@pytest.mark.parametrize("pins", [None, {"table": {"tp": "S(0)"}}])
+def test_a_table_of_integers_may_be_cut(pins):
+    ids = torch.arange(24).reshape(4, 6) * 2
+    found = autopart.verify(ReadsAnIntegerTable(), "tp2", example_kwargs={"ids": ids}, pins=pins)
     assert found.ok, str(found)

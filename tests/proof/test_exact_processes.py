@@ -151,12 +151,13 @@ def test_modes_and_losses(check, mesh):
     run(check, mesh)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
 def test_loss_fn_with_data_parallelism(mesh):
     run(without_loss, mesh)
 
 
+@pytest.mark.large
 def test_odd_vocabulary_has_unequal_shards():
     assert run(odd_vocabulary, "tp2") == [[49, 49, 49], [48, 48, 48]]
 

@@ -14,8 +14,8 @@ from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.operators import reduction_rules
-from autopart.passes.rules.operators.pointwise_rules import LINEAR
-from autopart.passes.rules.tables import LINES, SHAPED
+from autopart.passes.rules.operators.pointwise_rules import elementwise
+from autopart.passes.rules.tables import RULES
 from autopart.proof.localize.subgraph import Subgraph
 from autopart.runtime.comm.list_collectives import LIST_PRIMITIVES
 
@@ -37,12 +37,6 @@ class Net(nn.Module):
 def net(*functions):
     torch.manual_seed(0)
     return Net(*functions), {"x": torch.randn(8, 4, 16)}
-
-
-def pointwise(node):
-    """The rule of an operator that works element by element."""
-    shapes = [tuple(node.args[0].meta["val"].shape), tuple(node.meta["val"].shape)]
-    return Rule("... -> ...").instantiate(shapes[:1], shapes[1:])
 
 
 def largest(values):
@@ -79,19 +73,19 @@ FAULTS = {
         "lm_head/linear",
     ),
     "wrong rule: a dim that must be whole": (
-        lambda: net(lambda x: x.softmax(-1)), "tp2", (SHAPED, "aten::softmax", pointwise), "value", "/softmax",
+        lambda: net(lambda x: x.softmax(-1)), "tp2", (RULES, "aten::softmax", Rule("... -> ...")), "value", "/softmax",
     ),
     "wrong rule: not linear": (
         lambda: net(torch.tanh, lambda x: torch.relu(x)[..., :1]), "tp2",
-        (LINEAR, "aten::relu", ((0,),)), "value", "/relu",
+        (RULES, "aten::relu", Rule(of_call=elementwise((0,)))), "value", "/relu",
     ),
     "wrong rule: a product that is not summed": (
         lambda: net(torch.tanh, torch.tanh), "tp2",
-        (LINES, "aten::linear", Rule("... k, n j -> ... n", whole="n", matmul=("... k n",))), "value", "/linear",
+        (RULES, "aten::linear", Rule("... k, n j -> ... n", whole="n", matmul=("... k n",))), "value", "/linear",
     ),
     "wrong rule: a mean without its local form": (
         lambda: net(torch.tanh, lambda x: x.mean((0, 1))), "dp2",
-        (SHAPED, "aten::mean", reduction_rules.reduction), "value", "/mean",
+        (RULES, "aten::mean", Rule(of_call=reduction_rules.reduction)), "value", "/mean",
     ),
 }  # fmt: skip
 
@@ -103,6 +97,7 @@ def is_wrong(subgraph):
         return True
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_named_and_cut_out(name, monkeypatch):
     builder, mesh, patch, kind, key = FAULTS[name]

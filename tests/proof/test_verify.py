@@ -269,7 +269,7 @@ def line_of(mismatch, model):
     return linecache.getline(file, int(number)).strip()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_planted_fault_is_found_and_named(case):
     fault = FAULTS[case]
@@ -297,6 +297,7 @@ def test_only_gradients_differ_without_their_sum():
     assert all(name.startswith(("transformer.h.0", f"{H1}.ln_1", "transformer.w")) for name in wrong), wrong
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rank", range(4))
 def test_any_rank_is_looked_at(rank):
     model, batch = zoo.skip_mlp()
@@ -304,6 +305,7 @@ def test_any_rank_is_looked_at(rank):
     assert not found.ok and found.first_mismatch.name == "layers.3.bias"
 
 
+@pytest.mark.large
 def test_the_first_of_two_faults_is_named():
     model, batch = zoo.gpt2()
     late, early = bump(0, f"{H1}.mlp.c_proj.weight"), bump(1, "transformer.h.0.ln_2.bias")

@@ -53,6 +53,7 @@ def check(name, mesh):
         assert found.startswith(expected), found
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", ONE_MESH)
 def test_a_public_script_on_one_mesh(name):
     check(name, ONE_MESH[name])
@@ -120,6 +121,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fn", PLANTED, ids=lambda fn: fn.__name__)
 def test_a_planted_fault_is_named(fn):
     kind, step, line = PLANTED[fn]
@@ -131,6 +133,7 @@ def test_a_planted_fault_is_named(fn):
     assert f"WRONG on tp2: largest error {result.max_error:.3g} over" in str(result)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_a_right_loop_is_exact_and_every_method_serves_one_process(mesh):
     seen = []  # a closure: functions need no name
@@ -156,6 +159,7 @@ def test_a_right_loop_is_exact_and_every_method_serves_one_process(mesh):
     assert result.steps == 2 and not seen
 
 
+@pytest.mark.large
 def test_another_order_of_calls_is_named():
     def skips(model, batches):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,6 +172,7 @@ def test_another_order_of_calls_is_named():
     assert first.kind == "order" and "this rank is at a loss, and one process is at a gradient" in first.detail
 
 
+@pytest.mark.large
 def test_an_error_of_autopart_is_raised_once_with_rank_and_line():
     def applies(model, batches):
         if "RANK" in os.environ:
@@ -185,6 +190,7 @@ def test_an_error_of_autopart_is_raised_once_with_rank_and_line():
     assert re.fullmatch(r"on rank \d, at line \d+ of .*, in trains: model.share_memory\(\)", caught.value.__notes__[0])
 
 
+@pytest.mark.large
 def test_what_one_rank_alone_raises_is_named_and_nothing_waits():
     def raises(model, batches):
         model.step(batches[0][0], loss_fn=F.cross_entropy, target=batches[0][1])

@@ -115,6 +115,7 @@ def test_training_steps_equal_one_device(build, mesh, options, asked):
     assert "step 3: loss" in str(found) and "(clipped to 0.1)" in str(found)
 
 
+@pytest.mark.large
 def test_the_model_is_as_before():
     run = run_of(normed)
     before = {name: value.clone() for name, value in run.base.state_dict().items()}
@@ -128,6 +129,7 @@ def test_without_a_limit_the_norm_is_compared_too():
     assert found.ok and found.errors["step 1 norm"] < TOLERANCE and "clipped" not in str(found)
 
 
+@pytest.mark.large
 def test_every_step_has_its_batch():
     model, batch = zoo.llama()
     batches = [batch, *(zoo.causal_batch(8, 12, 64) for _ in "12")]
@@ -270,7 +272,7 @@ def test_an_optimizer_that_is_stepped_twice_on_one_rank(monkeypatch):
 # --- Optimizers that are not elementwise, and gradients of nothing
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
 def test_an_optimizer_that_needs_the_whole_of_a_weight(kind):
     def optimizer(named):
@@ -314,6 +316,7 @@ class Counts(nn.Module):
         return (self.up(x) * self.count).square().mean()
 
 
+@pytest.mark.large
 def test_buffers_that_are_assigned_carry_over():
     torch.manual_seed(0)
     model, x = Counts().double(), torch.randn(8, 8, dtype=torch.float64)
@@ -322,6 +325,7 @@ def test_buffers_that_are_assigned_carry_over():
     assert found.steps[2].loss > 4 * found.steps[0].loss and float(model.count) == 0
 
 
+@pytest.mark.large
 def test_batches_of_other_shapes_follow_the_same_plan():
     model, batch = zoo.llama()
     batches = [batch, zoo.causal_batch(4, 8, 64), batch, zoo.causal_batch(4, 8, 64)]
@@ -340,7 +344,7 @@ def test_batches_of_other_shapes_follow_the_same_plan():
         ({"max_norm": -1.0}, "max_norm=-1.0 is not a norm to clip to"),
         ({"optimizer": "adamw"}, "optimizer='adamw' does not make optimizers"),
         ({"scaler": {"scale": 2}}, "scaler has no setting 'scale'"),
-        ({"scaler": "yes"}, "scaler='yes' is not a scaler of losses"),
+        ({"scaler": "yes"}, "scaler='yes' is not a loss scaler"),
     ],
 )
 def test_what_is_no_training_loop(asked, text):

@@ -146,6 +146,7 @@ def distance(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [Scattered, Cached, HalfWeights])
 def test_its_training_steps_are_verified(kind):
     """The trace is trained on one device, in float64; a batch of other shapes is traced as the model is."""
@@ -192,6 +193,7 @@ class CastsBesideOthers(nn.Module):
         return self.out(hidden * weight).float().square().mean()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_operators_are_named_alike_in_any_precision(dtype):
     model, x = CastsBesideOthers().to(dtype), torch.randn(4, 4, 5, 5, dtype=dtype)
@@ -219,6 +221,7 @@ class LeastNumbers(nn.Module):
         return self.out(scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ x).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("dtype", "ok"), [(torch.float32, True), (torch.float64, False)])
 def test_numbers_that_are_finite_in_its_own_precision_are_compared(dtype, ok):
     batch = {"x": torch.randn(4, 3, WIDTH, dtype=dtype), "seen": torch.ones(4, 3, 3, dtype=torch.bool).tril(-1)}

@@ -53,6 +53,7 @@ def found(mesh: str, optimizer: Any) -> autopart.Verification:
     return autopart.verify(model, mesh, example_kwargs=batch, steps=3, optimizer=optimizer)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("optimizer", [None, signs])
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_a_running_mean_after_a_bias_is_exact(mesh, optimizer):
@@ -76,6 +77,7 @@ def test_a_wrong_running_mean_is_found(monkeypatch, error):
     assert (first.step, first.kind, first.name, first.rank) == (1, "buffer", "bn.running_mean", 1), str(first)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_a_loop_with_such_a_bias_is_exact(mesh):
     def train(model, batches):

@@ -52,6 +52,7 @@ def copy_of(entries, tmp_path, monkeypatch, free_bytes, mesh="tp2", **options):
     return scaled_copy(made.model, bind_call(made.model, (), made.example), VerifyLoad(Mesh.parse(mesh)))
 
 
+@pytest.mark.large
 def test_an_8b_llama_gets_a_copy_that_fits(tmp_path, monkeypatch):
     """Chosen by numbers alone, but for the copy: 24 GB would be needed for two layers at full width."""
     copy = copy_of(LLAMA_8B, tmp_path, monkeypatch, 4e9, batch=2, sequence=16)
@@ -65,6 +66,7 @@ def test_an_8b_llama_gets_a_copy_that_fits(tmp_path, monkeypatch):
     assert copy.notes[1] == "weights of smaller sizes are random here"
 
 
+@pytest.mark.large
 def test_more_memory_more_of_the_model(tmp_path, monkeypatch):
     """The widths that are verified grow with the memory that is free."""
     widths = [
@@ -74,7 +76,7 @@ def test_more_memory_more_of_the_model(tmp_path, monkeypatch):
     assert widths[0] < widths[1] < 4096, widths
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("entries", "mesh"), [(GPT2, "tp2"), pytest.param(MIXTRAL, "tp2", marks=pytest.mark.large), (GPT2, "pp2")]
 )
@@ -117,6 +119,7 @@ class Kinds(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.large
 def test_at_last_kind_by_kind_of_block(monkeypatch):
     model, x = Kinds(), torch.randn(4, 8)
     largest = weights_bytes(model.blocks[3].parameters(), Mesh.parse("tp2"), False)
@@ -137,6 +140,7 @@ def test_at_last_kind_by_kind_of_block(monkeypatch):
         autopart.verify(model, "tp2", example_kwargs={"x": x})
 
 
+@pytest.mark.large
 def test_it_is_said_before(tmp_path, monkeypatch):
     monkeypatch.setattr(scaled_model, "available_bytes", lambda device: 20_000_000)
     made = source(GPT2, tmp_path, batch=2, sequence=16)
@@ -223,6 +227,7 @@ def test_limits_of_cgroups_count(version, tmp_path):
 # --- The command
 
 
+@pytest.mark.large
 def test_the_command_does_not_build_what_it_does_not_verify(tmp_path, monkeypatch):
     """Weights of the whole model are never made where a copy is verified."""
     path = tmp_path / "config.json"
@@ -245,6 +250,7 @@ def test_the_command_does_not_build_what_it_does_not_verify(tmp_path, monkeypatc
     assert "step 2: loss" in result.output and "verifying a copy with 2 of 6 blocks" in " ".join(result.output.split())
 
 
+@pytest.mark.large
 def test_the_command_verifies_a_small_model_as_it_is(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**GPT2, "n_layer": 2, "n_embd": 16, "vocab_size": 64, "bos_token_id": 1}))

@@ -53,7 +53,7 @@ SOME = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", SOME)
 def test_exact(name):
@@ -118,6 +118,7 @@ class HalfSharded(nn.Module):
         return self.a(x).square().sum() + (torch.linalg.matrix_exp(self.b) @ torch.ones_like(x).mT).square().sum()
 
 
+@pytest.mark.large
 def test_share_of_flops_is_what_runs():
     model, x = HalfSharded().double(), torch.randn(8, 32).double()
     run = VerificationRun(model, {"x": x})

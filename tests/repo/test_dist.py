@@ -168,6 +168,7 @@ def test_exception_does_not_wait_for_sleepers():
     assert len(run_ranks(add_ranks, 2, 1.0)) == 2
 
 
+@pytest.mark.large
 def test_hang_is_killed_and_pool_recovers():
     first = run_ranks(process_id, 4)
     start = time.monotonic()
@@ -179,11 +180,13 @@ def test_hang_is_killed_and_pool_recovers():
     assert not set(run_ranks(process_id, 4)) & set(first)
 
 
+@pytest.mark.large
 def test_stuck_collective_raises_in_its_rank():
     with pytest.raises(RankError, match="wait_for_each_other"):
         run_ranks(wait_for_each_other, 2, timeout_s=3)
 
 
+@pytest.mark.large
 def test_failure_at_once_in_many_calls():
     """A rank that fails before its peers have connected must not spoil the next group."""
     for _ in range(20):
@@ -192,6 +195,7 @@ def test_failure_at_once_in_many_calls():
     assert len(run_ranks(add_ranks, 4, 1.0)) == 4
 
 
+@pytest.mark.large
 def test_failure_to_make_a_group_costs_the_pool():
     first = run_ranks(process_id, 3)
     with pytest.raises(RankError, match="planted"):
@@ -208,6 +212,7 @@ def test_death_of_a_rank():
     assert len(run_ranks(add_ranks, 2, 1.0)) == 2
 
 
+@pytest.mark.large
 def test_a_rank_may_finish_first():
     for _ in range(5):
         assert run_ranks(leave_early, 4, 2) == [2.0] * 4

@@ -79,6 +79,26 @@ def test_public_functions_load_no_compiler():
     assert "autopart.runtime.module" in modules and modules.isdisjoint(COMPILER)
 
 
+PLAN = """
+import autopart, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+plan = autopart.plan(model, "{mesh}", example_args=(torch.randn(4, 8),), microbatches=2{options})
+str(plan), plan.why("dp_sync"), plan.cost.parts, autopart.ParallelModule, autopart.search
+"""
+
+
+@pytest.mark.parametrize(("mesh", "options", "extra"), [
+    ("dp2", "", None), ("pp2", ', schedule="1f1b"', None), ("dp2", ', dp_sync="all_reduce"', None),
+    ("dp2", ', dp_sync="top_k:0.5"', "dp_sync"), ("pp2", ', schedule="1f1b_2bw"', "pipedream_2bw"),
+])  # fmt: skip
+def test_extras_are_loaded_on_use(mesh, options, extra):
+    """Plans and modules load only the extra that an option needs, and of that extra nothing that runs."""
+    modules = loaded(PLAN.format(mesh=mesh, options=options))
+    assert {name.split(".")[2] for name in modules if name.startswith("autopart.extras.")} == ({extra} - {None})
+    assert not [name for name in modules if name.endswith((".data_sync", ".batches_in_flight"))]
+
+
+@pytest.mark.large
 def test_loaded_can_fail():
     assert not loaded("import torch").isdisjoint(HEAVY)
     with pytest.raises(AssertionError):
@@ -94,6 +114,7 @@ def test_every_public_name_is_there():
     assert set(autopart.__all__) <= set(dir(autopart)) and "__version__" in dir(autopart)
 
 
+@pytest.mark.large
 def test_a_function_is_no_module_whatever_is_imported_first():
     code = """
 import autopart.proof.verify, autopart.tuning.search, autopart.extras.calibrate.calibrate_machine, autopart.plans.plan
@@ -120,6 +141,7 @@ def test_an_unknown_name():
 # What was registered by an import
 
 
+@pytest.mark.large
 def test_a_plan_has_its_formulas_whatever_is_imported(plan_file):
     code = f"""
 from autopart.plans.plan import Plan
@@ -129,11 +151,13 @@ assert plan.cost.at(tp=4).step_time_s > 0 and plan.cost.parts and plan.cost.late
     assert "sympy" in loaded(code)
 
 
+@pytest.mark.large
 def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
     page = str(tmp_path / "plan.html")
     loaded(f"from autopart.plans.plan import Plan; Plan.load({plan_file!r}).report({page!r})")
     assert "<html" in Path(page).read_text()
 
 
+@pytest.mark.large
 def test_collectives_are_operators_wherever_programs_are_written():
     loaded("import autopart.passes.write.lower, torch; torch.ops.autopart.all_reduce")

@@ -117,6 +117,7 @@ def test_leftover_top_level_module_is_found(wheel: Path, tmp_path: Path) -> None
         run(sys.executable, "-I", "-S", "-c", IMPORT_NOTHING_ELSE, str(site), cwd=tmp_path)
 
 
+@pytest.mark.large
 def test_unpacked_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     site = unpack(wheel, tmp_path / "site")
     run(sys.executable, "-I", "-c", IMPORT_ALL, str(site), cwd=tmp_path)

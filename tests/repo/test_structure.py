@@ -15,6 +15,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+from autopart.common.extras import EXTRAS
+
 pytestmark = pytest.mark.whole  # quick, and every row of it counts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,6 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "consistency": ("comm", "shards"),
         "checkpoint": ("comm", "shards", "consistency"),
         "training": ("comm", "shards", "gradients", "sharded_tensor"),
-        "dp_sync": ("comm", "shards", "gradients", "checkpoint"),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
@@ -182,6 +183,16 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
             if is_late:
                 continue
             yield f"{module.name}:{line} ({layer}) imports {imported} ({target_layer})"
+
+
+def extras_by_name(module: Module, known: set[str]) -> Iterator[str]:
+    """The core imports no extra: `load_extra` does, on use. Public names of extras are imported by `autopart`."""
+    if layer_of(module.name) == "extras":
+        return
+    for line, target, name in module.imports:
+        is_typing = module.name == "autopart" and line not in module.first_lines
+        if f"{target}.{name}.".startswith("autopart.extras.") and not is_typing:
+            yield f"{module.name}:{line} imports {target}; load_extra('...') on use"
 
 
 def room_edges(module: Module, known: set[str]) -> Iterator[str]:
@@ -317,6 +328,7 @@ def is_private_torch(dotted: str) -> bool:
 
 CHECKS: tuple[Check, ...] = (
     import_edges,
+    extras_by_name,
     room_edges,
     cost_without_process_groups,
     file_length,
@@ -356,6 +368,11 @@ BAD = [
     (import_edges, Module("autopart.recipe.compiler", "from autopart.proof.verify import verify")),
     (import_edges, Module("autopart.proof.verify", "from autopart.api import plan")),
     (import_edges, Module("autopart.proof.scale.scaled_model", "from autopart.tuning.search import search")),
+    (extras_by_name, Module("autopart.runtime.module", "from autopart.extras.dp_sync import make_sync")),
+    (extras_by_name, Module("autopart.api", "from autopart import extras")),
+    (extras_by_name, Module("autopart.cli.main", "def f():\n    import autopart.extras.calibrate")),
+    (extras_by_name, Module("autopart.ir.mesh", "importlib.import_module('autopart.extras.dp_sync')")),
+    (extras_by_name, Module("autopart", "from .extras.interop import pins_from", is_package=True)),
     (room_edges, Module("autopart.passes.rules.view", "from autopart.passes.choose import shard")),
     (room_edges, Module("autopart.passes.facts.roles", "from ..write.lower import lower")),
     (room_edges, Module("autopart.cost.predict.table", "from autopart.cost.count import kept")),
@@ -389,7 +406,7 @@ BAD = [
 
 GOOD = [
     Module("autopart.passes.write.lower", "emit(aten.mul.Tensor, x)\noperator_name(node).removeprefix('autopart::')"),
-    Module("autopart.passes.rules.tables", "LINES = {'aten::linear': rule}"),
+    Module("autopart.passes.rules.tables", "RULES = {'aten::linear': rule}"),
     Module("autopart.plans.plan", "def f():\n    from autopart.cost.formula.plan_cost import Cost"),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(
@@ -405,6 +422,8 @@ GOOD = [
     Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..ir.graph import Graph\ndist.all_reduce"),
     Module("autopart.api", "from . import cost, passes, runtime\nfrom autopart.passes.solve import solve"),
     Module("autopart", "from .api import parallelize\nfrom .cost import time", is_package=True),
+    Module("autopart", "if TYPE_CHECKING:\n    from autopart.extras.interop import pins_from", is_package=True),
+    Module("autopart.extras.interop", "from autopart.extras.interop.formats import export", is_package=True),
     Module("autopart.cli.main", "print('a table')"),
     Module("autopart.ir.graph", "import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nx._private"),
     Module("autopart.ir.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
@@ -435,6 +454,7 @@ def modules() -> list[Module]:
     return read_package()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_package(check: Check, modules: list[Module]) -> None:
     known = {module.name for module in modules}
@@ -472,14 +492,36 @@ def repeated_names(modules: list[Module]) -> list[str]:
     return [name for names in (files, classes) for name, count in names.items() if count > 1]
 
 
+def loaders(modules: list[Module]) -> dict[str, list[str]]:
+    """Return {extra: the modules that load it}; the extra is "" where `load_extra` is passed no literal name."""
+    result: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "load_extra":
+                name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+                result.setdefault(str(name), []).append(module.name)
+    return result
+
+
 def full_folders(modules: list[Module]) -> list[str]:
     """Return the folders that have too many files."""
     sizes = Counter(module.name.rpartition(".")[0] for module in modules if not module.is_package)
     return [f"{folder} has {size} files" for folder, size in sizes.items() if size > MAX_FOLDER_FILES]
 
 
+@pytest.mark.large
 def test_files_make_no_circle(modules: list[Module]) -> None:
     assert circles(modules) == []
+
+
+def test_an_extra_is_loaded_in_one_place(modules: list[Module]) -> None:
+    found = loaders(modules)
+    folders = {module.name.split(".")[2] for module in modules if module.name.startswith("autopart.extras.")}
+    assert set(EXTRAS) == folders
+    assert {"dp_sync", "pipedream_2bw"} <= set(found) <= folders, found
+    assert [names for names in found.values() if len(names) > 1] == []
+    planted = [Module("autopart.a", 'load_extra("x")'), Module("autopart.b", 'extras.load_extra("x")\nload_extra(y)')]
+    assert loaders(planted) == {"x": ["autopart.a", "autopart.b"], "": ["autopart.b"]}
 
 
 def test_no_folder_is_full(modules: list[Module]) -> None:

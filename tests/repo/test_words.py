@@ -23,9 +23,9 @@ GENERATED = ("models.md",)
 MAX_FIRST_LINE = 100
 OPENINGS = ("What", "Whether", "Of", "Where", "By", "Inside", "How", "Which", "Who", "Those", "That", "To")
 WORDS = {
-    "alike": 8, "anew": 2, "apart": 10, "asked": 25, "behind": 7, "beside": 10, "brought": 1, "goes around": 0,
-    "heaviest": 6, "held": 14, "kept": 50, "laid": 0, "lies": 4, "made for": 11, "made of": 9, "none of": 18,
-    "places": 30, "said": 2, "says": 40, "spoken": 3, "stands for": 3, "summed": 31, "taken": 18, "told": 0,
+    "alike": 3, "anew": 1, "apart": 6, "asked": 20, "behind": 5, "beside": 6, "brought": 1, "goes around": 0,
+    "heaviest": 6, "held": 13, "kept": 39, "laid": 0, "lies": 4, "made for": 10, "made of": 3, "none of": 16,
+    "places": 24, "said": 1, "says": 30, "spoken": 3, "stands for": 2, "summed": 29, "taken": 12, "told": 0,
     "travels": 0, "under way": 0, "wholes": 0,
 }  # fmt: skip
 """Words of a private vocabulary: how often each may stand in docstrings, comments, messages and pages."""
@@ -86,6 +86,7 @@ def pages() -> Iterator[Text]:
                     yield Text(f"{path.relative_to(ROOT)}:{number}", line)
 
 
+@pytest.mark.large
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     faults = [
         fault

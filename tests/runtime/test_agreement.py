@@ -195,6 +195,7 @@ def changed(case, batch):
 CALLS = {"token": "ids", "next": "ids, shift", "floats": "shift", "scaled": "shift", "not finite": "shift"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "purpose"), [*((case, "step") for case in CALLS), ("next", "forward")])
 def test_other_data_in_a_later_step(case, purpose):
     first, second = dist.run_ranks(step_on, 2, case, 3, purpose)

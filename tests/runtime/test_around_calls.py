@@ -119,6 +119,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("form", HIDDEN)
 def test_trained_parameters_that_a_function_reads_are_refused_and_frozen_ones_run(form):
     criterion = Centres().double()
@@ -142,6 +143,7 @@ def test_trained_parameters_that_a_function_reads_are_refused_and_frozen_ones_ru
         criterion.centres.mul_(2.0)
 
 
+@pytest.mark.large
 def test_what_a_function_reads_detached_runs():
     criterion = Centres().double()
 
@@ -162,6 +164,7 @@ class Counting(nn.Module):
         return F.cross_entropy(output * self.scale.to(output.dtype), target)
 
 
+@pytest.mark.large
 def test_a_criterion_is_as_before_a_verification():
     criterion = Counting()
     made = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

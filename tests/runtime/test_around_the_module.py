@@ -79,6 +79,7 @@ def second_order(mesh: str, zero: int, of_parameters: bool) -> str:
     return ""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("of_parameters", [False, True])
 @pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 def test_gradients_of_gradients(mesh, zero, of_parameters):
@@ -227,17 +228,17 @@ ORIGINALS = """on the model's own parameters would change nothing: Critic is par
   why    the partitioned model has parameters of its own, and only they have gradients
   try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())"""
 CHANGED = """of a partitioned model would change nothing
-  why    the program was traced with what the model had
+  why    the program was traced from the original model
   try    change the model before; values: pm.load_state_dict(...)"""
 WRAPPED = """around a partitioned model
-  why    it would take this rank's shards for full parameters
+  why    it would treat this rank's shards as full parameters
   try    an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP"""
 
 REFUSED: dict[Callable[..., None], str] = {
     step_of_an_older_optimizer: f"SGD.step() {ORIGINALS}",
     norm_of_the_originals: f"clip_grad_norm_ {ORIGINALS}",
     other_weights: """this call is made with another tensor for 'up.weight'
-  why    functional_call or an assignment replaced it, and the program reads its own
+  why    functional_call or an assignment replaced it, but the program uses its own tensor
   try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
     another_layer: f"setting 'extra' {CHANGED}",
     another_layer_below: f"setting 'extra' {CHANGED}",
@@ -256,13 +257,13 @@ REFUSED: dict[Callable[..., None], str] = {
     fully_sharded_layer: f"fully_shard() {WRAPPED}",
     one_around_it: """'pm.pm' of the model is partitioned already
   why    a program cannot contain another
-  try    parallelize the outer model, made of the plain one""",
+  try    parallelize the outer model, with its original submodule""",
     a_layer_of_it: """this is a layer of a partitioned model
   why    it has this rank's shards, and no operators
   try    give the model's own layer""",
     scaled_step_of_an_older_optimizer: f"unscaling {ORIGINALS}",
     other_buffers: """this call is made with another tensor for 'offset'
-  why    functional_call or an assignment replaced it, and the program reads its own
+  why    functional_call or an assignment replaced it, but the program uses its own tensor
   try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
     a_layer_appended: """a partitioned Sequential has no append()
   why    the program was traced with the layers that the model had
@@ -303,6 +304,7 @@ def refusals(mesh: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_uses_that_would_change_nothing_are_refused(mesh):
     expected = {use.__name__: text for use, text in REFUSED.items()}
@@ -331,6 +333,7 @@ def modes_and_weights(mesh: str) -> None:
         pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_modes_and_loaded_weights(mesh):
     dist.run_ranks(modes_and_weights, 2, mesh, timeout_s=TIMEOUT_S)

@@ -75,7 +75,7 @@ def everything_is_saved_once(path: Path, model: nn.Module) -> None:
             assert sum(chunk.sizes.numel() for chunk in entry.chunks) == value.numel(), name
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "first", "second", "how"), [
     ("tied", ("tp2", {}), ("pp2", {}), "save"),
     ("tied", ("pp2", {}), ("tp2", {}), "moved"),
@@ -92,6 +92,7 @@ def test_a_checkpoint_is_loaded_on_another_mesh_and_in_one_process(tmp_path, nam
     dist.run_ranks(load, 2, name, first[0], str(tmp_path), first[1], timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.large
 def test_a_checkpoint_of_the_plain_model_is_loaded_on_a_mesh_of_two_cuts(tmp_path):
     model, _ = tied()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
@@ -207,6 +208,7 @@ assert "autopart" not in sys.modules
 """
 
 
+@pytest.mark.large
 def test_a_file_of_shards_is_read_without_autopart_and_not_saved_as_whole(tmp_path):
     path = tmp_path / "rank0.pt"
     torch.save(

@@ -102,7 +102,7 @@ def is_subsequence(some: Iterable[str], names: Iterable[str]) -> bool:
     return all(name in rest for name in some)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MESHES)
 def test_groups_by_the_models_own_names(name, optimizer):
@@ -149,7 +149,7 @@ def averaged(mesh, options):
             zoo.assert_close_outputs(average(**batches[0]).loss, expected(**batches[0]).loss)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", MESHES)
 def test_moving_averages(name):
     run(averaged, name)

@@ -93,7 +93,7 @@ def told(call):
     return None
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_a_rank_that_does_not_come(mesh):
     (text, seconds), _ = dist.run_ranks(train, 2, mesh, "skip", timeout_s=90)
@@ -138,6 +138,7 @@ def imported():
     dist.run_ranks(load, 3, timeout_s=120)
 
 
+@pytest.mark.large
 def test_a_rank_that_is_killed():
     with pytest.raises(dist.RankError) as error:
         dist.run_ranks(kill, 3, timeout_s=90)
@@ -153,6 +154,7 @@ def kill():
     raise AssertionError(text)
 
 
+@pytest.mark.large
 def test_paused_ranks_are_waited_for():
     assert [text for text, _ in dist.run_ranks(train, 2, "tp2", "pause", timeout_s=90)] == ["done"] * 2
 
@@ -177,6 +179,7 @@ def different_times():
     return "done"
 
 
+@pytest.mark.large
 def test_first_calls_have_more_time():
     assert dist.run_ranks(different_times, 2) == ["done"] * 2
 

@@ -58,7 +58,7 @@ def dropped(mesh: str, lazily: bool) -> tuple[int, list[float], dict[str, Tensor
     return alive, losses, pm.full_grads(), set(pm.full_state_dict()), type(pm(**EXAMPLES[1])).__name__
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "lazily"), [("tp2", False), ("pp2", False), ("dp2", True)])
 def test_the_model_is_gone_once_the_user_drops_it_and_other_calls_still_run(mesh: str, lazily: bool) -> None:
     model = zoo.gpt2()[0].double().eval()
@@ -186,7 +186,7 @@ def kept(build: Any) -> tuple[list[str], bool, float]:
     return [str(w.message) for w in seen], held() is not None, pm(torch.ones(8, SIZE)).sum().item()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("build", "why"),
     [(Closing, "the model's own module 'part'"), (lambda: Uncopied(SIZE, SIZE), "only one of these")],
@@ -196,7 +196,7 @@ def test_a_model_that_has_no_skeleton_is_kept_with_a_warning(build: Any, why: st
     with pytest.raises(CannotCopy, match=why):
         meta_copy_of(model, [name for name, _ in model.named_parameters()])
     source = Source(model)
-    with pytest.warns(UserWarning, match=rf"every rank keeps the whole {type(model).__name__} in memory.*{why}"):
+    with pytest.warns(UserWarning, match=rf"every rank keeps the full {type(model).__name__} in memory.*{why}"):
         source.let_go([name for name, _ in model.named_parameters()])
     held = weakref.ref(model)
     del model
@@ -209,4 +209,4 @@ def test_ranks_run_a_model_that_has_no_skeleton() -> None:
     expected = Closing()(torch.ones(8, SIZE)).sum().item()
     for told, alive, total in dist.run_ranks(kept, 2, Closing):
         assert alive and total == pytest.approx(expected, rel=1e-5)
-        assert [text for text in told if "every rank keeps the whole Closing" in text]
+        assert [text for text in told if "every rank keeps the full Closing" in text]

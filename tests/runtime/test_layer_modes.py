@@ -202,6 +202,7 @@ def compare(mesh: str, zero: int, case: str, by_step: bool) -> None:
                 )
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "zero", "case"),
     [(mesh, zero, case) for index, case in enumerate(CASES) for mesh, zero in (MESHES[0], MESHES[1 + index % 4])],
@@ -246,6 +247,7 @@ def statistics_of_averages(mesh: str, zero: int) -> None:
             torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "zero"), MESHES[:4])
 def test_update_of_batch_norms(mesh, zero):
     dist.run_ranks(statistics_of_averages, 2, mesh, zero, timeout_s=TIMEOUT_S)
@@ -279,6 +281,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_ranks_that_differ_in_a_layer(mesh):
     first, second = dist.run_ranks(ranks_that_differ, 2, mesh, timeout_s=TIMEOUT_S)
@@ -341,7 +344,7 @@ def test_layers_before_the_first_call():
     torch.manual_seed(0)
     plain, x = Net().double(), torch.randn(8, 8).double()
     pm = autopart.parallelize(copy.deepcopy(plain), "tp1")
-    with pytest.raises(AttributeError, match="'weight' is not known yet"):
+    with pytest.raises(AttributeError, match="'weight' is not available yet"):
         pm.head.weight  # noqa: B018
     for each in (plain, pm):
         each.backbone.eval()
@@ -368,6 +371,7 @@ def initialised(mesh: str, zero: int) -> None:
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("dp2", 0), ("dp2", 3)])
 def test_initialising_with_apply(mesh, zero):
     dist.run_ranks(initialised, 2, mesh, zero, timeout_s=TIMEOUT_S)
@@ -417,6 +421,7 @@ def loop(model: Any, batches: list[Tensor]) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.large
 def test_verify_of_layers_in_other_modes():
     torch.manual_seed(0)
     model, batches = Net(), [torch.randn(8, 8) for _ in range(2)]

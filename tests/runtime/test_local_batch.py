@@ -120,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", CASES)
 def test_a_distributed_sampler_trains_as_one_process_does(name):
     run(trained, name.split()[0], **CASES[name])
@@ -186,7 +186,7 @@ def images_stay(mesh, dropout=0.0, **options):
     return sorted(executable.rows.own), sorted(executable.rows.whole)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp2", {}), ("dp2", {"dropout": 0.5}), ("dp2,tp2", {}), ("dp2,pp2", {"dropout": 0.5, "microbatches": 1,
@@ -213,6 +213,7 @@ def gradients_of_inputs(mesh):
     zoo.assert_close_outputs(mine["images"].grad, own(pm, whole["images"].grad))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2"])
 def test_gradients_of_inputs_are_those_of_a_ranks_rows(mesh):
     run(gradients_of_inputs, mesh)
@@ -279,7 +280,7 @@ WRONG = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "use"), WRONG, ids=lambda part: part)
 def test_rows_that_do_not_fit_are_refused_on_every_rank(mesh, use):
     texts = run(wrong, mesh, use)

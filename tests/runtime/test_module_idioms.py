@@ -214,7 +214,7 @@ def moving_average(mesh, **options):
     assert pm.full_grads() == {}
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2", {"zero": 3}), ("pp2", {"microbatches": 1})])
 def test_moving_averages_of_a_copy(mesh, options):
     run(moving_average, mesh, **options)
@@ -251,6 +251,7 @@ def frozen_later(mesh, **options):
     same_grads(pm, trained(model))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -199,7 +199,7 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 # --- refused --------------------------------------------------------------------------------------------------------
 
 CHANGED = """{} of a partitioned model would change nothing
-  why    the program was traced with what the model had
+  why    the program was traced from the original model
   try    change the model before; values: pm.load_state_dict(...)"""
 CONVERTED = """a partitioned model keeps the dtype and device it was made with
   why    its programs were traced for float64 on cpu, not {} on cpu
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "add_module": (lambda m: m.add_module("new", nn.Linear(2, 2)), CHANGED.format("add_module()")),
     "bfloat16": (lambda m: m.bfloat16(), CONVERTED.format("bfloat16")),
     "compile": (lambda m: m.compile(), """pm.compile() compiles nothing
-  why    what runs are the graphs of the stages
+  why    pm(...) runs the graphs of the stages, not the modules
   try    parallelize(..., compile=True)"""),
     "float": (lambda m: m.float(), CONVERTED.format("float32")),
     "half": (lambda m: m.half(), CONVERTED.format("float16")),
@@ -218,11 +218,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "register_parameter": (lambda m: m.register_parameter("new", None), CHANGED.format("register_parameter()")),
     "set_submodule": (lambda m: m.set_submodule("norm", nn.Identity()), CHANGED.format("set_submodule()")),
     "share_memory": (lambda m: m.share_memory(), """a partitioned model has no share_memory()
-  why    every rank has the parameters in use
+  why    the program uses the memory of the parameters
   try    share the memory of pm.full_state_dict()"""),
     "to_empty": (lambda m: m.to_empty(device="cpu"), """to_empty() of a partitioned model would lose its values
-  why    its programs hold the tensors
-  try    a model on meta: parallelize(model, mesh, weights=...)"""),
+  why    its programs use these tensors
+  try    build the model on meta and call parallelize(model, mesh, weights=...)"""),
     "type": (lambda m: m.type(torch.float64), CONVERTED.replace("float64", "int64").format("float64")),
 }  # fmt: skip
 
@@ -325,6 +325,7 @@ def test_no_method_is_unlisted():
     assert sorted([*RIGHT, *HARMLESS, *REFUSED]) == sorted(methods) and len(methods) > 45
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 def test_methods_of_modules(mesh):
     (verdicts, first), (others, second) = dist.run_ranks(table, 2, mesh, timeout_s=TIMEOUT_S)

@@ -10,7 +10,7 @@ import zoo
 import autopart
 from autopart.errors import UsageError
 from autopart.ir.mesh import Mesh
-from autopart.runtime.gradients import no_sync, reducer, step_reduction
+from autopart.runtime.gradients import no_sync, reductions
 
 TIMEOUT_S = 150.0
 SIZES = {"hidden": 32, "heads": 4, "vocab": 32, "rows": 4, "seq": 8}
@@ -43,8 +43,7 @@ class Counter:
 
     def __init__(self, monkeypatch):
         self.sums = 0
-        for module, name in ((step_reduction, "_sum_bucket"), (reducer.AllReduceBucket, "_all_reduce")):
-            monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
+        monkeypatch.setattr(reductions, "begin_sum", self.counted(reductions.begin_sum))
 
     def counted(self, function):
         def call(*args, **kwargs):
@@ -112,7 +111,6 @@ CASES = {
 }
 
 
-@pytest.mark.few
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_several_calls_are_summed_once(name):
     summed = run(accumulated, name.split()[0], **CASES[name])
@@ -153,6 +151,7 @@ def interleaved(mesh):
         same_grads(pm, model)
 
 
+@pytest.mark.large
 def test_the_forward_decides_and_not_the_order():
     run(interleaved, "dp2")
 
@@ -188,7 +187,7 @@ def refusals(mesh, **options):
         read()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [("dp2", {}), ("pp2", {"microbatches": 2})])
 def test_gradients_that_are_not_summed_are_not_read(mesh, options):
     run(refusals, mesh, **options)
@@ -212,6 +211,7 @@ def a_failed_call(mesh):
     same_grads(pm, model)
 
 
+@pytest.mark.large
 def test_a_failed_call_changes_nothing():
     run(a_failed_call, "dp2")
 
@@ -243,6 +243,7 @@ def test_parameters_in_parts_have_no_gradients_that_could_wait():
     assert texts[0] == texts[1] and "microbatches=" in texts[0] and "are sharded (zero=)" in texts[0]
 
 
+@pytest.mark.large
 def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
     """The comparison above can fail: without `begin`, what was complete is summed twice."""
     with pytest.raises(dist.RankError, match=r"gradient of .* is off"):

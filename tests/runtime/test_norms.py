@@ -165,7 +165,7 @@ def by_torch_in_two(pm: autopart.ParallelModule) -> Tensor:
     return norm
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_norms_and_clipping_are_one_devices(mesh, zero):
     found = on_ranks(norms_and_clipping, mesh, zero)
@@ -192,6 +192,7 @@ def clipped_training(mesh: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in pm.named_parameters() if type(p) is nn.Parameter}
 
 
+@pytest.mark.large
 def test_replicas_do_not_drift_under_clipping():
     first, second = on_ranks(clipped_training, "tp2")
     assert first and first.keys() == second.keys()

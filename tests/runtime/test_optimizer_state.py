@@ -132,7 +132,7 @@ def load_plain(name: str, path: str, flat: bool, saved: dict[str, Any]) -> None:
     near(dict(model.state_dict()), dict(one_process(name, steps=4)[0].state_dict()))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "first", "second", "flat"), [
     ("tied", ("tp2", {}), ("pp2", {}), False),
     ("tied", ("pp2", {}), ("tp2", {}), False),
@@ -267,6 +267,7 @@ def from_the_first_rank(mesh: str) -> None:
         near(pm.full_optimizer_state_dict(optimizer), state, tolerance=0.0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 @pytest.mark.parametrize("check", [full_options, from_the_first_rank])
 def test_full_state_dicts_of_torch_are_taken_and_given_whole(check, mesh):

@@ -50,7 +50,7 @@ def shaped(name, rows, seq):
 SHAPES = [(8, 7), (16, 12), (6, 12), (5, 12), (1, 9), (3, 5), (2, 8)]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [*(("gpt2", mesh) for mesh in ("dp2", "tp2", "pp2", "dp4,tp2")), *((name, "dp2,pp2,tp2") for name in BUILDERS)],
@@ -62,7 +62,7 @@ def test_a_plan_serves_other_shapes(name, mesh):
         assert found.ok and found.max_error < 1e-12, f"{rows} x {seq}: {found}"
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_rows_runs(schedule):
     virtual = 1 if schedule in SINGLE_STAGE else 2
@@ -167,7 +167,7 @@ def train_on(name, mesh, shapes):
     return traced
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "dp2"), ("bert", "tp2"), ("gpt2", "pp2"), ("bert", "pp2")])
 def test_a_loop_over_batches_of_other_shapes(name, mesh):
     traced = dist.run_ranks(train_on, 2, name, mesh, LOOP, timeout_s=120.0)
@@ -197,6 +197,7 @@ def own_loop(mesh):
         zoo.assert_same_grads(pm.full_grads(), {n: p.grad for n, p in model.named_parameters()})
 
 
+@pytest.mark.large
 def test_the_users_own_loop_with_a_smaller_last_batch():
     dist.run_ranks(own_loop, 2, "dp2", timeout_s=120.0)
 
@@ -221,7 +222,7 @@ def generate(mesh):
     assert ids.shape == (2, 4)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_a_growing_sequence(mesh):
     dist.run_ranks(generate, 2, mesh, timeout_s=120.0)
@@ -239,7 +240,7 @@ def options_and_inputs(mesh):
     zoo.assert_close_outputs(pm(**ids, output_hidden_states=True), hidden)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_other_options_and_inputs(mesh):
     dist.run_ranks(options_and_inputs, 2, mesh, timeout_s=120.0)
@@ -278,6 +279,7 @@ def test_a_lambda_made_anew_is_the_same_loss():
     assert key(module) == key(module) != key(nn.MSELoss())
 
 
+@pytest.mark.large
 def test_a_loss_is_traced_once_for_every_closure():
     def loss(scale):
         return lambda out, target: scale * (out - target).sum()
@@ -288,6 +290,7 @@ def test_a_loss_is_traced_once_for_every_closure():
     assert compiler._num_traces == 2
 
 
+@pytest.mark.large
 def test_only_the_calls_used_last_are_kept():
     model = nn.Linear(3, 3)
     compiler = Compiler(model, Mesh.parse("tp1"), Options())
@@ -366,6 +369,7 @@ def test_a_parameter_needed_where_it_is_not_is_an_error():
         merge_stored({"w": StoredTensor("w", (2,), {}, (0, 2), ())}, known)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("tokens_", "seq"), [(64, 12), (5, 13)])
 def test_ids_and_lengths_beyond_a_cut_table_fail_as_in_the_whole_one(tokens_, seq):
     """And not as rows of zeros: token 64 of a vocabulary of 64, position 12 of 12."""

@@ -77,6 +77,7 @@ def encoder_call() -> dict[str, Tensor]:
     return {"x": x, "mask": torch.ones(ROWS, SEQ).tril(1), "shift": shift}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "dp2,tp2"])
 def test_gradients_of_inputs_are_exact(mesh):
     found = autopart.verify(Encoder(), mesh, example_kwargs=encoder_call())
@@ -107,7 +108,7 @@ def adopted(use, mesh):
     model, call = whole(use)
     plain = copy.deepcopy(model)
     model.encoder = autopart.parallelize(model.encoder, mesh)
-    with pytest.raises(autopart.AutopartError, match="parameters\\(\\) is not known yet"):
+    with pytest.raises(autopart.AutopartError, match="parameters\\(\\) is not available yet"):
         list(model.parameters())
     model(**call)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
@@ -201,7 +202,7 @@ def through_a_pipeline():
 
 def test_no_gradient_comes_through_a_pipeline():
     assert set(dist.run_ranks(through_a_pipeline, 2)) == {
-        "InputError: the input x needs a gradient\n  why    none comes back through a pipeline\n"
+        "InputError: the input x needs a gradient\n  why    no gradient is returned through a pipeline\n"
         "  try    x.detach(), or a mesh without pp and microbatches=1"
     }
 

@@ -197,6 +197,7 @@ MODELS = {
 }
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_follows(name):
     change, compute = MODELS[name]
@@ -292,7 +293,7 @@ def test_deciding_by_a_count_is_refused():
 
     with pytest.raises(TraceError, match="computes something else in every call") as error:
         pm.step(x, loss_fn=loss_fn, target=y)
-    assert "it changes COUNTED and decides by it" in str(error.value)
+    assert "it changes COUNTED and branches on it" in str(error.value)
 
 
 def test_one_warning_names_the_value():
@@ -357,6 +358,7 @@ def test_a_number_becomes_an_input(kind):
     assert SPACE.beta is not None and isinstance(BETA, float) and isinstance(LIMITS["low"], float)
 
 
+@pytest.mark.large
 def test_numbers_among_the_arguments_become_inputs():
     def compute(model, h, beta=1.0, count=8):
         return (1 - beta) * h.sum() / count + model.tau * h.square().sum() / (count + 1)
@@ -421,6 +423,7 @@ def on_ranks(mesh, zero):
             optimizer.step(), own.step(), optimizer.zero_grad(), own.zero_grad()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("pp2", 0), ("dp2", 3)])
 def test_on_ranks(mesh, zero):
     dist.run_ranks(on_ranks, 2, mesh, zero, timeout_s=120)
@@ -439,6 +442,7 @@ def changed_on_one_rank():
     return str(error.value)
 
 
+@pytest.mark.large
 def test_a_value_that_changed_on_one_rank_is_an_error():
     first, second = dist.run_ranks(changed_on_one_rank, 2, timeout_s=60)
     assert (
@@ -459,6 +463,7 @@ def number_of_one_rank():
     return str(error.value)
 
 
+@pytest.mark.large
 def test_a_number_of_one_rank_is_an_error():
     first, second = dist.run_ranks(number_of_one_rank, 2, timeout_s=60)
     assert first.splitlines()[0] == second.splitlines()[0] == "the ranks are called with different values of model.tau"
@@ -487,6 +492,7 @@ def test_a_container_of_the_user_stays_the_models():
         assert torch.allclose(pm(x), model(x), atol=1e-10)
 
 
+@pytest.mark.large
 def test_a_number_that_becomes_something_else():
     model = net(lambda m, h: h if m.tau is None else h * m.tau)
     x, _ = batch()
@@ -498,6 +504,7 @@ def test_a_number_that_becomes_something_else():
             assert torch.allclose(pm(x), model(x), atol=1e-10)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_closure_over_containers_and_objects_follows(wrapped):
     settings, scales, space = {"low": 1.0}, [1.0], types.SimpleNamespace(b=1.0)
@@ -536,6 +543,7 @@ def test_an_optimizers_rate_is_followed():
     assert count_traces(pm, lambda: [step(0.5 - i / 20) for i in range(5)]) == 2
 
 
+@pytest.mark.large
 def test_a_layer_without_parameters_may_be_replaced():
     kinds = [nn.Tanh, nn.Sigmoid, nn.Softplus]  # a new one may have the address of one that is gone
     check(lambda value, model: setattr(model, "drop", kinds[int(value) % 3]()), must_change=False, steps=12)
@@ -556,6 +564,7 @@ def test_a_layer_with_parameters_may_not_be_replaced():
     )
 
 
+@pytest.mark.large
 def test_a_dict_by_tensors_is_followed():
     states = {torch.ones(3): 1.0}
     torch.manual_seed(0)

@@ -333,7 +333,7 @@ def test_pipelines(mesh, num_blocks, cases):
     assert names[0] != names[-1]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("frozen", [("blocks.0.", "scale"), ("blocks",), ("blocks.1.", "gain")])
 def test_frozen_parameters(frozen):
     """The first stage trains nothing; all but the tied ends; a stage in the middle."""
@@ -352,7 +352,7 @@ def fail_on(rank, schedule):
     pm.step(*make_batch())
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all(rank, schedule):
@@ -404,10 +404,12 @@ def compile_bound_graph():
     assert_near(exported.module()(**arguments)[0], loss)
 
 
+@pytest.mark.large
 def test_bound_graph_compiles_and_exports():
     dist.run_ranks(compile_bound_graph, 2, timeout_s=120)
 
 
+@pytest.mark.large
 def test_no_pipeline():
     dist.run_ranks(run_module, 4, "dp2,tp2", 2, [(None, 1), (None, 4)])
 
@@ -433,6 +435,7 @@ def train_by_hand(mesh, microbatches):
     return pm.graph().code
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "microbatches"), [("dp2,tp2", 1), ("dp2,tp2", 4), ("tp4", 1)])
 def test_own_training_loop(mesh, microbatches):
     codes = dist.run_ranks(train_by_hand, 4, mesh, microbatches)

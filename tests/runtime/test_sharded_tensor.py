@@ -112,7 +112,7 @@ def methods(mesh: str, zero: int) -> tuple[dict[str, str], int]:
     return wrong, ran
 
 
-@pytest.mark.whole
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_every_method_is_right_or_refused(mesh, zero):
     for wrong, ran in dist.run_ranks(methods, 2, mesh, zero, timeout_s=TIMEOUT_S):
@@ -182,6 +182,7 @@ def run_loops(mesh: str, zero: int) -> list[str]:
     return refused
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "refused"), [("tp2", 0, []), ("dp2", 3, [])])
 def test_what_a_loop_computes_of_parameters(mesh, zero, refused):
     assert dist.run_ranks(run_loops, 2, mesh, zero, timeout_s=TIMEOUT_S) == [refused] * 2
@@ -247,6 +248,43 @@ def test_sums_over_all_parameters(mesh, zero):
     said = dist.run_ranks(sums, 2, mesh, zero, timeout_s=TIMEOUT_S)
     if mesh == "pp2":
         assert said[0] == OF_A_STAGE
+
+
+def values_of_stages() -> None:
+    """Compute one value of all parameters in ways that are not a reduction of one parameter."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))).double()
+    x, y = torch.randn(8, 6).double(), torch.arange(8) % 6
+    pm = autopart.parallelize(copy.deepcopy(plain), "pp2", example_kwargs={"input": x})
+    F.cross_entropy(plain(x), y).backward()
+    pm.step(x, loss_fn=F.cross_entropy, target=y)
+    refused: list[Any] = [
+        lambda ps: nn.utils.parameters_to_vector(ps).norm(),
+        lambda ps: torch.cat([p.abs().flatten() for p in ps]).kthvalue(3).values.item(),
+        lambda ps: sum(torch.linalg.matrix_norm(p, "nuc") for p in ps if p.dim() == 2) + ps[1].flatten().kthvalue(1)[0],
+        lambda ps: ps[0].grad.div_(torch.dot(ps[1].grad.view(-1), ps[1].grad.view(-1))),
+        lambda ps: torch.stack([p.grad.flatten()[0] for p in ps]).max(),
+    ]
+    for of_all in refused:
+        with pytest.raises(UsageError, match="under pp\n  why    a rank holds the parameters of its own stages"):
+            of_all(list(pm.parameters()))
+    with torch.no_grad():
+        for module in (plain, pm):
+            for p in module.parameters():  # each by a value of its own
+                p.mul_(p.abs() > p.abs().flatten().kthvalue(max(p.numel() // 4, 1)).values)
+            vector = nn.utils.parameters_to_vector(module.parameters()) * 0.9
+            nn.utils.vector_to_parameters(vector, module.parameters())
+    full = pm.full_state_dict()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(full[name], p, rtol=1e-10, atol=1e-10, msg=name)
+    with pytest.warns(UserWarning, match=r"random numbers for '\d\.weight' differ under pp from those of one process"):
+        torch.randn_like(next(iter(pm.parameters())))
+    with pytest.warns(UserWarning, match="the parameters of other stages draw no numbers on this rank"):
+        nn.init.normal_(next(iter(pm.parameters())))
+
+
+def test_values_of_one_stage_alone_are_refused():
+    dist.run_ranks(values_of_stages, 2, timeout_s=TIMEOUT_S)
 
 
 def refusals() -> str:

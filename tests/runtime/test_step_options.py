@@ -34,7 +34,7 @@ def scaled_step(mesh, **options):
     same_grads(pm, expected)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -172,7 +172,7 @@ def outputs_of_a_transformer(mesh):
     same_grads(pm, grads_of(model))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 @pytest.mark.parametrize("check", [outputs_beside_loss_fn, outputs_of_a_transformer])
 def test_outputs_beside(check, mesh):
@@ -204,7 +204,7 @@ def mask_of_the_step(mesh):
     same_grads(pm, grads_of(model))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2", "dp2"])
 def test_outputs_are_of_the_forward_that_is_differentiated(mesh):
     run(mask_of_the_step, mesh)
@@ -263,7 +263,7 @@ def masked_mean(outputs, target):
     return (each * counts.flatten()).sum() / counts.sum().clamp(min=1)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -305,7 +305,7 @@ def transformers_have_their_own_way(mesh):
         pm.step(**data, num_items_in_batch=total, num_tokens=total)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 def test_num_items_in_batch_of_transformers(mesh):
     run(transformers_have_their_own_way, mesh)
@@ -344,6 +344,7 @@ def two_counts(outputs, target):
     return mean_loss(outputs, target) / (target != IGNORED).sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("loss_fn", "text"),
     [

@@ -71,6 +71,7 @@ def on_processes():
     return dist.run_ranks(on_this_rank, NUM_RANKS, CASES)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}{args}" for name, args in CASES])
 def test_every_conversion_is_differentiable_again(number, on_processes):
     name, arguments = CASES[number]
@@ -211,12 +212,14 @@ def test_a_loop_with_gradients_of_gradients_is_that_of_one_process(case, kind):
         assert max(result.values()) < 1e-10, result
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "loop"), [("dp2", "gradient_penalty"), ("tp2", "input_penalty")])
 def test_a_sum_of_equal_copies_would_be_found(mesh, loop):
     for result in run(errors, mesh, "attention", [loop], planted=True):
         assert result[loop] > 1e-3
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("zero", [0, 3])
 def test_own_rows_of_an_input_have_the_gradients_of_gradients_of_all(zero):
     """A loss of one's own rows adds up over ranks."""
@@ -258,6 +261,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "use"), REFUSED, ids=lambda part: part)
 def test_what_cannot_be_differentiated_again_is_refused_on_every_rank(mesh, use):
     assert run(refused, mesh, use) == [REFUSED[mesh, use]] * 2

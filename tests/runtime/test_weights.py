@@ -226,7 +226,7 @@ def assert_is(result: dict[str, Any], model: nn.Module) -> None:
 MESHES = [("tp2", {}), ("pp2", {}), ("dp2", {"zero": 3})]
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_rank_reads_its_part_of_a_folder_once(name: str, tmp_path: Path) -> None:
     model = real(name)
@@ -237,7 +237,7 @@ def test_every_rank_reads_its_part_of_a_folder_once(name: str, tmp_path: Path) -
             assert result["read"] == result["local"] and result["most"] == 1, (mesh, result["read"], result["local"])
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_every_rank_of_two_axes_reads_its_part(name: str, tmp_path: Path) -> None:
     model = real(name)
@@ -247,7 +247,7 @@ def test_every_rank_of_two_axes_reads_its_part(name: str, tmp_path: Path) -> Non
         assert result["read"] == result["local"] and result["most"] == 1
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["plain", "gpt2", "bert", "llama", "mixtral"])
 def test_weights_are_made_to_the_bit_as_on_one_device(name: str) -> None:
     torch.manual_seed(3)
@@ -277,6 +277,7 @@ def trained_on(folder: str) -> tuple[list[float], dict[str, Tensor], list[Tensor
     return losses, before, logits
 
 
+@pytest.mark.large
 def test_later_calls_copies_and_state_dicts_are_as_of_a_loaded_model(tmp_path: Path) -> None:
     model = real("llama")
     folder = save(model, tmp_path)
@@ -362,7 +363,7 @@ def test_what_needs_more_than_moving_is_not_followed() -> None:
             call(Whole(torch.ones(2, 3)))
 
 
-@pytest.mark.whole
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("base", "name"), [(LlamaModel, "llama"), (GPT2Model, "gpt2"), (BertModel, "bert")], ids=lambda part: str(part)
 )
@@ -383,6 +384,7 @@ def test_names_with_and_without_the_prefix_of_the_head(base: Any, name: str, tmp
         assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
 
 
+@pytest.mark.large
 def test_values_are_converted_to_the_models_type_and_that_is_said(tmp_path: Path) -> None:
     model = real("llama").bfloat16()
     folder = save(model, tmp_path)
@@ -490,7 +492,7 @@ def test_ranks_with_unlike_files_say_so(second: str, tmp_path: Path) -> None:
     if second == "missing":
         assert texts[0].startswith(f"CheckpointError: there is no checkpoint at {two}")
     elif second == "other shapes":
-        assert texts[0].startswith("RuntimeSetupError: the ranks do not begin alike: they differ in weights=")
+        assert texts[0].startswith("RuntimeSetupError: the ranks start differently: they differ in weights=")
         assert "rank 1: the checkpoint at" in texts[0] and "does not fit Plain" in texts[0]
     else:
         assert texts[0] == "nothing was raised"
@@ -534,7 +536,7 @@ def test_what_runs_nothing_takes_no_weights() -> None:
             function(Plain(), "tp2", example_kwargs=batch(), weights="init")  # type: ignore[operator]
 
 
-@pytest.mark.whole
+@pytest.mark.large
 @pytest.mark.parametrize("weights", ["folder", "init"])
 def test_the_command_line_runs_a_config_with_weights(weights: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -550,7 +552,7 @@ def test_the_command_line_runs_a_config_with_weights(weights: str, tmp_path: Pat
         runs.append([step["loss"] for step in json.loads(result.stdout)["steps"]])
     assert runs[0] == runs[1]  # the seed is that of the model that was saved
     refused = CliRunner().invoke(main, ["run", "--hf-config", config, "--mesh", "tp1", "--compare", "--weights", given])
-    assert refused.exit_code != 0 and "--compare with --weights" in refused.output
+    assert refused.exit_code != 0 and "--compare cannot be combined with --weights" in refused.output
 
 
 def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

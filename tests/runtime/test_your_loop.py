@@ -198,7 +198,7 @@ def stop_and_go_on(meshes, folder):
     return pm.full_state_dict()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("meshes", [("tp2", "pp2"), ("pp2", "dp2")], ids=" then ".join)
 def test_a_run_is_resumed_on_another_mesh(meshes, tmp_path):
     model, batches = example()
@@ -215,6 +215,7 @@ def test_a_run_is_resumed_on_another_mesh(meshes, tmp_path):
             assert (weights[key] - whole).abs().max() <= 1e-10, key
 
 
+@pytest.mark.large
 def test_the_loop_is_proven_in_one_process(capsys):
     model, batches = example()
     blocks_of_the_guides()["prove"](model, "dp2,tp2", batches[0])

@@ -27,7 +27,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import remembered
 import torch
 import torch.distributed
 
@@ -103,7 +102,6 @@ def _serve(connection: Connection, log_path: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     threading.Thread(target=_exit_with_parent, args=(Path(log_path).parent,), daemon=True).start()
-    remembered.remember_on_ranks()
     gc.freeze()  # what is imported stays: only what a task has made is looked through
     try:
         connection.send_bytes(b"ready")
@@ -154,7 +152,7 @@ def _leave_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         gc.collect()
-        gc.freeze()  # what is left is imported or remembered: the next task does not look through it
+        gc.freeze()  # what is left is imported: the next task does not look through it
 
 
 def _exit_with_parent(folder: Path) -> None:

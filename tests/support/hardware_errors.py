@@ -67,7 +67,7 @@ def measurements(data: Any) -> Callable[[], Any]:
 PROFILE = "OptionError: the hardware profile "
 A_DEVICE = {"name": "", "kind": "cpu", "software": "", "memory_bytes": 1, "local_ranks": 1, "num_ranks": 1}
 NO_MEASUREMENTS = (
-    f"OptionError: {FILE} holds no measurements\n  why    it has no 'device' and 'measured' of that form\n  try    "
+    f"OptionError: {FILE} contains no measurements\n  why    it has no 'device' and 'measured' of that form\n  try    "
     "a file that autopart calibrate --raw has written"
 )
 
@@ -132,11 +132,11 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         edited(collectives={"send": {"link_bytes_per_s": {**A100["launch_s"], "value": 0}}}),
         f"{PROFILE}has link_bytes_per_s of send = 0\n  why    it is not above zero{WHERE}"),
     "calibrate: no JSON file": (lambda: autopart.calibrate("here.yaml"),
-        "OptionError: a profile cannot be written to here.yaml\n  why    a path of a profile ends in .json\n  try    "
+        "OptionError: a profile cannot be written to here.yaml\n  why    its name must end in .json\n  try    "
         "here.json"),
     "calibrate: no folder": (lambda: autopart.calibrate("/no/such/folder/here.json"),
         "OptionError: a profile cannot be written to /no/such/folder/here.json\n  why    there is no folder "
-        "/no/such/folder\n  try    a file in a folder that is there"),
+        "/no/such/folder\n  try    a path in an existing folder"),
     "calibrate: no base": (lambda: autopart.calibrate(base="none.json"),
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
         "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, "

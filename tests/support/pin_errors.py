@@ -85,7 +85,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "{'cut_before': [...]}"),
     "pins: does not divide": (pinned({"layers.*.weight": {"tp": "S(1)"}}, "tp4", narrow),
         "LayoutError: cannot pin 'layers.*.weight' as S(1) on tp\n  why    layers.0.weight: dim 1 has "
-        "size 6, which does not cut so over tp=4\n  try    R"),
+        "size 6, which cannot be sharded like this over tp=4\n  try    R"),
     "pins: no dim": (pinned({"head.weight": {"tp": "S(2)"}}),
         "LayoutError: cannot pin 'head.weight' as S(2) on tp\n  why    head.weight: its shape is [32, 64], it has no "
         "dim 2\n  try    S(0), S(1) or R"),

@@ -68,11 +68,11 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
         "names of the line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
-        f"RuleError: the rule of {MATMUL} has no sum=\n  why    some output lacks b; sharding what an output lacks "
-        "leaves a partial sum\n  try    sum='b', or whole= for what may not be sharded"),
+        f"RuleError: the rule of {MATMUL} has no sum=\n  why    some output lacks b; sharding a factor that an "
+        "output lacks leaves a partial sum\n  try    sum='b', or whole= for factors that cannot be sharded"),
     "rule: sum of what is kept": (rule("a b, b c -> a c", sum="c", whole="b"),
         f"RuleError: the rule of {MATMUL} has sum='c'\n  why    every output has all factors of the inputs; sharding "
-        "what an output lacks leaves a partial sum\n  try    leave sum out"),
+        "a factor that an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
         f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
         "\n  try    whole='d'"),
@@ -83,7 +83,7 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: linear=[[2]] of {MATMUL} names input 2\n  why    the line 'a b, b c -> a c' has 2 inputs and 1 "
         "output; inputs are counted from 0\n  try    linear=[[0]]"),
     "rule: autopart's own": (rule("a, a -> a", operator="aten::mul"),
-        "RuleError: aten::mul has a rule already\n  why    it is one of autopart's own\n  try    nothing to register"),
+        "RuleError: aten::mul has a rule already\n  why    it is built into autopart\n  try    nothing to register"),
     "rule: another": (registered(rule("a b -> a b, b", operator=SUMS, sum="a")),
         f"RuleError: {SUMS} has another rule already\n  why    it is autopart.rule(\"{SUMS}\", \"a -> a, a\")\n  try"
         "    one rule per operator and process; several lines for several forms of a call"),

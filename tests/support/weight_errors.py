@@ -121,10 +121,10 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "try    model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), "
         "'model.safetensors')"),
     "weights: not safetensors": (weights(FOLDER, lambda: FILE.write_bytes(b"hello")),
-        "CheckpointError: folder/model.safetensors is not a whole safetensors file\n  why    Error while "
+        "CheckpointError: folder/model.safetensors is not a complete safetensors file\n  why    Error while "
         "deserializing header: header too small\n  try    copy or save it again"),
     "weights: cut off": (weights(FILE, cut_off),
-        "CheckpointError: folder/model.safetensors is not a whole safetensors file\n  why    Error while "
+        "CheckpointError: folder/model.safetensors is not a complete safetensors file\n  why    Error while "
         "deserializing header: incomplete metadata, file not fully covered\n  try    copy or save it again"),
     "weights: index: no JSON": (weights(FOLDER, lambda: INDEX.write_text("{")),
         "CheckpointError: folder/model.safetensors.index.json is not an index of safetensors files\n  "
@@ -137,11 +137,11 @@ WEIGHT_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "it"),
     "weights: index: no tensor": (weights(INDEX, indexed({"a": "part1.safetensors"})),
         "CheckpointError: the index at folder/model.safetensors.index.json names tensors that are not "
-        "there: 'a'\n  why    it says that they are in part1.safetensors\n  try    copy the folder again, "
+        "there: 'a'\n  why    according to the index they are in part1.safetensors\n  try    copy the folder again, "
         "all of it"),
     "weights: two files": (weights(FOLDER, twice),
-        "CheckpointError: two files of folder have the tensor 'layers.0.bias'\n  why    which one is meant "
-        "is not said\n  try    the path of one file, or of a folder with one checkpoint"),
+        "CheckpointError: two files of folder have the tensor 'layers.0.bias'\n  why    it is unclear "
+        "which one to read\n  try    the path of one file, or of a folder with one checkpoint"),
     "weights: missing": (weights(FOLDER, saved(Layers(1))),
         "CheckpointError: the checkpoint at folder does not fit Layers\n  why    it has no "
         "'layers.1.weight', 'layers.1.bias', 'layers.2.weight', 'layers.2.bias', 'layers.3.weight', "

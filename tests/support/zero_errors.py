@@ -122,7 +122,7 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "sum: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
     # plans edited by hand
     "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),
-        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp cuts dim 0 already\n  where  line 1\n  "
+        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp shards dim 0 already\n  where  line 1\n  "
         "try    S(1) or R"),
     "zero: edited, a sum": (edited("head.weight", {"dp": "P", "tp": "R"}),
         "PlanError: the plan stores 'head.weight' as P on dp\n  why    a weight is not a partial sum\n  where  line 1\n"
@@ -132,8 +132,8 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "line 1\n  try    S(0) or R"),
     # pins
     "zero: pinned in sections": (pinned({"head.weight": {"dp": "S(0; sections=2)"}}, "dp2"),
-        "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: over dp a dim is cut "
-        "in one piece\n  try    S(0), S(1) or R"),
+        "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: a dim with sections "
+        "cannot be sharded over dp\n  try    S(0), S(1) or R"),
     "zero: pinned twice": (pinned({"head.*": {"dp": "S(0)"}, "*.weight": {"dp": "R"}}, "dp2"),
         "LayoutError: these pins cannot hold together: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
         "head.weight can have only one layout\n  try    leave one of them out"),

@@ -82,6 +82,7 @@ def test_a_cache_is_computed_in_every_call(name, mesh, is_training):
     assert not result.notes
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_the_second_call_and_the_users_model(name):
     model, x = MODELS[name]().double(), torch.randn(4, SIZE, dtype=torch.float64)
@@ -148,7 +149,7 @@ def test_a_first_call_that_differs_is_refused():
     with pytest.raises(TraceError) as caught:
         autopart.plan(model, "tp2", example_args=(x,))
     assert str(caught.value).startswith("FirstCallDiffers computes something else in every call\n")
-    assert "fills the buffer 'bias' and decides by whether it is None" in str(caught.value)
+    assert "fills the buffer 'bias' and branches on whether it is None" in str(caught.value)
     assert model.bias is None
     model(x)
     result = autopart.verify(model, "tp2", example_args=(x,))

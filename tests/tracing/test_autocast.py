@@ -62,7 +62,7 @@ def around_step(mesh: str, at_start: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "at_start"), [("tp2", False), ("dp2", True)])
 def test_autocast_around_step_is_one_process_autocast(mesh: str, at_start: bool) -> None:
     model, batch = built()
@@ -109,6 +109,7 @@ def plan_from_another(mesh: str) -> tuple[float, str, bool]:
     return loss, pm.plan.autocast, figures_of_run == figures(autopart.plan(model, mesh, example_kwargs=batch))
 
 
+@pytest.mark.large
 def test_a_plan_made_under_autocast_serves_a_call_without() -> None:
     model, batch = built()
     expected = model(**batch)["loss"].item()

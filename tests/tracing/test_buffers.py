@@ -37,6 +37,7 @@ def on_one_device(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_new_values_are_exact(name, mesh):
@@ -125,7 +126,7 @@ def test_every_model_that_writes_trains_over_processes():
     assert {name for names in ON_TWO.values() for name in names} == set(MODELS) - set(WRITES_NOTHING)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for mesh, names in ON_FOUR.items() for name in names])
 def test_training_over_four_processes(name, mesh):
     assert Mesh.parse(mesh).num_ranks == 4
@@ -135,6 +136,7 @@ def test_training_over_four_processes(name, mesh):
 # --- details -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_a_wrong_new_value_is_found(monkeypatch):
     """The variance of running statistics is the unbiased one."""
     right = batch_norm_forms._BatchNormFormula._moved
@@ -145,6 +147,7 @@ def test_a_wrong_new_value_is_found(monkeypatch):
     assert found.errors["buffer norm1.running_mean"] < 1e-12
 
 
+@pytest.mark.large
 def test_a_buffer_that_the_trace_misses_is_found(monkeypatch):
     monkeypatch.setattr(autopart.tracing.trace_model, "traceable", lambda *given: nullcontext())
     monkeypatch.setattr(autopart.tracing.exported_graph, "_writes", lambda node: False)
@@ -163,6 +166,7 @@ def test_a_statistic_is_reduced_once_in_either_direction():
     assert counts == {("all_reduce", "all_reduce"): 2}
 
 
+@pytest.mark.large
 def test_microbatches_are_refused_and_none_are_chosen():
     model, call = build("batch norm"), batch("batch norm")
     with pytest.raises(autopart.AutopartError, match=r"batch_norm needs all samples .* a statistic of the batch"):
@@ -170,6 +174,7 @@ def test_microbatches_are_refused_and_none_are_chosen():
     assert autopart.plan(model, "pp2", example_kwargs=call).schedule.microbatches == 1
 
 
+@pytest.mark.large
 def test_float32_statistics_of_a_bfloat16_model():
     torch.manual_seed(0)
     model = nn.BatchNorm1d(SIZE)
@@ -181,6 +186,7 @@ def test_float32_statistics_of_a_bfloat16_model():
     assert torch.allclose(pm.get_buffer("running_var"), model.running_var, atol=1e-6)
 
 
+@pytest.mark.large
 def test_tracing_and_verifying_leave_the_model_alone():
     model = build("cumulative batch norm")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -154,6 +154,7 @@ class Masked(nn.Module):
         return self.linear(x) @ self.mask(self).to(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", KEPT)
 @pytest.mark.parametrize("filled_before", [False, True])
 def test_a_trace_leaves_no_tensor_behind(place, filled_before):

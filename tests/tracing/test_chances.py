@@ -122,6 +122,7 @@ CHANCES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("forward", CHANCES, ids=lambda forward: forward.__name__)
 def test_what_numbers_decide_is_exact(forward, mesh):
@@ -131,6 +132,7 @@ def test_what_numbers_decide_is_exact(forward, mesh):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("forward", [skipped, either, all_states], ids=lambda forward: forward.__name__)
 def test_every_choice_of_layers_happens_and_is_one_of_the_model(forward):
     torch.manual_seed(0)
@@ -153,6 +155,7 @@ def test_every_choice_of_layers_happens_and_is_one_of_the_model(forward):
     assert ours == own and len(own) == (2 if forward is either else 16)
 
 
+@pytest.mark.large
 def test_the_plan_says_what_it_computes_beside():
     (note,) = autopart.plan(Net(skipped), "tp2", example_args=(torch.randn(ROWS, SIZE),)).notes
     assert note.startswith("what a random number skips is computed too, and then has a gradient of zero") and (
@@ -162,6 +165,7 @@ def test_the_plan_says_what_it_computes_beside():
     assert any(note == "the random numbers of Python and numpy are drawn by torch" for note in notes)
 
 
+@pytest.mark.large
 def test_a_transformers_model_with_layerdrop_trains():
     config = Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, conv_dim=(8,),
@@ -192,7 +196,7 @@ def trained(mesh):
     return steps
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_ranks_draw_alike(mesh):
     first, second = dist.run_ranks(trained, 2, mesh, timeout_s=120.0)
@@ -206,6 +210,7 @@ def with_dropout(m, x):
     return x
 
 
+@pytest.mark.large
 def test_numbers_drawn_in_what_is_skipped_are_not_those_of_one_device():
     x = torch.randn(ROWS, SIZE)
     pm = autopart.parallelize(Net(with_dropout), "dp1", example_args=(x,), rng="fast")

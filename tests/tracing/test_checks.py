@@ -25,6 +25,7 @@ class Checked(nn.Module):
         return self.second(h).square().mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("check", checked.CHECKS, ids=lambda check: check.__name__)
 def test_a_check_is_passed_and_named(check):
     model, x = Checked(check), torch.randn(4, 8)
@@ -98,6 +99,7 @@ class Policy(nn.Module):
         return divergence - normal.log_prob(x).mean() - choice.log_prob(actions).mean() - choice.entropy().mean()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_distributions(mesh):
     result = autopart.verify(Policy(), mesh, example_args=(torch.randn(4, 8), torch.randint(4, (4,))))

@@ -75,6 +75,7 @@ def rows(sign: int) -> Tensor:
     return torch.randn(ROWS, SIZE) + sign
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("forward", CONDITIONS, ids=lambda forward: forward.__name__)
@@ -84,6 +85,7 @@ def test_the_branch_that_is_taken_is_exact(forward, sign, mesh):
     assert report.ok and not any("compared" in note for note in report.notes), report
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("forward", [*CONDITIONS, infinite_elsewhere], ids=lambda forward: forward.__name__)
 def test_a_program_takes_either_branch_as_eager_torch_does(forward):
     """Traced with one branch taken, and called so that each is."""
@@ -116,6 +118,7 @@ class Blocks(nn.Module):
         return F.mse_loss(x, target)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 def test_conditions_in_blocks_that_repeat(mesh, recwarn):
     torch.manual_seed(0)
@@ -129,7 +132,7 @@ def trained(mesh):
     zoo.assert_steps_alike(autopart.parallelize(model, mesh, example_args=given), model, *given)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_conditions_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

@@ -95,7 +95,7 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("experts", [RowsAdded, IndexAdded])
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 def test_a_loop_over_experts_is_exact(experts, mesh, options):
@@ -104,6 +104,7 @@ def test_a_loop_over_experts_is_exact(experts, mesh, options):
     assert report.ok and "not compared" not in str(report), report
 
 
+@pytest.mark.large
 def test_experts_are_cut_and_rows_stay_where_they_are():
     """Nothing of a selection is gathered over data parallelism, and both products of an expert are cut over `tp`."""
     torch.manual_seed(0)
@@ -114,6 +115,7 @@ def test_experts_are_cut_and_rows_stay_where_they_are():
     assert all(layout.startswith("S") for name, layout in experts.items() if name.endswith("weight")), experts
 
 
+@pytest.mark.large
 def test_a_plan_counts_the_share_that_is_selected():
     """Experts of one loop share the tokens evenly; labels are those of the example."""
     plan = autopart.plan(Model(RowsAdded), "dp2", example_kwargs=batch())
@@ -122,6 +124,7 @@ def test_a_plan_counts_the_share_that_is_selected():
     assert f"1 selection by values (a mask, nonzero) counted as {selected:.3g} % of the elements" in plan.notes
 
 
+@pytest.mark.large
 def test_equal_masks_select_once():
     model = Model(RowsAdded)
     traced = prepare(model, bind_call(model, (), batch()))
@@ -288,6 +291,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, TOKENS, SIZE), torch.randint(0, 4, (ROWS, TOKENS))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 @pytest.mark.parametrize("name", [*SELECTING, *NUMBERS])
 def test_other_selections_and_numbers_are_exact(name, mesh):
@@ -339,6 +343,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_size_that_nobody_knows_is_refused_with_its_line(name):
     forward, text = REFUSED[name]
@@ -351,6 +356,7 @@ def dropped(m, x, ids):
     return torch.dropout(m.b(m.a(x)[ids > 1]), 0.5, m.training).sum()
 
 
+@pytest.mark.large
 def test_dropout_of_selected_elements_draws_on_every_rank():
     torch.manual_seed(0)
     pm = autopart.parallelize(Parts(dropped), "dp1", example_args=inputs())
@@ -407,6 +413,7 @@ class OneInEveryRow(nn.Module):
         return h + mask * h[mask == 1].cos().unsqueeze(1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_a_selection_whose_size_another_tensor_says_is_exact(mesh):
     torch.manual_seed(0)

@@ -237,7 +237,7 @@ def same_as_eager(mesh):
             zoo.assert_same_grads(made.full_grads(), grads)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_exact_in_processes(mesh):
     dist.run_ranks(same_as_eager, 2, mesh, timeout_s=120.0)
@@ -254,6 +254,7 @@ def test_what_is_pointwise_is_sharded_and_the_rest_is_listed(call):
     assert found == ([f"autograd_function::test_functions_{WHOLE[call]}"] if call in WHOLE else [])
 
 
+@pytest.mark.large
 def test_the_line_to_try_is_accepted():
     """Also before the Function is traced for the first time in a process."""
     try:
@@ -267,6 +268,7 @@ def test_the_line_to_try_is_accepted():
         REGISTERED.clear()
 
 
+@pytest.mark.large
 def test_two_classes_of_one_name_are_two_operators():
     def make(factor: float) -> Any:
         class Same(torch.autograd.Function):
@@ -306,12 +308,14 @@ def by_class(y: Tensor, weight: Tensor, *given: Any) -> Tensor:
     return y
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("call", [by_class, lambda y, weight: by_class(y, weight, True)], ids=["pointwise", "whole"])
 def test_a_number_read_from_elsewhere_must_not_change(call):
     with pytest.raises(TraceError, match="it computes something else than in an earlier call of the same arguments"):
         autopart.plan(model_of(call), "tp2", example_kwargs=example())
 
 
+@pytest.mark.large
 def test_microbatches_are_refused_where_the_backward_is_not_linear_in_sums_of_them():
     autopart.plan(model_of("of a weight"), "dp2", example_kwargs=example(), microbatches=2)
     with pytest.raises(StageError, match="cannot be split into 2 microbatches"):
@@ -400,7 +404,7 @@ def test_refused(case):
     assert lines[2:] == [f"  try    {TRIED}"]
 
 
-@pytest.mark.whole
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_one_that_writes_to_what_nobody_reads_afterwards(mesh):
     found = autopart.verify(model_of(lambda y, weight: Sparsemax.apply(y * 3)), mesh, example_kwargs=example())
@@ -422,6 +426,7 @@ class OwnMaximum(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_one_that_does_not_run_in_float64_is_proven_in_float64(mesh):
     model = model_of(lambda y, weight: OwnMaximum.apply(y)).float()

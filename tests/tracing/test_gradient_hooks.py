@@ -96,6 +96,7 @@ HOOKED = [
 ]  # fmt: skip
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("hooked", HOOKED, ids=lambda hooked: hooked.__name__)
 def test_a_hook_changes_the_gradient_as_in_the_model(hooked, mesh):
@@ -104,6 +105,7 @@ def test_a_hook_changes_the_gradient_as_in_the_model(hooked, mesh):
     assert report.ok and not any("compared" in note for note in report.notes), report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("hooked", HOOKED, ids=lambda hooked: hooked.__name__)
 def test_the_gradients_are_those_of_eager_torch(hooked):
     """`verify` compares with the traced graph where it can: here the model itself is run."""
@@ -142,7 +144,7 @@ def trained(mesh):
     zoo.assert_steps_alike(autopart.parallelize(model, mesh, example_args=tuple(given)), model, *given)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_hooks_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

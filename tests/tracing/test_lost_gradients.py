@@ -109,7 +109,7 @@ def test_a_checkpoint_of_inputs_alone_has_no_gradient_as_in_torch() -> None:
     assert found.ok and not {"b.weight", "b.bias"} & set(found.errors)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_transformers_checkpoints(reentrant: bool) -> None:
     model, example = zoo.gpt2()

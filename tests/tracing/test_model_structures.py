@@ -312,7 +312,7 @@ def test_tracing_leaves_attributes_alone():
     assert not hooked.hooked and not hooked.up._forward_hooks
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2,tp2"])
 def test_low_rank_adapters(mesh):
     """peft hands its arguments on to the model, whose weights are frozen."""

@@ -456,6 +456,7 @@ def test_hooks_tied_weights_and_other_sizes():
     assert_same_trace(traced, full_trace(model, batch))
 
 
+@pytest.mark.large
 def test_the_comparison_sees_a_difference():
     """`assert_same_trace` fails for a constant, a name, a line, a module, and one operator more."""
     batch = {"x": torch.randn(ROWS, 8)}

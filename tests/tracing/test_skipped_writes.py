@@ -216,6 +216,7 @@ def call():
     return {"ids": torch.randint(0, 32, (4, TOKENS // 4)), "labels": torch.randint(0, 32, (4, TOKENS // 4))}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mix", EXACT, ids=lambda mix: mix.__name__)
 def test_no_elements_are_written(mix):
     """An expert of ONE_SIDED's has no row."""
@@ -225,7 +226,7 @@ def test_no_elements_are_written(mix):
     assert not any("were not compared" in note for note in report.notes)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "pp2", "dp2,tp2"])
 @pytest.mark.parametrize("mix", EXACT, ids=lambda mix: mix.__name__)
 def test_on_every_axis(mix, mesh):
@@ -233,18 +234,21 @@ def test_on_every_axis(mix, mesh):
     assert report.ok, report
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mix", [any_row, counts], ids=lambda mix: mix.__name__)
 def test_rows_come_in_microbatches_where_the_condition_is_of_what_is_selected(mix):
     report = autopart.verify(Model(mix, ONE_SIDED).double(), "pp2", example_kwargs=call(), microbatches=2)
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_in_mixed_precision():
     """What the model gives no gradient has one of zero."""
     report = autopart.verify(Model(any_row, ONE_SIDED), "tp2", example_kwargs=call(), precision="bf16")
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_one_plan_for_both_answers():
     """The condition is asked of every batch: a plan made of one in which all is written runs another."""
     plan = autopart.plan(Model(only_busy), "tp2", example_kwargs=call())
@@ -411,14 +415,13 @@ def two_questions(self, rows, gates, chosen):
 MORE = {
     by_the_number: "div would change the result",
     elsewhere: "select_scatter would change the result",
-    hidden_write: "would change the result where nothing is selected",
-    kept_by_a_function: "would change the result where nothing is selected",
+    hidden_write: "would change the result if nothing is selected",
+    kept_by_a_function: "would change the result if nothing is selected",
     **dict.fromkeys((in_one_line, skips_what_follows, carried_on, read_behind, of_an_earlier_turn, counters, counter,
                      other_branch, leaves_the_loop, two_questions), "decides what to run by the values"),
 }  # fmt: skip
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("mix", MORE, ids=lambda mix: mix.__name__)
 def test_what_does_more_is_refused(mix):
     with pytest.raises(TraceError) as caught:

@@ -86,13 +86,13 @@ def test_compressed_buffers_and_sparse_inputs_are_refused():
         autopart.verify(GraphNet(neighbours=adjacency().to_sparse_csr()), "dp2", example_args=(rows(),))
     assert str(caught.value) == (
         "the buffer 'neighbours' of GraphNet has the layout sparse_csr\n"
-        "  why    of sparse tensors, a buffer in coordinates (sparse_coo) can be traced\n"
+        "  why    the only sparse tensors that can be traced are buffers in coordinate layout (sparse_coo)\n"
         "  try    register_buffer('neighbours', tensor.to_sparse_coo()), or to_dense()"
     )
     with pytest.raises(TraceError) as caught:
         autopart.plan(nn.Bilinear(NODES, WIDTH, 2), "dp2", example_kwargs={"input1": adjacency(), "input2": rows()})
     assert str(caught.value) == (
         "the input 'input1' is a sparse tensor\n"
-        "  why    inputs are cut into rows of the batch, and it cannot be\n"
-        "  try    a buffer of the model (register_buffer), which every rank holds whole; or input1.to_dense()"
+        "  why    inputs are split by sample, which is not supported for sparse tensors\n"
+        "  try    a buffer of the model (register_buffer), which every rank has in full; or input1.to_dense()"
     )

@@ -108,6 +108,7 @@ def rows() -> Tensor:
     return torch.randn(ROWS, SIZE)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMED if name != "grad made before"])  # a copy has the old one
 def test_a_transform_is_exact(name, mesh):
@@ -152,7 +153,7 @@ def trained(mesh):
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_transforms_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

@@ -101,6 +101,7 @@ def test_processes_train_as_one_device(mesh, options):
         assert buffers == sorted(name for name, _ in model.named_parameters() if name.startswith("teacher"))
 
 
+@pytest.mark.large
 def test_a_plan_made_in_training_serves_a_verification(tmp_path):
     plan = autopart.plan(Twins(), "tp2", example_args=(rows(),))
     assert not [name for name in plan.parameters if name.startswith("teacher")]
@@ -161,6 +162,7 @@ class Bounded(nn.Module):
                 self.out.bias.abs_()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", ["clamp", "set", "scale"])
 @pytest.mark.parametrize(("mesh", "options"), [*SETUPS, ("dp2", {"microbatches": 2, "recompute": "full"})], ids=str)
 def test_trained_weights_are_changed_where_they_are_stored(way, mesh, options):
@@ -242,6 +244,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["rows", "twice", "tied", "bags"])
 @pytest.mark.parametrize(("mesh", "options"), TABLES, ids=str)
 def test_rows_of_a_table_are_scaled_where_they_are_stored(kind, mesh, options):
@@ -274,7 +277,7 @@ def train_table(mesh: str, options: dict) -> tuple:
     return loss, pm.full_state_dict()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [*SETUPS[2:4], *TABLES[6:7], ("dp2", {"zero": 1})], ids=str)
 def test_processes_scale_rows_as_one_device(mesh, options):
     model = Table("tied")
@@ -356,6 +359,7 @@ class MovesItsWeight(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_data_assigned_to_itself_changes_nothing(mesh):
     model, x = MovesItsWeight(), torch.randn(4, 16)

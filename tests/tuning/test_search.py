@@ -27,7 +27,7 @@ def space():
     return space_of(model, "a100-80gb-sxm", 32, batch)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp1", {}), ("dp4", {"microbatches": 2}), ("tp2", {}), ("tp4", {"sequence_parallel": True}), ("dp2,tp2", {}),
@@ -48,6 +48,7 @@ def test_a_table_of_few_blocks_predicts_the_plan_of_all(space, mesh, options):
     assert found.hfu == pytest.approx(real.hfu, rel=0.1)
 
 
+@pytest.mark.large
 def test_the_formulas_rank_as_the_simulation_does(space):
     swept = space.sweep(8)
     assert len(swept) > 100 and swept == sorted(swept, key=lambda c: c.step_time_s)
@@ -74,6 +75,7 @@ def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
     assert autopart.plan(real, 4, example_kwargs=batch) == plans[0]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["skip_mlp", pytest.param("t5", marks=pytest.mark.large)])
 def test_any_model_can_be_searched(name, tmp_path):
     """Few places to cut, or blocks of two kinds; with a profile of one's own."""
@@ -84,6 +86,7 @@ def test_any_model_can_be_searched(name, tmp_path):
     assert plan.hardware == "own" and plan.cost.at().step_time_s > 0
 
 
+@pytest.mark.large
 def test_less_memory_finds_smaller_plans(space):
     least = min(c.memory_bytes for c in map(space.simulated, space.sweep(4)[::40]))
     roomy, tight = space.best(4, 80e9)[0], space.best(4, 1.2 * least)[0]
@@ -92,6 +95,7 @@ def test_less_memory_finds_smaller_plans(space):
         space.best(4, 1e3)
 
 
+@pytest.mark.large
 def test_other_schedules_are_tried_on_the_best(space):
     (best,) = [c for c in space.sweep(4) if str(c.mesh) == "pp4" and c.options["schedule"] == "1f1b"][:1]
     others = list(space.rescheduled(best))
@@ -103,6 +107,7 @@ def test_other_schedules_are_tried_on_the_best(space):
     assert all(c.step_time_s >= found[0].step_time_s for p in piped for c in space.rescheduled(p))
 
 
+@pytest.mark.large
 def test_why_it_is_on_the_list_and_why_others_lose(space):
     found = space.best(8, 80e9)
     said = reasons(found)
@@ -159,6 +164,7 @@ def test_command_line(tmp_path):
     assert autopart.Plan.load(output).mesh_object().num_ranks == 4
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("tokens", "sizes"), [(1024, {1}), (4096, {1, 2, 4}), (8192, {1, 2, 4, 8})])
 def test_sequences_are_cut_where_ranks_keep_long_ones(tokens, sizes):
     model, batch = cost_models.llama(torch.bfloat16, layers=2, rows=8, tokens=tokens)

@@ -4,9 +4,9 @@ There are 6 ** blocks combinations, times those of stage boundaries. `BlockProbl
 `search_methods.py` search: seconds and bytes of every block under every option.
 
 The step of stages with `w` seconds per microbatch is `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
-arXiv:2201.12023, equation 2, for GPipe and 1F1B). Work once a step counts with a microbatch's share. The memory
-of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
-workspace of its blocks. A block that is not the last of its stage needs less workspace than that.
+arXiv:2201.12023, equation 2, for GPipe and 1F1B). A microbatch's seconds include its share of once-per-step work. The
+memory of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
+workspace of its blocks. This is an upper bound: only the last block of a stage runs while all others are saved.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """Recomputation of a block, and True if its matrices are sharded (ZeRO-3)."""
+    """Recomputation mode of a block, and whether its matrices are sharded (ZeRO-3)."""
 
     recompute: RecomputeMode
     cut: bool
 
 
 class Block(NamedTuple):
-    """A repeated block: its container, its index, and the range of its operators in the table's order."""
+    """A repeated block: its container, its index, and the range of its operators in the operator list."""
 
     path: str
     number: int
@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """An option for every block, as index into `Blocks.options`, and the first blocks of later stages."""
+    """An option for every block, as index into `Blocks.options`, and the first block of each later stage."""
 
     options: tuple[int, ...]
     begins: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class BlockProblem:
     """Seconds and bytes of every block under every option, and of every stage without its blocks.
 
     Args:
-        time_s: [blocks, options] seconds of a microbatch, forward and backward, with its share of work once a step.
+        time_s: [blocks, options] seconds of a microbatch, forward and backward, and its share of once-per-step work.
         state_bytes: [blocks, options] bytes of parameters with gradients and optimizer state.
         kept_bytes: [blocks, options] bytes that a microbatch saves for backward.
         temporary_bytes: [blocks, options] workspace while the block runs.
@@ -142,7 +142,7 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """Return a choice that fits, or None.
+        """Return a similar choice that fits into memory, or None.
 
         In a stage that exceeds the memory, blocks change one by one to the option that saves the most bytes per
         second.
@@ -167,10 +167,10 @@ class BlockProblem:
 
 
 class Blocks:
-    """The repeated blocks of a model with their costs under every recomputation.
+    """The repeated blocks of a model with their costs under every recomputation mode.
 
     Args:
-        tables: table by recomputation, all with the same layouts.
+        tables: {recomputation mode: table of operator costs}, all with the same layouts.
         setting: its `zero` (0 or 3) applies to parameters outside blocks.
 
     Raises OptionError for schedules with several stages per rank, and if there are too few blocks.
@@ -180,7 +180,7 @@ class Blocks:
         if setting.schedule.name not in SCHEDULES:
             known = ", ".join(filter(None, SCHEDULES))
             raise OptionError(
-                f"schedule={setting.schedule.name!r} for choices block by block", why=f"supported: {known}"
+                f"schedule={setting.schedule.name!r} is not supported by search_blocks", why=f"supported: {known}"
             )
         self.setting, self.hardware = setting, hardware
         self.tables, self.outside_cut = tables, setting.zero == 3
@@ -230,7 +230,7 @@ class Blocks:
         )  # fmt: skip
 
     def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
-        """Return the model under a choice, and its stage boundaries."""
+        """Return the operator table of the model under a choice, and its stage boundaries."""
         outside = self._outside()
         order, starts = list(outside[0]), list[int]()
         for block, option in enumerate(choice.options):
@@ -266,7 +266,7 @@ class Blocks:
         """Return the cost of operators: seconds, and bytes of states, saved tensors and workspace.
 
         Args:
-            ends: operators of all stages, to find parameters that several stages hold.
+            ends: operators of all stages, to find parameters that several stages store.
         """
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)

@@ -1,4 +1,4 @@
-"""Search block by block for recomputation, sharding of weights and stage boundaries."""
+"""Search, block by block, for recomputation, sharding of weights and stage boundaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopart.tuning.search import LayoutKind, Space, space_of
 class BlockSearch:
     """Result of `search_blocks`, with its step simulated from the tables of the search.
 
-    The plan made of it has its own prediction. `found`: the method's report.
+    A plan made from it has a prediction of its own. `found`: the method's result.
     """
 
     blocks: Blocks = field(repr=False)
@@ -40,7 +40,7 @@ class BlockSearch:
 
     @property
     def chosen(self) -> dict[str, BlockOption]:
-        """{block name: its choice}."""
+        """{block name: its option}."""
         options = self.found.choice.options
         return {block.name: self.blocks.options[i] for block, i in zip(self.blocks.blocks, options, strict=True)}
 
@@ -126,7 +126,7 @@ def search_blocks(
     chooses the blocks with which pipeline stages begin.
 
     Args:
-        model: may be on `meta`.
+        model: can be on `meta`.
         mesh: as `plan`.
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
         microbatches: None: as many as divide the batch, up to four per stage.
@@ -154,7 +154,7 @@ def search_blocks(
 
 
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
-    """Return the blocks of a model, counted for each recomputation."""
+    """Return the blocks of a model, with their costs for each recomputation mode."""
     tables = {
         word: space.table(LayoutKind.of(mesh, sequence_parallel and mesh.tensor_parallel_size > 1), word)
         for word in get_args(RecomputeMode)

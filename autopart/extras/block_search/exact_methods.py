@@ -14,12 +14,12 @@ from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 
 def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Solve a problem exactly, except that memory is counted in quanta.
+    """Solve a problem exactly, except that memory is rounded.
 
-    `budget` quanta are the limit, and each block's memory is rounded up. The result therefore fits. It is no slower
-    than the best choice under a limit that is smaller by one quantum per block and one more.
+    The memory limit is divided into `budget` equal steps, and each block's memory is rounded up to whole steps. So the
+    result fits. It is no slower than the best choice under a limit that is smaller by one step per block, plus one.
 
-    A stage of blocks i to j is a knapsack: the least seconds for each number of quanta. Stages are chained by
+    A stage of blocks i to j is a knapsack: the least seconds for each number of memory steps. Stages are chained by
     Pareto fronts of (slowest stage, sum of stages).
     """
     fill = _Fill(problem, budget)
@@ -58,7 +58,7 @@ def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[floa
 
 
 class _Fill:
-    """The fastest options of the blocks of one stage that fit."""
+    """Knapsack of one stage: the fastest options of its blocks that fit."""
 
     def __init__(self, problem: BlockProblem, quanta: int):
         self.problem, self.kinds, self.count = problem, problem.kinds, 0
@@ -107,9 +107,9 @@ class _Fill:
         return best[1]
 
     def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the limits if no block needs more than `extra` bytes of workspace.
+        """Return the knapsack for blocks that need at most `extra` bytes of workspace.
 
-        Returns the free quanta, the quanta [blocks, options] and the seconds [blocks, options].
+        Returns the free memory steps, the steps [blocks, options] and the seconds [blocks, options].
         """
         problem = self.problem
         temporary = max(extra, problem.base_temporary_bytes[stage])
@@ -119,7 +119,14 @@ class _Fill:
 
 
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least seconds by quanta with one more block, and its option."""
+    """Add a block to a dynamic program over memory, which is counted in equal units.
+
+    Returns, for each number of units, the least seconds with the block, and the block's option that gives it.
+
+    Args:
+        before: the least seconds without the block, for each number of units.
+        quanta, seconds: units and seconds of the block under each option.
+    """
     ways = np.full((len(quanta), len(before)), np.inf)
     for option, (used, time_s) in enumerate(zip(quanta, seconds, strict=True)):
         if used < len(before):
@@ -131,9 +138,10 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 
 
 def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Solve a problem exactly with HiGHS: the number of blocks per run of equal blocks, option and stage.
+    """Solve a problem exactly with HiGHS. Variables are numbers of blocks per run, option and stage.
 
-    Equal blocks are interchangeable, which removes symmetric solutions. The lower bound is that of HiGHS.
+    A run is a sequence of equal blocks. They are interchangeable, so counting them removes symmetric solutions. The
+    lower bound is that of HiGHS.
     """
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
     for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's tolerance may violate the first limit

@@ -26,6 +26,8 @@ class Best:
     def see(self, options: np.ndarray, stage_of: np.ndarray) -> np.ndarray:
         """Return [choices]: the cost of choices, with a penalty for memory beyond the limit.
 
+        The best choice is remembered.
+
         Args:
             options, stage_of: [choices, blocks].
         """
@@ -51,7 +53,7 @@ POPULATION, SPREAD, RATE = 64, 0.1, 0.1
 def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Follow a gradient that is estimated from the cost ranks of perturbed points.
 
-    A point has a number for every option of every block, and for the size of every stage.
+    A point has one number per option and block, and one for the size of every stage.
     """
     draws = np.random.default_rng(seed)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages

@@ -1,4 +1,4 @@
-"""Methods that search a `BlockProblem`: two exact ones, and two that only evaluate choices.
+"""Methods that search a `BlockProblem`: two exact ones, and two that sample and evaluate choices.
 
 | name | method | `budget` | evaluations |
 |---|---|---|---|

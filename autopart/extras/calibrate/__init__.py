@@ -1,4 +1,4 @@
-"""Hardware profiles from measurements of the present machine (`autopart.calibrate`)."""
+"""Hardware profiles from measurements of the current machine (`autopart.calibrate`)."""
 
 from autopart.extras.calibrate.calibrate_machine import Calibration, calibrate
 

@@ -108,12 +108,12 @@ def calibrate(
     Args:
         path: file of the profile (`.json`); then `hardware=path` names it.
         name: name of the profile.  [default: the file's, or the device's]
-        base: profile of what cannot be measured here, such as links between nodes; it is named as the source.
+        base: profile that supplies what cannot be measured here, such as links between nodes.
             [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
-        quick: few sizes, once: seconds, and less exact.
+        quick: measure only a few sizes, once. It takes seconds and is less exact.
         progress: show a bar on standard error, if that is a terminal.
         raw: file for every measurement (`.json`).
-        of: such a file; the profile is made from it, and nothing is measured.
+        of: a file written by `raw`. The profile is computed from it, without new measurements.
 
     Raises OptionError if a file cannot be written, before anything is measured.
 
@@ -146,11 +146,11 @@ def check_path(path: str | Path) -> None:
     """Raise OptionError if a profile cannot be written there."""
     path = Path(path)
     if path.suffix != ".json":
-        raise OptionError(f"a profile cannot be written to {path}", why="a path of a profile ends in .json",
+        raise OptionError(f"a profile cannot be written to {path}", why="its name must end in .json",
                           hint=str(path.with_suffix(".json")))  # fmt: skip
     if not path.parent.is_dir() or path.is_dir():
         why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise OptionError(f"a profile cannot be written to {path}", why=why, hint="a file in a folder that is there")
+        raise OptionError(f"a profile cannot be written to {path}", why=why, hint="a path in an existing folder")
 
 
 def _write(path: Path, text: str) -> None:
@@ -192,4 +192,4 @@ def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
         return device, [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = "it has no 'device' and 'measured' of that form"
-        raise OptionError(f"{path} holds no measurements", why=why, hint=_FORM) from error
+        raise OptionError(f"{path} contains no measurements", why=why, hint=_FORM) from error

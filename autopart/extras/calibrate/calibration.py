@@ -61,7 +61,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
 
 
 def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Return the entries of operators that the host launches one after another."""
+    """Return the profile entries of operators that the host launches one after another."""
     launch_s = min(row.time_s for row in by_kind["launch"])
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
@@ -80,7 +80,7 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
 
 
 def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Return the entries of kernels that are recorded in CUDA graphs."""
+    """Return the profile entries of kernels that are recorded in CUDA graphs."""
     memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
     usual, launch_s = _usual(peaks), min(row.time_s for row in by_kind["launch"])
 
@@ -167,7 +167,7 @@ def _usual(peaks: Mapping[str, float]) -> str:
 
 
 def _products(rows: Sequence[Measured], usual: str, peak: float) -> list[list[float]]:
-    """Fit the efficiency curve of the usual training dtype."""
+    """Fit the efficiency curve of matrix products in the usual training dtype."""
     from scipy.optimize import isotonic_regression
 
     shares = defaultdict(list)

@@ -1,6 +1,6 @@
-"""Calls to measure on a GPU in addition to those of all devices.
+"""Calls that are measured on a GPU in addition to those of all devices.
 
-They are products with the shapes of models, attention, copies, norms and optimizers. A call is a description, and a
+They are products with the shapes of models, attention, copies, norms and optimizers. Each has a description, and a
 function that creates the callable to time on a device.
 """
 
@@ -39,7 +39,7 @@ WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gra
 
 
 def shapes() -> list[Shape]:
-    """Return more than 300 (m, k, n) of products.
+    """Return more than 300 shapes (m, k, n) of matrix products.
 
     They are linear layers of several hidden sizes as `tp` shards them, products that are skinny in one dim, sizes next
     to those of kernel tiles, and vocabulary heads.
@@ -58,7 +58,7 @@ def shapes() -> list[Shape]:
 
 
 def around(size: int, usual: int = 4096) -> Iterator[Shape]:
-    """Yield three shapes: each dim has this size once, the others the usual size."""
+    """Yield three shapes of matrix products. In each, one dim has this size, the others the usual."""
     yield from ((size, usual, usual), (usual, size, usual), (usual, usual, size))
 
 
@@ -69,7 +69,7 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
 
 
 def between() -> Iterator[tuple[Measured, Maker, Maker]]:
-    """Yield products after operators that compute little and let the device's power recover.
+    """Yield products that follow a memory-bound operator, during which the GPU's power recovers.
 
     Each item has the product, and the other operator alone.
     """
@@ -107,7 +107,7 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
-    """Return the product of a linear layer, or of its backward, which has transposed operands."""
+    """Return a maker of a linear layer's product, or of its backward, which has transposed operands."""
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -124,7 +124,7 @@ def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
 
 
 def scaled_product(shape: Shape) -> Maker:
-    """Return a product in float8, with one scale per tensor."""
+    """Return a maker of a float8 product with one scale per tensor."""
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -204,7 +204,7 @@ def scaled(x: Tensor) -> Tensor:
 def of_matrix(
     rows: int, dtype: torch.dtype, function: Callable[..., object], count: int = 1, columns: int = 4096
 ) -> Maker:
-    """Return a call of a function on `count` matrices."""
+    """Return a maker of a call of `function` on `count` matrices."""
 
     def make(device: torch.device) -> Call:
         matrices = [random(device, dtype, rows, columns) for _ in range(count)]
@@ -219,7 +219,7 @@ def heads_in_front(x: Tensor) -> Tensor:
 
 
 def norm_backward(rows: int) -> Maker:
-    """Return the backward of a layer norm with a weight and a bias."""
+    """Return a maker of the backward of a layer norm with a weight and a bias."""
 
     def make(device: torch.device) -> Call:
         x = random(device, torch.bfloat16, rows, 4096).requires_grad_()

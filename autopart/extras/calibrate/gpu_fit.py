@@ -57,20 +57,20 @@ def last_dims(row: Measured) -> tuple[int, ...]:
 
 
 def odd(row: Measured) -> int:
-    """Return `unaligned` of a product's rows, or 0 if it is not in 16 bits."""
+    """Return `unaligned` of a 16-bit product's row lengths, and 0 in other dtypes."""
     return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
 def depth(row: Measured) -> float:
-    """Return the inner dim of a product, or 0 if the sum is over batch and sequence."""
+    """Return the inner dim of a product, or 0 if it sums over batch and sequence."""
     return 0.0 if row.form == BY_GRADIENT else float(row.shape[1])
 
 
 def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> tuple[list[list[float]], float, float]:
     """Fit the efficiency of matrix products.
 
-    Returns the curve of shares of the peak by FLOPs, the inner dim at which the rate is half, and the share of the
-    rate with odd row lengths.
+    Returns three values: the reached share of peak FLOP/s as a curve over the FLOPs of the product, the inner dim at
+    which half of it is reached, and the factor of the rate if rows have an odd length.
 
     Args:
         usual: the dtype of the curve.
@@ -126,9 +126,7 @@ def _share_at(flops: float, points: Sequence[Sequence[float]]) -> float:
 def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Fit the head width at which attention has half the rate of products, and the causal tile size.
 
-    The tile size is in queries.
-
-    The fit is least squares of relative errors over forward and backward.
+    The tile size is a number of queries. The fit is least squares of relative errors over forward and backward.
 
     Args:
         peak: peak FLOP/s.
@@ -154,7 +152,7 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
     """Subtract the launch from the seconds of calls. Each keeps at least a tenth of its time.
 
-    A library's small operator may take less than the measured launch.
+    A small operator of a library can take less than the measured launch.
     """
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
@@ -172,7 +170,7 @@ def optimizer(rows: Iterable[Measured], rate: float) -> float:
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """Return points [bytes, share of memory bandwidth] of operators without matrix products.
+    """Return points [bytes, share of memory bandwidth] of memory-bound operators.
 
     They are means over kinds of operators.
 

@@ -1,6 +1,6 @@
 """Measurements of this machine: matrix products, memory, launch overhead and collectives.
 
-All ranks measure at once, as they compute at once in a step.
+All ranks measure simultaneously, as they compute simultaneously in a step.
 
 `torch.utils.benchmark.Timer` times what one rank does alone on a CPU. With one thread it uses that thread's CPU time,
 which other processes do not affect. On a GPU many calls run in a row, as a CUDA graph. Every measurement is repeated
@@ -89,11 +89,11 @@ class Bench:
         return self.process.device
 
     def tasks(self) -> list[Task]:
-        """Return all measurements, equal on every rank, each with a function that makes it once."""
+        """Return all measurements, equal on every rank, each with a function that runs it once."""
         return [*self.products(), *self.memory(), *self.launches(), *self.of_gpus(), *self.collectives()]
 
     def alone(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call without communication. All ranks start at once."""
+        """Return the seconds of a call without communication. All ranks start it simultaneously."""
         if self.device.type == "cuda":
             return self.on_gpu(lambda _: call, self.effort.run_s)
         self.barrier()
@@ -137,7 +137,7 @@ class Bench:
                 yield what, partial(self.after, other, maker)
 
     def after(self, other: Maker, maker: Maker) -> float:
-        """Return the seconds of a call each time after another call has run."""
+        """Return the seconds of a call that always runs after another call."""
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:
@@ -219,7 +219,7 @@ class Bench:
         return run
 
     def launches(self) -> Iterator[Task]:
-        """Yield measurements of an operator on one value, forward and backward, as autograd issues them."""
+        """Yield measurements of an operator on one value, forward and backward, as autograd launches it."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device, requires_grad=True)

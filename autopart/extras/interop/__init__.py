@@ -1,4 +1,4 @@
-"""Plans in the formats of other tools, and pins from theirs (`Plan.export`, `autopart.pins_from`)."""
+"""Conversion between plans and the formats of other tools (`Plan.export`, `autopart.pins_from`)."""
 
 from autopart.extras.interop.formats import export, pins_from
 

@@ -50,11 +50,11 @@ _WEIGHTS = {
 def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
     """Return a plan in the format of another tool: a dict, for "megatron" a string.
 
-    The plan must be made by autopart (with pins, not by an edit): the consequences of its layouts are read from it.
+    The plan must be made by autopart, not edited by hand: its collectives and stages must match its layouts.
 
     Args:
         to: "transformers", "parallelize_module", "pipelining" or "megatron".
-        model: the plan's model, possibly on `meta`. The first two formats need it, to tell modules by class.
+        model: the plan's model, possibly on `meta`. The first two formats need it, to see the class of each module.
     Raises OptionError for another format; LayoutError or StageError for a plan that the format cannot express.
     """
     if to not in _FORMATS:
@@ -63,8 +63,8 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
     beyond = (*mesh.along("positions"), *mesh.along("experts"))
     if beyond:
         raise LayoutError(
-            f"the format {to!r} cannot say what is cut over {' and '.join(beyond)}",
-            why="it has layouts of weights, or stages, and none of positions or of rows at their experts",
+            f"the format {to!r} cannot express sharding over {' and '.join(beyond)}",
+            why="it describes layouts of weights, or stages, but not sequence or expert parallelism",
             hint="the plan's own JSON",
         )
     if to in ("pipelining", "megatron"):
@@ -79,7 +79,7 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
 
 
 def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """Return `{module: COLUMN | GATHERED | ROW | WHOLE}` of every linear and embedding module, in order."""
+    """Return {module: COLUMN, GATHERED, ROW or WHOLE (replicated)} of every linear and embedding module."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
@@ -94,7 +94,7 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
     _check_collectives(plan)
     if plan.axes_in_parts:
         over = plan.axes_in_parts[0]
-        warnings.warn(f"the format leaves out that parameters are sharded over {over}: apply fully_shard", stacklevel=4)
+        warnings.warn(f"the format has no ZeRO sharding over {over}: apply fully_shard yourself", stacklevel=4)
     kept = _kept_in_shards(roles)
     return {path: GATHERED if role == COLUMN and path not in kept else role for path, role in roles.items()}
 
@@ -115,7 +115,7 @@ def _check_sayable(
         why = f"{size} is not a multiple of tp={tp}, and the format has no shards of unequal sizes"
     if why:
         raise LayoutError(
-            f"the format cannot say that '{pattern_of(name)}' is {place}", why=why,
+            f"the format cannot express '{pattern_of(name)}' as {place}", why=why,
             where=plan.where("parameters", pattern_of(name)),
             hint=f"a plan with pins={{'{pattern_of(name)}': {{'tp': 'R'}}}}",
         )  # fmt: skip
@@ -124,21 +124,21 @@ def _check_sayable(
 def _check_collectives(plan: Plan) -> None:
     """Raise LayoutError if activations are gathered or exchanged.
 
-    These formats only know all-reduces of row-parallel outputs, and of the gradients of column-parallel inputs.
+    These formats can only express all-reduces of row-parallel outputs and of gradients of column-parallel inputs.
     """
     for row in plan.collectives:
         other = [kind for kind in (row.forward, row.backward) if kind not in ("", "all_reduce")]
         if row.axis == "tp" and row.per == "microbatch" and other:
             raise LayoutError(
-                f"the format cannot say the {other[0]} in {row.where}",
-                why="it knows column-parallel modules followed by row-parallel ones",
+                f"the format cannot express the {other[0]} in {row.where}",
+                why="it only describes column-parallel modules followed by row-parallel ones",
                 where=plan.where("collectives", row.where),
                 hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or for the modules around it",
             )  # fmt: skip
 
 
 def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
-    """Return the column-parallel modules whose output a row-parallel module reads in shards.
+    """Return the column-parallel modules whose output stays sharded for a row-parallel module.
 
     That is the next module that is not column-parallel itself.
     """
@@ -174,7 +174,7 @@ def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
             by_pattern |= members
         else:
             raise LayoutError(
-                f"the format cannot say that modules of {pattern} differ",
+                f"the format cannot express different layouts for modules of {pattern}",
                 why=", ".join(f"{path} is {role}" for path, role in members.items()),
                 hint="a plan without pins for one of them",
             )  # fmt: skip
@@ -185,7 +185,7 @@ def _note_gathered(plan: Plan, roles: Mapping[str, str]) -> None:
     gathered = [pattern for pattern, role in roles.items() if role == GATHERED]
     if gathered:
         warnings.warn(
-            f"the format gathers the output of {', '.join(gathered)}, where the plan computes on in shards",
+            f"the format gathers the output of {', '.join(gathered)}, which stays sharded in the plan",
             stacklevel=4,
         )
 
@@ -201,7 +201,7 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _gather(kind: type, role: str) -> str:
-    """Return whether an output is gathered: that of an embedding sharded along its width always is."""
+    """Return COLUMN for an embedding with the role GATHERED, because its output is always gathered."""
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 
@@ -214,8 +214,8 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
     norms = _norms_of_shards(plan, model)
     if norms:
         raise LayoutError(
-            f"the format cannot say that {norms[0]} works on shards with a whole weight",
-            why="the gradient of its weight would be a part of the sum on every rank",
+            f"the format cannot express {norms[0]} on sharded values with a replicated weight",
+            why="the gradient of its weight would be a partial sum on every rank",
             hint="export('transformers'), which has replicated_with_grad_allreduce",
         )  # fmt: skip
     _note_gathered(plan, roles)
@@ -231,7 +231,7 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Return patterns of modules with replicated parameters on sharded operators (a norm of every head)."""
+    """Return name patterns of modules with replicated parameters that run on shards (a norm per head)."""
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -254,7 +254,7 @@ def stage_modules(plan: Plan) -> list[str]:
     """
     if tuple(stage["first"] for stage in plan.stages[1:]) != tuple(plan.cuts):
         raise StageError(
-            "the stages of the plan are not those of its cuts", why="the cuts were edited", where=plan.where("cuts"),
+            "the stages of the plan do not match its 'cuts'", why="the cuts were edited", where=plan.where("cuts"),
             hint="a plan with pins={'stages': {'cut_before': [...]}}",
         )  # fmt: skip
     modules = []
@@ -267,8 +267,8 @@ def stage_modules(plan: Plan) -> list[str]:
                 next((path for path in last if path.rpartition(".")[2].isdigit()), last[-1] if last else "")
             )
             raise StageError(
-                f"the format cannot say that stage {stage['stage']} begins with '{stage['first']}'",
-                why="that is inside a module, and the format cuts where modules begin",
+                f"the format cannot express that stage {stage['stage']} begins with '{stage['first']}'",
+                why="this is inside a module; in the format, stages begin with modules",
                 where=plan.where("cuts", stage["first"]),
                 hint=f"a plan with pins={{'stages': {{'together': [['{layers}']]}}}}",
             )  # fmt: skip
@@ -295,14 +295,14 @@ def _to_megatron(plan: Plan) -> str:
     """Return `Et*3|t*4L`: E the embedding, t a layer, L head and loss; stages in order, separated by `|`."""
     if plan.schedule.name in ("zbv", "dualpipev"):
         raise StageError(
-            f"the format cannot say the schedule {plan.schedule.name}",
-            why="its stages are placed in a V over the ranks, those of the format in a loop",
+            f"the format cannot express the schedule {plan.schedule.name}",
+            why="it places stages in a V over the ranks, the format places them in a loop",
             hint="schedule='interleaved_1f1b'",
         )  # fmt: skip
     stacks, layers = _layers(plan)
     if len(stacks) != 1:
         raise StageError(
-            "the format describes one stack of layers", why=f"the model has {', '.join(sorted(stacks)) or 'none'}",
+            "the format needs exactly one stack of layers", why=f"the model has {', '.join(sorted(stacks)) or 'none'}",
             hint="export('pipelining')",
         )  # fmt: skip
     (stack,) = stacks
@@ -312,10 +312,11 @@ def _to_megatron(plan: Plan) -> str:
         outside = not pattern.startswith(stack) and done in (0, _num_layers(layers))
         if pattern != stack and not outside:
             raise StageError(
-                f"the format cannot say that stage {number} begins with '{module}'",
-                why="it cuts between layers, behind the embedding and before the head", where=plan.where("cuts"),
+                f"the format cannot express that stage {number} begins with '{module}'",
+                why="its stage boundaries are between layers, after the embedding or before the head",
+                where=plan.where("cuts"),
                 hint=f"a plan with pins={{'stages': {{'together': [['{stack}']]}}}}",
-            )  # fmt: skip
+            )
         beginnings.append(done if outside else int(module.rpartition(".")[2]))
     edges = [0, *beginnings, _num_layers(layers)]
     stages = [_times(b - a) for a, b in pairwise(edges)]
@@ -385,7 +386,7 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if place is None:
             known = ", ".join(_WEIGHTS)
             raise OptionError(
-                f"'{name}' has the style {style!r}", why="it says more than how a weight is placed", hint=known
+                f"'{name}' has the style {style!r}", why="it describes more than the layout of a weight", hint=known
             )
         pins[f"{name}.weight"] = {"tp": str(place)}
     return {**pins, **({"stages": {"cut_before": cuts}} if cuts else {})}

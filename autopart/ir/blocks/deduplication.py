@@ -11,18 +11,16 @@ T = TypeVar("T")
 
 
 class NotDeduplicable(AutopartError):
-    """A request that a deduplicated trace cannot serve. The planner then uses the full trace."""
+    """Raised for a request that a deduplicated trace cannot serve. The planner then uses the full trace."""
 
 
 class DeduplicatedBlock(NamedTuple):
     """Block `number` of a chain, which represents the blocks `number` to `number + times - 1`.
 
-    The blocks of the chain are `path.0`, `path.1`, ...
+    The blocks of the chain are `path.0`, `path.1`, ... Later blocks keep their names.
 
-    Later blocks keep their names.
-
-    >>> fold = Fold("model.layers", 3, 10)
-    >>> fold.original("model.layers.7.mlp.up.weight"), fold.original("model.layers.13.mlp.up.weight")
+    >>> chain = DeduplicatedBlock("model.layers", 3, 10)
+    >>> chain.original("model.layers.7.mlp.up.weight"), chain.original("model.layers.13.mlp.up.weight")
     ('model.layers.3.mlp.up.weight', 'model.layers.13.mlp.up.weight')
     """
 
@@ -38,7 +36,7 @@ class DeduplicatedBlock(NamedTuple):
         return f"{self.path}.{self.number}{rest}"
 
     def later(self, name: str, blocks: int) -> str:
-        """Return the corresponding name so many blocks later, for a name in the representing block."""
+        """Return the name that corresponds to `name` in the block `blocks` later."""
         number, rest = self._placed(name)
         return name if number != self.number else f"{self.path}.{number + blocks}{rest}"
 
@@ -78,7 +76,10 @@ def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
 
 
 def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
-    """Return the corresponding name so many blocks later, for a name in a block that represents several."""
+    """Return the name that corresponds to `name` in the block `blocks` later.
+
+    A name outside of representing blocks is returned unchanged.
+    """
     for fold in folds:
         name = fold.later(name, blocks)
     return name
@@ -92,7 +93,7 @@ def expand_blocks(
     Args:
         items: objects that each belong to a name in the graph.
         name: returns the name of an item.
-        at: returns the corresponding item so many blocks later.
+        at: returns the corresponding item in the block that many blocks later.
 
     Raises NotDeduplicable if the items of such a block are not consecutive.
     """

@@ -1,7 +1,7 @@
 """Buckets of parameters: one collective per block of a model, overlapped with compute.
 
 A bucket contains consecutive parameters of one repeated block, in the order in which a stage reads them. Blocks smaller
-than `LEAST_BYTES` share a bucket, and a larger block may be split. The parameters that are read first are split most:
+than `LEAST_BYTES` share a bucket, and a larger block can be split. The parameters that are read first are split most:
 their gradients come last, when little compute remains to overlap with. A large gradient that is all-reduced waits for
 no other gradient. (Li et al. 2020, arXiv:2006.15704, section 3.2, motivates buckets; Zhao et al. 2023,
 arXiv:2304.11277, section 3.3, blocks.)
@@ -56,7 +56,7 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Number the runs of consecutive parameters of one block. Return the run of each parameter.
+    """Number the runs of consecutive parameters of one block. Return the run number of each parameter.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]
@@ -118,7 +118,7 @@ def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
 def alike(
     tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
 ) -> list[tuple[str, ...]]:
-    """Bucket tensors by dtype and by {name: kind}, regardless of blocks. Return the names of each bucket."""
+    """Bucket tensors of equal dtype and `kind`, across block boundaries. Return the names of each bucket."""
     kind_and_dtype = {name: (kind[name] if kind else None, tensor.dtype) for name, tensor in tensors.items()}
     rows = list[tuple[str, ...]]()
     for names in kinds(list(tensors), kind_and_dtype):

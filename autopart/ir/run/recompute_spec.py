@@ -46,7 +46,7 @@ def parse_recompute(recompute: Any) -> Recompute:
 def recompute_mode_of(recompute: Recompute, block: str) -> RecomputeMode:
     """Return the recompute mode of a block by its name; pass "" for operators outside of blocks.
 
-    >>> word_of({"h.[0-3]": "full", "*": "selective"}, "h.4")
+    >>> recompute_mode_of({"h.[0-3]": "full", "*": "selective"}, "h.4")
     'selective'
     """
     if isinstance(recompute, str):

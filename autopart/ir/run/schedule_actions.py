@@ -27,7 +27,9 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the ordered actions of each `pp` coordinate. One stage: forward, backward per microbatch.
+    """Return the ordered actions of each `pp` coordinate.
+
+    With one stage these are forward and backward of each microbatch.
 
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -61,7 +63,7 @@ def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
 
 
 class PeakActivations(NamedTuple):
-    """Peak memory of saved activations: its bytes, and the microbatches then in flight by stage."""
+    """Peak bytes of saved activations, and the microbatches in flight on each stage at the peak."""
 
     size_bytes: int
     in_flight: dict[int, int]
@@ -123,7 +125,7 @@ def peak_stage_bytes(order: tuple[Action, ...], stages: Mapping[int, StageBytes]
     Args:
         order: the actions of the rank.
         stages: memory of each stage.
-        gradients: bytes of the gradients of all the rank's weights. Two of its stages may share some.
+        gradients: bytes of the gradients of all the rank's weights. Two of its stages can share some.
     """
     with_gradients: set[int] = set()
     peak = 0

@@ -1,9 +1,11 @@
-"""Pipeline schedules, and how many stages and microbatches each can run. Arithmetic only."""
+"""Pipeline schedules, and the numbers of stages and microbatches that each can run, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from autopart.common.extras import load_extra
 from autopart.errors import OptionError, StageError
 
 SINGLE_STAGE = ("gpipe", "1f1b", "1f1b_2bw")
@@ -21,7 +23,7 @@ SIMPLER = {"1f1b": "gpipe", "1f1b_2bw": "gpipe", "dualpipev": "zbv"}
 
 
 def schedule_named(name: str) -> str:
-    """Return the schedule of a name in any case and spelling (torch, papers), else the name itself.
+    """Return the schedule that a name in any case or spelling (torch, papers) means, else the name itself.
 
     >>> schedule_named("1F1B"), schedule_named("Interleaved-1F1B"), schedule_named("ScheduleGPipe")
     ('1f1b', 'interleaved_1f1b', 'gpipe')
@@ -35,8 +37,13 @@ def _letters(name: str) -> str:
 
 
 def versions_of(schedule: str | None) -> int:
-    """Return how many versions of its weights, and of the inputs of a batch, a rank stores."""
+    """Return how many versions of its weights, and of a batch's inputs, a rank holds under a schedule."""
     return 2 if schedule in DELAYED else 1
+
+
+def schedule_extra(schedule: str | None) -> Any:
+    """Import and return the package that runs a schedule of `DELAYED`, None for other schedules."""
+    return load_extra("pipedream_2bw") if schedule in DELAYED else None
 
 
 def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
@@ -71,7 +78,7 @@ def check_compile(compile: object, schedule: str | None) -> None:
 
 
 def check_precision(schedule: str | None, precision: str | None) -> None:
-    """Raise StageError for a schedule that does not scale the loss."""
+    """Raise StageError for fp16 with a schedule that cannot scale the loss."""
     if schedule in DELAYED and precision == "fp16":
         raise StageError(f"schedule='{schedule}' with precision='fp16'",
                          why="the previous batch would determine the loss scale",

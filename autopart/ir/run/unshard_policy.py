@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.errors import OptionError
 from autopart.ir.collective_nodes import autopart_operator, axis_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
@@ -39,8 +38,8 @@ def storing_axes(program: Program) -> list[str]:
 class ParameterGather(NamedTuple):
     """All-gather of a parameter: its operator, axis and dim.
 
-    `size`, `sections`: those of the dim in the rank's shard over the other axes. `dtype`, `grad_dtype`: in mixed
-    precision, dtypes of the unsharded parameter and of the gradient reduction.
+    `size`, `sections`: of the gathered dim (other axes can still shard it). `dtype`, `grad_dtype`: in mixed precision,
+    dtypes of the unsharded parameter and of the gradient reduction.
     """
 
     operator: str
@@ -53,7 +52,7 @@ class ParameterGather(NamedTuple):
 
 
 def gather_of(node: fx.Node) -> ParameterGather:
-    """Return how a node gathers a parameter."""
+    """Return the all-gather of a parameter that a node runs."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
     return ParameterGather(str(autopart_operator(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
@@ -79,27 +78,6 @@ def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, P
     }
 
 
-def check_full_gradients(program: Program) -> None:
-    """Raise OptionError if a `dp_sync` method needs the full gradient of a parameter gathered per use."""
-    needs_full_gradient = [name for name, one in program.parameters.items() if one.unsharded_to_sync(program.mesh)]
-    if not needs_full_gradient:
-        return
-    graphs, gathers_for_step = (
-        [stage.graph.graph for stage in program.stages],
-        unsharded_for_step(program, program.stages),
-    )
-    read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
-    gathered_per_use = [name for name in needs_full_gradient if name in read and name not in gathers_for_step]
-    if gathered_per_use:
-        sync = program.dp_sync
-        rest = str(sync) if sync.only else f"*={sync}"
-        raise OptionError(
-            f"dp_sync='{sync}' with zero=1 for '{gathered_per_use[0]}'",
-            why="it is read in more than one layout, so every use gathers its shards and reduces its gradient",
-            hint=f"zero=0, or an exact sum: dp_sync='{gathered_per_use[0]}=all_reduce,{rest}'",
-        )
-
-
 def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False) -> list[list[fx.Node]]:
     """Group the parameter gathers that run as one collective, in order.
 
@@ -107,8 +85,8 @@ def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alon
 
     Args:
         nodes: the gathers.
-        kind: returns what else must be equal for the parameter of a node: its dtype, the axes of its gradient
-        reduction. alone: put each gather in a group of its own.
+        kind: returns what else must be equal in a group, such as dtype and gradient axes of the parameter.
+        alone: put each gather in a group of its own.
     """
     if alone:
         return [[node] for node in nodes]

@@ -109,7 +109,10 @@ def first_mismatch(
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
-    """Return the first wrong value of the step, else of the call, else the worst parameter."""
+    """Return the first wrong value of a training step, else of a forward call, else a wrong gradient.
+
+    The wrong gradient is that of the parameter with the largest error.
+    """
     step = _MismatchSearch(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
     if first is None and subject.loss is not None:
@@ -275,7 +278,7 @@ class _MismatchSearch:
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _broken(self, failure: Exception) -> Mismatch:
-        """Return a mismatch for the operator after the last value that was computed."""
+        """Return a mismatch for the operator that raised: the one after the last computed value."""
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
@@ -324,7 +327,7 @@ def entries_of(
 
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the number of ranks of an axis or flattened axes, and the shard index at these coordinates."""
+    """Return the size of an axis (or of flattened axes), and the index on it at these coordinates."""
     ranks, index = 1, 0
     for part in mesh_axes_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]

@@ -116,9 +116,9 @@ class _FaultSearch:
 
 
 class _Planted:
-    """An arrangement that records if its fault could be planted in a part.
+    """An arrangement that records whether its fault could be planted in a part of the graph.
 
-    A fault that needs an absent value raises, which proves nothing about the part.
+    A fault that needs a value outside the part raises, which proves nothing about the part.
     """
 
     def __init__(self, arrangement: Arrangement):

@@ -125,7 +125,9 @@ class Builder:
         """
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
-            raise LayoutError(f"'{name}' cannot be recorded as {layout[ROWS]}", why="rows are picked in one piece")
+            raise LayoutError(
+                f"'{name}' cannot be recorded as {layout[ROWS]}", why="samples are recorded as one contiguous range"
+            )
         node = self.weight(_RECORDED + name, tensor)
         facts(node)["hidden"] = True
         partial = [over for over, place in layout.items() if place == P]
@@ -151,7 +153,10 @@ class Builder:
     def _in_parts(
         self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """Make a value a partial sum over the batch or one axis. `others`: its placements on all other axes."""
+        """Turn a value into partial sums over the batch or one axis.
+
+        `others`: its placements on all other axes.
+        """
         num_parts = self.parts[over]
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
         shares = (7 * shares).sin().reshape(num_parts, *tensor.shape)
@@ -232,7 +237,7 @@ def _what(node: fx.Node, subgraph: Subgraph) -> str:
 
 
 def _below(tensor: Tensor) -> str:
-    """Return the exclusive upper bound of random integers: one above the largest entry."""
+    """Return ` below 8`, the exclusive bound of an integer tensor's entries; "" for other dtypes."""
     counts = not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel()
     return f" below {max(int(tensor.max()), 0) + 1}" if counts else ""
 
@@ -268,7 +273,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """Return the axes, single and flattened, over which parameters may be sharded."""
+    """Return the axes, single and flattened, over which parameters can be sharded."""
     return [*mesh.chosen, *mesh.storing()]
 
 
@@ -291,7 +296,9 @@ class _Parser:
         head, *self.lines = [line for line in lines if line and not line.startswith("#")]
         options = dict(field.partition(" ")[::2] for field in head.split(" | "))
         if "mesh" not in options:
-            raise PlanError("a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2")
+            raise PlanError(
+                "the text of a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2"
+            )
         self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
         microbatches, stages = (int(options.get(name, 1)) for name in ("microbatches", "stages"))

@@ -1,4 +1,4 @@
-"""Proof of a sharding rule by execution: its claims hold, and it claims all that holds."""
+"""Proof of a sharding rule by execution: every claimed sharding is right, and no right one is missing."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
     """Return the annotated trace of one operator call, whose tensors are parameters, and these parameters.
 
-    Values in the trace are real: `val` is the computed tensor.
+    A tensor that is passed twice is one parameter. Values in the trace are real: `val` is the computed tensor.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
+    node_of: dict[int, fx.Node] = {}
 
     def read(argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
+        if id(argument) not in node_of:
+            node_of[id(argument)] = parameter(argument)
+        return node_of[id(argument)]
+
+    def parameter(argument: Tensor) -> fx.Node:
         name = f"p{len(weights)}"
         weights[name] = nn.Parameter(argument.detach().clone(), requires_grad=argument.requires_grad)
         node = graph.get_attr(name)
@@ -72,7 +78,10 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Split every dim of the outputs like a fused projection, so that analysis requests all sections."""
+    """Append calls that split each output dim (as after a fused q/k/v projection).
+
+    The rule is then also tried with shards by section.
+    """
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
         for node in outputs:

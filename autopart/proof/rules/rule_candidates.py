@@ -1,8 +1,9 @@
-"""Search for shardings of an operator that hold, by brute force: what a sharding rule could claim.
+"""Search for all valid shardings of an operator by brute force: what a sharding rule could claim.
 
-No rule is read here. Every combination of input placements runs on two ranks. Its outputs are recombined in every
-possible way and compared with the operator on full inputs, and so are its gradients. A sharding that holds twice, with
-different values and shard sizes, holds. The idea is that of `torch.distributed.tensor`'s strategy validation.
+Existing rules are not used. Every combination of input placements runs on two ranks. The outputs are recombined in
+every possible way and compared with the operator on full inputs, and so are the gradients. A sharding counts as valid
+if it is right twice, with different values and shard sizes. The idea is that of `torch.distributed.tensor`'s strategy
+validation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Edit = Callable[[Any, int, int], Any]
 
 @dataclass(frozen=True)
 class Possibility:
-    """Placements on two ranks that hold.
+    """Placements of inputs and outputs on two ranks with which an operator is right.
 
     `inputs` has every valid placement of each input (`R`, `R(grad P)`).
     """
@@ -55,11 +56,11 @@ class Possibility:
 
 
 def candidates(node: fx.Node) -> Iterator[Possibility]:
-    """Yield the shardings of this call that hold on two ranks, except the replicated one.
+    """Yield the valid shardings of this call on two ranks, except the replicated one.
 
-    `val` of its inputs must be real tensors. Tried are all combinations of replicated and sharded inputs, and of
-    replicated inputs and partial sums. The call's integers are tried as they are, then scaled to a shard (one at a
-    time, or a list of integers together).
+    `val` of its inputs must be real tensors. All combinations of replicated and sharded inputs are tried, and of
+    replicated inputs and partial sums. The call's integers are tried unchanged, then scaled to a shard (one at a time,
+    or a list of integers together).
     """
     values = [value(source) for source in tensor_inputs(node)]
     # Sparse tensors are never sharded.
@@ -126,9 +127,9 @@ class _Trial:
     def holding(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """Run the operator on shards of these placements; return what holds.
+        """Run the operator on inputs with these placements, and return the valid output placements.
 
-        Keys are placements of the outputs, values the valid placements of each input.
+        They are the keys; each value has the valid placements of every input (such as `R` and `R(grad P)`).
         """
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
@@ -193,7 +194,10 @@ def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -
 
 
 def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
-    """Return the two ranks' shards of a value; the full value for other placements."""
+    """Return a value's shards on two ranks, or the value twice if it is replicated.
+
+    `part`: the fraction of the value on the first rank.
+    """
     if not place.is_shard:
         return [whole, whole]
     numerator, denominator = part
@@ -223,7 +227,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Return True if the two ranks' values are shards of this value, with this placement."""
+    """Return True if the two ranks' values are a full value in this placement."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:
@@ -266,5 +270,5 @@ def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> An
     if isinstance(arguments, (list, tuple)):
         return [_scaled(a, numerator, denominator, ()) for a in arguments]
     if arguments * numerator % denominator:
-        raise ValueError(f"{arguments} times {numerator}/{denominator}")
+        raise ValueError(f"{arguments} times {numerator}/{denominator} is not an integer")
     return arguments * numerator // denominator

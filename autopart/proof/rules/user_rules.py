@@ -32,7 +32,7 @@ def rule(
 
     The operator is a `torch.library` operator of the user, or one of torch's that has no rule. A line names the dims of
     every tensor input and output. Dims with one name run over the same indices. `...` stands for any dims, `(g r)` for
-    one dim that holds two factors, the outer one first. autopart may run the operator on shards of any one factor, with
+    one dim that holds two factors, the outer one first. autopart can run the operator on shards of any one factor, with
     its other arguments unchanged. Inputs without the factor are replicated.
 
     Args:
@@ -40,7 +40,7 @@ def rule(
         lines: one line; several for calls with different numbers of tensors or dims, tried in turn.
         sum: factors that an output lacks. Sharding them leaves a partial sum, which is reduced. All must be named.
         whole: factors that must not be sharded.
-        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They may be partial sums together.
+        linear: sets of inputs in which the operator is linear, `[[0], [1]]`. They can be partial sums together.
         flops: factors whose product, doubled, is the FLOPs of the operator. It then is matrix work, to divide over
             `tp`.
     Raises:
@@ -69,7 +69,7 @@ def rule(
         )  # fmt: skip
     if operator not in REGISTERED and has_rule(operator):
         raise RuleError(
-            f"{operator} has a rule already", why="it is one of autopart's own", hint="nothing to register",
+            f"{operator} has a rule already", why="it is built into autopart", hint="nothing to register",
         )  # fmt: skip
     REGISTERED[operator] = new_rule
 
@@ -145,9 +145,12 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
         stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} has {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
-            hint=f"sum='{' '.join(lacking)}', or whole= for what may not be sharded" if lacking else "leave sum out",
-        )  # fmt: skip
+            f"the rule of {operator} has {stated}",
+            why=f"{names}; sharding a factor that an output lacks leaves a partial sum",
+            hint=f"sum='{' '.join(lacking)}', or whole= for factors that cannot be sharded"
+            if lacking
+            else "leave sum out",
+        )
 
 
 def _check_signature(operator: str, new_rule: Rule) -> None:
@@ -170,7 +173,7 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 
 
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
-    """Return True if the schema allows so many input and output tensors (lists hold any number)."""
+    """Return True if the schema accepts these numbers of input and output tensors (lists take any number)."""
     inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
     many = any("List" in kind and "Tensor" in kind for kind in inputs)
     least = sum(kind == "Tensor" for kind in inputs)
@@ -214,14 +217,13 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     """Prove the rule of an operator by running it on an example call, in this process.
 
     Every sharding that the rule claims runs on two and on three ranks. Its outputs and gradients are compared with the
-    operator on full inputs. Then every possible sharding is tried on two ranks, and those that hold but are not claimed
-    are listed. For an operator without a rule, this is what a rule could claim.
+    operator on full inputs. Then every possible sharding is tried on two ranks, and valid ones that the rule does not
+    claim are listed. For an operator without a rule, this is what a rule could claim.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.
-        args, kwargs: the call. Use small tensors with distinct values, float64 if possible, and different dim sizes
-        that
-            2 and 3 divide (6, 12, 24). Floating-point tensors get gradients.
+        args, kwargs: the call. Use small tensors with distinct values, float64 if possible. Use different dim sizes,
+            each divisible by 2 and 3 (6, 12, 24). Floating-point tensors get gradients.
     Raises:
         RuleError: no such operator, or a rule that does not fit the call.
 

@@ -1,8 +1,8 @@
 """Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
 
-Blocks of one kind (equal class, equal shapes) are right or wrong together, so a few represent all. Two are kept of
-every run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. The
-config that the model is made from gives smaller sizes (`smaller_config.py`).
+If one block is right, so are all blocks of equal class and shapes; so a few represent all. The copy has two of every
+run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. Smaller sizes
+come from the config with which the model is made (`smaller_config.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScaledCopy:
     """A reduced copy of a model.
 
     Args:
-        kept: by path of a container of blocks, the indices of the kept blocks and the original number of blocks.
+        kept: {path of a list of blocks: (indices of the blocks in the copy, original number of blocks)}.
         is_random: the weights are random.
         changes: changed sizes of the config.
         call: how calls are reduced: (vocabulary, divisor of the sequence length, number of ranks).
@@ -88,7 +88,7 @@ class ScaledCopy:
         return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
-        """Convert a plan of the model to the copy: its entries for kept blocks, with new stage boundaries."""
+        """Convert a plan of the model to the copy: the entries of its blocks, with new stage boundaries."""
         nodes = list(operators(traced.graph))
         known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
@@ -146,7 +146,7 @@ ONE_PASS = VerifyLoad()
 
 
 def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
-    """Return a copy of `model` with the fewest repeated blocks that show every kind.
+    """Return a copy of `model` with the fewest repeated blocks that include every kind of block.
 
     Weights of other blocks are not copied; weights on the meta device become random. A container stays complete if the
     model does not run on `arguments` without some of its blocks. If the copy exceeds a fair share of the free memory,
@@ -169,10 +169,8 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
 def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
     """Return a copy for each kind of block, without the other kinds in its container.
 
-    Each is smaller than one with all.
-
-    Weights on the meta device stay there. Raises InputError if a copy does not fit, or the model does not run without
-    the other kinds.
+    Each copy is smaller than one with all kinds. Weights on the meta device stay there. Raises InputError if a copy
+    does not fit, or the model does not run without the other kinds.
     """
     free, copies = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
@@ -214,9 +212,9 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """Return the copy with fewer full-size blocks, and its estimate; None if it exceeds free memory.
+    """Return a copy with fewer blocks of unchanged sizes, and its estimate; None if it exceeds `free`.
 
-    Weights on the meta device need not be materialised.
+    Weights on the meta device get no values here.
     """
     repeated = dict(_repeated(model))
     is_random = any(p.is_meta for p in model.parameters())
@@ -240,7 +238,7 @@ def _with_fewer_blocks(
                 continue
             raise
         return ScaledCopy(copied, kept, is_random), needed
-    raise AssertionError("no attempt keeps all blocks")
+    raise AssertionError("the last attempt must keep all blocks")
 
 
 def _with_smaller_sizes(
@@ -359,7 +357,7 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
     """Return True if a verification needs so little of the free memory that no estimate is necessary.
 
-    Activations are taken as six numbers per entry of the inputs and row of a weight.
+    Activations are estimated as six numbers for each input entry and each row of a weight.
     """
     parameters = list(model.parameters())
     entries = sum(value.numel() for value in arguments.values() if isinstance(value, Tensor))
@@ -397,7 +395,7 @@ def check_memory(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoa
 def blocks_to_keep(kinds: Sequence[Any]) -> tuple[int, ...]:
     """Return the indices of the blocks to keep: at most two periods of each repetition.
 
-    >>> fewest("AAAA"), fewest("ABBBB"), fewest("ABABABAB")
+    >>> blocks_to_keep("AAAA"), blocks_to_keep("ABBBB"), blocks_to_keep("ABABABAB")
     ((0, 1), (0, 1, 2), (0, 1, 2, 3))
     """
     options = [
@@ -428,7 +426,7 @@ def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
 
 
 def _kind(block: nn.Module) -> tuple:
-    """Return a key that is equal for blocks that are right or wrong together."""
+    """Return a key of classes, shapes and settings. Of blocks with equal keys, one needs to be verified."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     modes = tuple(

@@ -52,7 +52,7 @@ LADDER = (
 
 
 def is_scalable(config: Any) -> bool:
-    """Return True if a config has the sizes listed here and no nested config of another model."""
+    """Return True if a config has the sizes listed in this file and no nested config of another model."""
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return False
     return _first(config, WIDTHS) is not None and _first(config, HEADS) is not None
@@ -89,7 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield new attention sizes: fewer heads as the mesh allows, narrower heads, and the new width."""
+    """Yield smaller attention sizes of a config: the number of heads, their width, and the total width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(
@@ -122,8 +122,8 @@ def _remains(size: int, other: int, num_ranks: int) -> bool:
 def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
     """Return a size about `divisor` times smaller, with an equal remainder by the number of ranks.
 
-    >>> alike(50257, 16, 8, 256), alike(14336, 4, 8, 64), alike(100, 4, 8, 256)
-    (3145, 3584, 100)
+    >>> [scaled_size(size, 4, 8, 256) for size in (50257, 14336, 100)]
+    [12569, 3584, 100]
     """
     target = max(size // divisor, smallest)
     return size if target >= size else size - num_ranks * ((size - target) // num_ranks)

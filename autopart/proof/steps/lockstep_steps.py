@@ -46,7 +46,7 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """Results of a step's backward on one side, with clipped gradients."""
+    """Losses, gradient norms, loss scales and skipped steps, by rank, of one step after clipping."""
 
     losses: dict[int, Tensor]
     norms: dict[int, Tensor]
@@ -211,7 +211,7 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _DelayedGradients:
-    """Delay of gradients by one batch, as under PipeDream-2BW."""
+    """Delay of gradients by one batch, as under `schedule="1f1b_2bw"` (PipeDream-2BW)."""
 
     def __init__(self) -> None:
         self.previous_grads: dict[int, Tensor | None] = {}
@@ -240,8 +240,11 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
         plan = arrangement.plan
         late = _DelayedGradients() if plan is not None and plan.schedule.name in DELAYED else None
         if late is not None and training.scaler is not None:
-            raise OptionError("a scaler with schedule='1f1b_2bw'", why="the gradient of a step is of an earlier scale",
-                              hint="precision='bf16', or schedule='1f1b'")  # fmt: skip
+            raise OptionError(
+                "scaler= cannot be combined with schedule='1f1b_2bw'",
+                why="the gradient of a step was computed with an earlier loss scale",
+                hint="precision='bf16', or schedule='1f1b'",
+            )
         for step in range(1, training.steps + 1):
             phase(f"training step {step} of {training.steps}")
             of_step, program = calls.of(step)
@@ -279,7 +282,7 @@ class _TracedBatches:
         }
 
     def of(self, step: int) -> tuple[GraphUnderTest, Program]:
-        """Return the subject and program of a step, with the inputs and random seed of that step."""
+        """Return the graph and the program of a step, with the inputs and random seed of that step."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
         if key not in self.cache:

@@ -59,7 +59,7 @@ def read_training(
 ) -> Training | None:  # fmt: skip
     """Validate the training options of `verify`. Return None if there are none.
 
-    With a `loss_fn` a batch may contain its `target`. Raises OptionError and InputError for invalid options.
+    With a `loss_fn` a batch can contain its `target`. Raises OptionError and InputError for invalid options.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None
@@ -108,7 +108,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise OptionError(
             f"{name} cannot be verified in training steps",
             why="its step needs a closure that runs the model again, which verify() cannot provide",
-            hint="an optimizer whose step() takes nothing, such as torch.optim.AdamW",
+            hint="an optimizer whose step() needs no closure, such as torch.optim.AdamW",
         )
 
 
@@ -128,7 +128,7 @@ def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
     if scaler is True:
         return dict(SCALER_DEFAULTS)
     if not hasattr(scaler, "get_growth_interval"):
-        raise OptionError(f"scaler={scaler!r} is not a scaler of losses",
+        raise OptionError(f"scaler={scaler!r} is not a loss scaler",
                           hint='True, {"init_scale": 1024.0}, or a torch.amp.GradScaler')  # fmt: skip
     if not scaler.is_enabled():
         return None

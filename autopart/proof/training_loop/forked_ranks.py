@@ -1,6 +1,7 @@
 """Forked processes for the proof of a training function, which then needs no name, file or pickling.
 
-Each child ends with a report. A child that raises, exits or does not report ends all, so no process waits forever.
+Each child ends with a report. If a child raises, exits or sends no report in time, all children are stopped, so no
+process waits forever.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def run_forked(
         where: returns the line of the user's code that an exception comes from.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise RuntimeSetupError("verify_loop() needs processes that are forked", why="this system has none",
-                                hint="Linux")  # fmt: skip
+        raise RuntimeSetupError(
+            "verify_loop() starts processes with os.fork", why="this operating system does not have it", hint="Linux"
+        )
     context = multiprocessing.get_context("fork")
     store = tempfile.mktemp(dir=folder) if connected else ""
     children: dict[int, tuple[Any, Connection]] = {}

@@ -213,7 +213,10 @@ class EventComparison:
                 add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
 
     def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace entries whose gradients are only rounding by those of one process, also in the model."""
+        """Replace weight entries whose gradient is only rounding error by those of the single-process run.
+
+        They are replaced in the model too, so that later events are comparable.
+        """
         equal = {
             name: torch.where(where, expected[name].to(actual[name]), actual[name])
             for name, where in self.rounding.items()

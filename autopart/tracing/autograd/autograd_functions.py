@@ -53,9 +53,9 @@ _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it 
 class UserFunction:
     """A Function with all arguments fixed but its tensors.
 
-    `arguments`: of the call, with `Tensor` for each tensor. `dtypes`: of the tensors that it was called with; if it
-    gets float64 instead, a proof computes in higher precision, and tensors that it creates are float64 as well.
-    `written`: indices of the tensors that it writes to, of which it gets copies.
+    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of these tensors; if
+    the Function later gets float64 instead (in `verify`), tensors that it creates are float64 as well. `written`:
+    indices of the tensors that it writes to; it gets copies of them.
     """
 
     function: Any
@@ -80,7 +80,7 @@ class UserFunction:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the wanted inputs; None for others, and if the Function returns none."""
+        """Return the gradients of the inputs that are marked in `wanted`, and None for the others."""
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
             outputs = _as_tuple(self.outputs(inputs))
@@ -117,7 +117,7 @@ class Examined:
     """Traces of a Function's forward and backward.
 
     `backward`: from tensors and output gradients to input gradients; None if no input needs one. `single`: it returns
-    one tensor and no tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
+    one tensor, not a tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
     """
 
     forward: fx.GraphModule
@@ -144,12 +144,12 @@ _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
 
 def made_for(node: fx.Node) -> Made | None:
-    """Return the Function of a node's operator; None if it represents none."""
+    """Return the Function that a node represents; None for any other node."""
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
 def name_function_nodes(graph: fx.Graph) -> None:
-    """Name the nodes of such operators after their Functions."""
+    """Name the nodes that represent Functions after their classes."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
@@ -202,7 +202,7 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the forward and backward of a Function of tensors alone as code.
+    """Return the traced forward and backward of a Function, whose arguments are all tensors, as code.
 
     Raises LostInTrace, as `apply_as_operator`.
     """
@@ -243,10 +243,10 @@ def _a(value: Any) -> str:
 
 
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
-    """Return the operator for this Function and signature. Registers a new one.
+    """Return the operator for this Function and signature, which is registered on first use.
 
-    Its name and overload are equal in every process: they consist of names, values and shapes. A class is numbered
-    only if its name is that of another class of this process.
+    Its name and overload consist of names, values and shapes, so they are equal in all processes. A class gets a number
+    only if another class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])
@@ -354,7 +354,7 @@ def _returned(trace: fx.GraphModule) -> Sequence[Any]:
 
 
 def _without_views(trace: fx.GraphModule) -> None:
-    """Remove views of a tensor as one of its own shape, and unused calls."""
+    """Remove views that do not change the shape, and unused calls."""
     for node in _calls(trace):
         if operator_name(node) in _VIEWS and value(node).shape == value(node.args[0]).shape:
             node.replace_all_uses_with(node.args[0])

@@ -1,7 +1,7 @@
-"""`torch.cond` in a forward: both branches are computed, and the condition selects.
+"""`torch.cond` in a forward: both branches are computed, and the condition selects the result.
 
-The branch that is not selected must contribute no gradient, even if its own is infinite or NaN, which a product with
-zero would keep. So the inputs of a branch get a gradient from it only if it is selected.
+The branch that is not selected must contribute no gradient. Multiplying its gradient by zero is not enough, because it
+can be infinite or NaN. So the inputs of a branch get a gradient from it only if it is selected.
 """
 
 from __future__ import annotations

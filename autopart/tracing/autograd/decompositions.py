@@ -31,9 +31,9 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Decompose bags as summed rows of a table. Torch's operator hides which rows belong to which bag.
+    """Decompose `F.embedding_bag` into look-ups and a sum per bag.
 
-    The gradient of the table is dense.
+    Torch's operator hides which rows belong to which bag. The gradient of the table is dense.
     """
     if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
@@ -64,7 +64,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute the loss with autopart's operator: torch's allocates value-dependent tables."""
+    """Compute the CTC loss with autopart's operator. Torch's operator allocates data-dependent tables."""
     if log_probs.ndim == 2:
         lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
         row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
@@ -77,10 +77,10 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Sum consecutive bags, given their offsets: every row is added to its bag.
+    """Sum the rows of each bag, given the bags' start offsets.
 
     Args:
-        counted: whether a row counts for a mean.
+        counted: for each row, whether it counts in the divisor of a mean.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
@@ -107,7 +107,7 @@ def _embedding(
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:  # fmt: skip
-    """Compute torch's loss without its check by value and its in-place clamp."""
+    """Compute torch's loss without its data-dependent check and its in-place clamp."""
     if not isinstance(var, Tensor):
         var = var * torch.ones_like(input)
     if input.shape != var.shape == input.shape[:-1]:
@@ -120,7 +120,7 @@ def _gaussian_nll_loss(
 
 
 def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Accept bytes as a condition, as torch does and its trace does not."""
+    """Accept a uint8 condition, which eager torch accepts and torch.export does not."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
 
 
@@ -136,7 +136,7 @@ def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """Return the first of each of the sorted values, selected by a mask."""
+    """Implement `torch.unique`: sort, then select the first of equal values by a mask."""
     rows = _rows(input, dim)
     if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
@@ -149,18 +149,18 @@ def _unique(
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """Return the first value of every run of equal values."""
+    """Implement `torch.unique_consecutive`: select the first value of every run of equal values by a mask."""
     distinct, number = _runs(_rows(input, dim))
     return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """Return the items to compare: elements, or rows along a dim."""
+    """Return the items that are compared: elements, or slices along `dim`."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
 def _order(rows: Tensor) -> Tensor:
-    """Return the indices that sort the rows, by their first elements first."""
+    """Return the indices that sort the rows lexicographically."""
     if rows.ndim == 1:
         return rows.sort().indices
     flat = rows.flatten(1)
@@ -171,7 +171,7 @@ def _order(rows: Tensor) -> Tensor:
 
 
 def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of the first of each run of equal rows, and the run number of every row."""
+    """Return the first row of each run of equal rows, and the run number of every row."""
     differs = rows[1:] != rows[:-1]
     first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
     first = first if rows.ndim == 1 else first.flatten(1).any(1)
@@ -181,7 +181,7 @@ def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _asked_for(
     input: Tensor, dim: int | None, distinct: Tensor, number: Tensor, inverse: Tensor | None, counts: bool
 ) -> Any:
-    """Return the distinct rows, and on request the index of each input row in them, and their counts."""
+    """Return the requested results of `unique`: distinct rows, inverse indices, counts."""
     answer = [distinct if dim is None else distinct.movedim(0, dim)]
     if inverse is not None:
         answer += [inverse.view(input.shape) if dim is None else inverse]
@@ -193,7 +193,7 @@ def _asked_for(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return as many counts as requested, with an error for a larger value."""
+    """Return `minlength` counts; a larger value raises an error."""
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -206,7 +206,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 def _cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Compute torch's covariance without its check of the number of observations by value."""
+    """Compute torch's covariance without its data-dependent check of the number of observations."""
     rows = torch.atleast_2d(input)
     weights = [w for w in (fweights, aweights) if w is not None]
     if not weights:
@@ -232,7 +232,7 @@ def _corrcoef(input: Tensor) -> Tensor:
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Return combinations by index, which depends on no value. Torch selects them by a mask."""
+    """Implement `torch.combinations` by indices that depend on no value. Torch selects by a mask."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = list(choose(range(len(input)), r))
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]

@@ -1,7 +1,7 @@
 """`torch.func` in a forward: `grad`, `vjp`, `jvp`, `jacrev`, `jacfwd`, `hessian`, and `vmap` of these.
 
-Such a transform is traced on its own, where torch writes its derivatives as operators; these are then called in its
-place. A `vmap` without any of the others stays as it is: its operators are not decomposed.
+Such a transform is first traced on its own, so that its derivatives become operators. The model's trace then calls
+these operators. A `vmap` that contains no derivative is traced as it is.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ class _Differentiates(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Record where the model's own code detaches.
-
-    Raises LostInTrace for effects that operators do not show: a part without gradient.
-    """
+    """Mark each `detach` of the model's own code. Raise LostInTrace for `no_grad()` in a transform."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -125,9 +122,9 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 
 
 def _attach(graph: fx.Graph) -> None:
-    """Remove the detaches of autograd's saved tensors, whose gradient is known.
+    """Remove the `detach` calls that autograd puts on saved tensors; those of the model's own code stay.
 
-    Raises LostInTrace for operators whose own gradient may be lost.
+    Raises LostInTrace for operators whose gradient could be lost by the transform.
     """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:
@@ -143,7 +140,7 @@ def _attach(graph: fx.Graph) -> None:
 def _layer_norm(
     source: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm and its statistics as differentiable values."""
+    """Return the layer norm, the mean and the inverse deviation, all differentiable."""
     dims = list(range(source.ndim - len(shape), source.ndim))
     variance = source.var(dims, correction=0, keepdim=True)
     mean = source.mean(dims, keepdim=True)

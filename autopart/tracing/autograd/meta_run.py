@@ -1,8 +1,8 @@
 """A run of a model's own Python on meta tensors, in which autograd records dependences.
 
-Parameters and inputs are on the meta device, and report the model's device. Small tensors made of numbers alone are
-real, so that Python can ask for their values. Results of repeated calls are looked up, because torch is slow to infer
-shapes. A data-dependent scalar is 1, and the entries of a list are 0, which is a valid index of any tensor.
+Parameters and inputs are on the meta device, but report the model's device. Small tensors that depend on no parameter
+or input are real, so that Python can read their values. Results of repeated calls are cached, because torch infers
+shapes slowly. `.item()` returns 1, and the entries of `.tolist()` are 0, a valid index of any tensor.
 """
 
 from __future__ import annotations

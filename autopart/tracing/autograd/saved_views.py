@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add nodes for views of traced tensors that operators get as inputs, for a `with` block."""
+    """Add nodes for untraced operator inputs that are views of traced tensors, for a `with` block."""
     kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def _adopt(tracing: Tracing, tensor: Tensor) -> None:
 
 
 def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
-    """Return True if autograd has one tensor as the other, or as the result of one step on it."""
+    """Return True if autograd treats `tensor` as `base`, or as the result of one autograd node on it."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
     if tensor.requires_grad != base.requires_grad:

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[tuple[str, str], type] = {}
 
 
 class Rewrites(Exception):
-    """Raised if a forward changes what was traced before, so that repeated blocks cannot be traced once."""
+    """Raised if a forward changes nodes traced earlier, so that repeated blocks cannot be traced once."""
 
 
 class TracedHookHandle:
@@ -43,7 +43,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
     that is not a function of the gradient and of traced tensors.
 
     Args:
-        before: {operator of a hook: the value that it replaced} of the trace.
+        before: {operator of a hook: the value whose uses it replaced}.
     """
     tracing = Tracing.current()
     if tensor.is_leaf or tracing is None or tracing.node_of(tensor) is None:
@@ -103,7 +103,7 @@ def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequenc
 
 
 def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[bool]) -> type:
-    """Return a Function of a tensor, and of those in the hook's closure, that returns the tensor.
+    """Return an autograd.Function that is the identity of a tensor, and whose backward runs the hook.
 
     Args:
         answers: receives, for every run, whether the hook returned another gradient.

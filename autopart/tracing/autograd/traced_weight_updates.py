@@ -1,9 +1,8 @@
-"""Trained parameters that a forward changes before it reads them.
+"""Trained parameters that a forward changes before it uses them.
 
-They are clamped, scaled, made of one sign, or rows of a table are scaled at look-up (`max_norm=` of an embedding).
-Such an update is removed from the graph and applied before it runs to the shards of each rank
-(`runtime/graphs/apply_weight_updates.py`). The graph then reads the updated parameter, and its gradient is that of the
-new value, as in the model.
+Examples are clamping, scaling, `abs`, and rescaling of embedding rows (`max_norm=`). Such an update is removed from the
+graph, and applied to each rank's shards before the graph runs (`runtime/graphs/apply_weight_updates.py`). The graph
+then uses the updated parameter, and the gradient is that of the new value, as in the model.
 """
 
 from __future__ import annotations
@@ -68,9 +67,9 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 
 
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
-    """Return the update of a table by look-ups alone; None for another update.
+    """Return the update of an embedding table by `max_norm=` alone; None for another update.
 
-    A row that one look-up has scaled is not scaled by the next one to the same norm. So all can be done at once, first.
+    Look-ups scale only rows above the norm, so a row is scaled once, and all look-ups can scale before the graph runs.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:
@@ -94,7 +93,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
 
 
 def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.GraphModule:
-    """Return the graph from given values to the output, a node or a tuple of nodes."""
+    """Return the subgraph from given values to the output, a node or a tuple of nodes."""
     part = fx.Graph()
     values = {node: part.placeholder(node.name) for node in given}
     made = ancestors_of(output if isinstance(output, tuple) else [output])
@@ -111,7 +110,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Return True if a table between two look-ups is only read at rows that were scaled."""
+    """Return True if all uses of a rescaled table look up only rows that were rescaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

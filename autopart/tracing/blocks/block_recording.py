@@ -1,8 +1,8 @@
 """Recording of one call of a block in a trace, and comparison of another call with it.
 
-A compared block runs its own Python on tensors with the recorded metadata. Side effects that
-its inputs and outputs do not show are refused, in the recorded call and in the compared one: writes to inputs, changed
-attributes and Python's random numbers (`State`), and tensors that are stored elsewhere (`leaked`).
+A compared block runs its own Python on tensors with the recorded metadata. Both calls are refused if they have side
+effects that inputs and outputs do not show: writes to inputs, changed attributes, Python's random numbers (`State`),
+and tensors that are stored elsewhere (`leaked`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Template:
     """A recorded block.
 
     `reads`: for every node, the tensors among its arguments. `leaves`: the results of the block. `parts`: references
-    to the tensors that outlive it, those among the leaves first.
+    to tensors that are used after the block, its results first.
     """
 
     number: int
@@ -78,11 +78,11 @@ class Template:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """Return {id of a stand-in: its index}."""
+        """Return {id of a tensor that stands in for a result: its index}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if anything outside this template refers to a stand-in."""
+        """Return True if anything outside this template refers to one of its stand-in tensors."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
@@ -137,7 +137,7 @@ class _Comparing:
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Record the index of a result without a reference to it: torch copies results that others refer to."""
+        """Record the index of a result without a reference to it: torch would then copy the tensor."""
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
 
@@ -247,7 +247,7 @@ class Recording(_Comparing):
 
 
 class Replay(_Comparing):
-    """A block that runs on stand-ins, compared with a recorded one call by call."""
+    """A block that runs on stand-in tensors and is compared with a recorded block, call by call."""
 
     def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)

@@ -1,9 +1,9 @@
 """Deduplication of equal blocks in the trace of a deep model.
 
 Equal blocks found by `RepeatedBlocks` form a chain: each reads the result of the previous one, its own parameters, and
-values that all of them read. The first three, the last three and one between are kept. Choices, programs and counts of
-that one hold for each block that it represents. If pipeline stages begin inside a chain, the blocks around are kept
-too, and one represents others of its stage.
+values that all of them read. The first three, the last three and one between are left in the graph. The one between
+represents all removed blocks: layouts, programs and counts of it hold for them. If pipeline stages begin inside a
+chain, the blocks around each boundary stay too, and each stage has its own representative.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
     """Return the trace with deduplicated blocks, if it has enough equal ones; else the trace itself.
 
     Args:
-        apart: operators whose blocks are kept, and separate the blocks before from those after.
+        apart: names of operators at which stages begin. Their blocks stay, and no block represents blocks on both
+            sides.
     """
     if traced.weight_updates or traced.checkpointed or traced.has_random_branches:
         return traced
@@ -79,7 +80,7 @@ def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
 
 
 def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
-    """Yield runs of blocks of a chain of which one can represent all."""
+    """Yield runs of blocks of a chain; in each run one block can represent all."""
     path = chain[0].path
     touched = {DeduplicatedBlock(path, 0, 1).block(name) for name in apart}
     run: list[_Block] = []
@@ -101,7 +102,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
-    """Return True if a name begins with one of these prefixes, which end with a block's name."""
+    """Return a predicate for names that begin with one of these prefixes (each ends with a block's name)."""
     prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
 
     def is_within(name: str) -> bool:
@@ -167,7 +168,7 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """Return a key of a call's arguments, with values of its own or the previous block by position."""
+    """Return a key of a call's arguments, with values of this and the previous block given by position."""
     index = place[node][0]
     prefix = chain[index].prefix
 

@@ -52,7 +52,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotARepeat(Exception):
-    """Raised if a block was taken for a repeat and is none."""
+    """Raised if a block was treated as a repeat but differs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """The blocks of one model that may be equal, during its trace."""
+    """The blocks of one model that can be equal, during its trace."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
@@ -78,7 +78,7 @@ class RepeatedBlocks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Add one node to the present trace for each call of a repeated block, for a `with` block."""
+        """Add one node to the current trace for each call of a repeated block, for a `with` block."""
         watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
         with attributes(watched), intercepted(self._meet):
             yield
@@ -164,7 +164,7 @@ class RepeatedBlocks:
     def expand(self, graph: fx.Graph) -> None:
         """Replace every node of a block by its operators.
 
-        Raises NotARepeat if the recorded block has lost a part.
+        Raises NotARepeat if operators of the recorded block are no longer in the graph.
         """
         if self.lost:
             raise NotARepeat
@@ -224,7 +224,7 @@ def base_name(node: fx.Node) -> str:
 
 
 def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str, tuple[str, str]]:
-    """Return a module stack inside one block as the stack inside another."""
+    """Return the module stack of a node in one block, translated to another block."""
     return {
         key.replace(old, new) if relative_path(path, old) != path else key: (relative_path(path, old, new), kind)
         for key, (path, kind) in stack.items()

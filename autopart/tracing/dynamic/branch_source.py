@@ -1,9 +1,9 @@
-"""Code that a data-dependent condition skips, analyzed in its source.
+"""Source analysis of code that a data-dependent condition skips.
 
 Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no such branch. It needs none if
-the skipped code only writes to parts of tensors: then the code always runs, and writes nothing when the model would
-skip it (`data_dependent_branches.py`). This file decides from the source: the skipped statements write to parts of
-tensors, and their other results are read by themselves alone.
+the skipped code only writes to elements of tensors: then the code always runs, and writes to no element when the model
+would skip it (`data_dependent_branches.py`). This file decides it from the source: the skipped statements must write to
+elements of tensors, and their other results must not be read by later code.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame evaluates it, and the written names are tensors."""
+        """Return True if a frame is at this condition, and the code under it writes only to tensors."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
 def skipped_code_of(frame: FrameType | None) -> Skipped | None:
-    """Return the code that the condition of a frame skips; None if it affects more than writes."""
+    """Return the code that a frame's condition skips; None if it controls more than writes."""
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if the length affects more than writes."""
+    """Return the code that a frame skips if a length is 0; None if the length controls more than writes."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -78,7 +78,7 @@ def _is_tensor(frame: FrameType, name: str) -> bool:
 
 @functools.lru_cache(64)
 def _conditions(code: CodeType) -> list[_Condition]:
-    """Return the conditions of a function that only affect writes."""
+    """Return the conditions of a function that control only writes."""
     function, above = _source(code)
     conditions = []
     for statement, path in _ifs(function.body, ()) if function is not None else ():
@@ -128,7 +128,7 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """Return the statements that run with one answer only; [] if both answers have code."""
+    """Return the statements that run for one outcome of a condition; [] if both outcomes have statements."""
     if statement.orelse:
         return []
     leaves = statement.body[0]
@@ -161,7 +161,7 @@ class _OnlyWrites:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """Analyze statements that may not run: afterwards their results may be from an earlier iteration."""
+        """Analyze statements that run only in some iterations: their results can be from an earlier iteration."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before
@@ -221,7 +221,10 @@ class _OnlyWrites:
 
 
 class _Behind:
-    """Analysis of the names that skipped statements assign and later code may read (`reads`)."""
+    """Finds whether code that follows skipped statements reads variables that these assign.
+
+    `reads`: the names of such variables.
+    """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
         self.skipped, self.assigned = set(map(id, skipped)), assigned
@@ -229,9 +232,10 @@ class _Behind:
         self._block(function.body, assigned)
 
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
-        """Analyze statements.
+        """Analyze statements in order.
 
-        `others`: the names whose value is not from skipped statements, before and after.
+        `others`: the names that were assigned outside of the skipped statements, before this block. Returns those
+        after it.
         """
         for statement in block:
             if id(statement) in self.skipped:

@@ -67,11 +67,11 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value for a frame that asks for one; None if it affects more than writes."""
+        """Return the value of a condition that a frame evaluates; None if it controls more than writes."""
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True if a length is data-dependent, and the asking frame only skips writes if it is 0."""
+        """Return True for the data-dependent length in `if len(x) > 0:` if the branch only writes."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -109,9 +109,9 @@ def _frames() -> Iterator[FrameType]:
 class Marks:
     """The markers of a graph, and the masks of the code after each.
 
-    `same`: returns True for equal computations.
-
     A marker is the node at which skippable code begins. Its first argument is the condition.
+
+    `same`: returns True for equal computations.
     """
 
     def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
@@ -122,7 +122,10 @@ class Marks:
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
-        """Advance to a node; nodes must come in graph order. Returns True for a marker or an end."""
+        """Advance to the next node of the graph.
+
+        Returns True if it marks the begin or end of code that the model can skip.
+        """
         if node.target is _BEGINS:
             self.around.append(node)
             self.empty.setdefault(node, set())
@@ -185,7 +188,7 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
 
 
 def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask of a condition that asks whether it is true anywhere; None for another condition."""
+    """Return the mask of a condition `mask.any()`, or the count that it compares with 0; else None."""
     node, positive = _root(runs), True
     while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):
         node, positive = _root(node.args[0]), not positive
@@ -198,7 +201,7 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose number of true elements a value is a multiple of; None for others."""
+    """Return the mask whose number of true elements, or a multiple of it, this value is; None for others."""
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")
     if name == "mul" and _is_positive(node.args[0]):
@@ -219,7 +222,7 @@ def _of_bincount(counts: fx.Node, number: object) -> _CountOf | None:
 
 
 def _is_truth(node: fx.Node) -> bool:
-    """Return True for a value that is 0 or 1 by a condition."""
+    """Return True for a value that can only be 0 or 1: a boolean, a comparison, a one-hot entry."""
     while operator_name(node) in ("aten::select", "aten::slice") or _root(node) is not node:
         node = node.args[0] if _root(node) is node else _root(node)
     name = operator_name(node).removeprefix("aten::")
@@ -282,12 +285,15 @@ class _SkippedCode:
                 raise self._refused(node)
 
     def _is_told(self, node: fx.Node) -> bool:
-        """Return True if a value depends on the condition: it may be infinite where the code is skipped."""
+        """Return True if a value depends on the branch condition.
+
+        The code is always computed. In a call that would skip it, such a value can be inf or NaN.
+        """
         made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
-        """Return True if a call only writes at selected positions."""
+        """Return True for a write to selected elements only, which changes nothing if the code is skipped."""
         if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
             return False
         places = [argument(node, name) for name in ("indices", "index", "mask")]
@@ -304,16 +310,16 @@ class _SkippedCode:
 
     def _refused(self, node: fx.Node) -> TraceError:
         return TraceError(
-            "this line skips code by the values in a tensor, which does more than write to what is selected",
+            "this line skips code depending on tensor values, and the code does more than write to selected elements",
             refusal=Refusal.DECISION,
-            why=f"{short_name(node)} would change the result where nothing is selected ({source_text(node)})",
+            why=f"{short_name(node)} would change the result if nothing is selected ({source_text(node)})",
             where=f"{self.lines.file}:{self.lines.line}",
             hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
         )
 
 
 def _numbers(runs: fx.Node) -> list[fx.Node]:
-    """Yield the scalars that a condition is computed from, one from the other."""
+    """Return the scalars from which a condition is computed."""
     todo, numbers = [runs], list[fx.Node]()
     while todo:
         node = todo.pop()

@@ -44,7 +44,7 @@ class Floats:
         self.modules: list[dict[str, Any]] = []
 
     def may_be_added(self, frame: FrameType) -> bool:
-        """Return True if the module of a frame's code can get another `float`, and record the module."""
+        """Return True if a frame's module can get the replacement of `float`, and record the module."""
         names = frame.f_globals
         if "float" in names or any(names is known for known in self.modules) or "/torch/" in frame.f_code.co_filename:
             return False

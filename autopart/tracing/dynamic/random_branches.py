@@ -2,10 +2,10 @@
 
 Example: `if torch.rand([]) < self.layerdrop: continue`.
 
-A trace gives Python one answer. So the forward is traced several times: with all answers equal, with each answer
-changed alone, and once with random answers. The difference between two traces is what a branch affects. The graph
-computes both sides, and the random number, equal on all ranks, selects. Every trace must equal the graph with its
-answers; otherwise the forward depends on more than these numbers.
+During a trace each condition needs one fixed outcome. So the forward is traced several times: with all outcomes equal,
+with each outcome changed alone, and once with random outcomes. The difference between two traces is what a branch
+affects. The graph computes both sides, and the random number, equal on all ranks, selects. Every trace must equal the
+graph with its outcomes; otherwise the forward depends on more than these numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _INEXACT = "a decision by a random number leaves out others that are drawn here"
 
 
 class RandomBranches:
-    """The random branches of one forward. `answers`: answers of the first ones; the others get False.
+    """The random branches of one forward.
 
-    `lines`: their source lines. `skips_draws`: whether the skipped code draws random numbers.
+    `answers`: outcomes of the first conditions; later ones get False. `lines`: their source lines. `skips_draws`:
+    whether the skipped code draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class RandomBranches:
         self.skips_draws = False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """Return the answer for a truth value; None if it depends on more than random numbers."""
+        """Return the outcome for a condition; None if it depends on more than random numbers."""
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
         if node is None or not depends_only_on_random(node):
@@ -114,10 +115,10 @@ def _lost(why: str) -> LostInTrace:
 
 @dataclass(frozen=True)
 class _Side:
-    """The difference of a trace in which branch `number` has another answer.
+    """Difference between the full trace and a trace in which branch `number` has the other outcome.
 
-    `here`: the nodes of the full trace that it lacks. `there`: its own nodes. `known`: their arguments in the full
-    trace. `instead`: {value of the full trace: its replacement in later code}.
+    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: the arguments of
+    these in the full trace. `instead`: {value of the full trace: its replacement in later code}.
     """
 
     number: int
@@ -129,7 +130,7 @@ class _Side:
 
     @classmethod
     def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
-        """Compare the graphs of two traces."""
+        """Compare the graph of the full trace with `other`, that of the trace with the other outcome."""
         ours, theirs = list(graph.nodes), list(other.nodes)
         start = 1 + ours.index(_decided(graph)[number])
         known = dict(zip(theirs[:start], ours[:start], strict=False))
@@ -175,10 +176,10 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """Build the graph for fixed answers, or, for None, with both sides and a `where` per condition.
+    """Build the graph for fixed outcomes, or, for None, with both sides and a `where` per condition.
 
     Args:
-        most: the answer in the longer trace.
+        most: the outcome in the longer trace.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
@@ -210,7 +211,7 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
-    """Return True if two graphs compute the same in the same order, unused calls apart."""
+    """Return True if two graphs are equal without their unused calls."""
     for graph in (one, other):
         graph.eliminate_dead_code()
     pairs = list(zip(one.nodes, other.nodes, strict=False))

@@ -33,7 +33,7 @@ _IN_FLOAT = {operator.truediv, torch.sym_float, *symbolic_functions()}
 
 
 def is_open(val: Any) -> bool:
-    """Return True for a scalar, or a value with a size, that is data-dependent."""
+    """Return True for a data-dependent scalar, or a tensor with a data-dependent size."""
     if isinstance(val, Tensor):
         return not all(isinstance(expression(size), int) for size in val.shape)
     return isinstance(val, _OPEN)
@@ -58,7 +58,7 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
 class SymbolicScalars:
     """The scalars of a graph as tensors, written on first use.
 
-    `count`: returns the tensor of a torch symbol that stands for a size.
+    `count`: returns the tensor for a torch symbol that represents a size.
     """
 
     def __init__(self, graph: fx.Graph, count: Callable[[fx.Node, Any], fx.Node | None]):
@@ -88,14 +88,14 @@ class SymbolicScalars:
         where = next(name for name, argument in arguments.items() if _holds_number(argument))
         raise TraceError(
             f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
-            why=f"it is known when the program runs, and {short_name(node)} takes no tensor there",
+            why=f"it is only known when the program runs, and {short_name(node)} accepts no tensor for it",
             where=source_text(node), hint="operations on the tensor itself, without .item()",
         )  # fmt: skip
 
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
-        """Return a call in an overload that takes tensors; None if its result differs.
+        """Return the call with an overload that takes tensors; None if its result differs.
 
-        A scalar never changes the dtype of a result, as a tensor of another kind would.
+        As in Python, a scalar never changes the dtype of a result.
         """
         wanted = value(node)
         declared = target._schema.arguments
@@ -147,9 +147,10 @@ class SymbolicScalars:
             raise TraceError(
                 f"{getattr(number.target, '__name__', name)} is called with a number that the model computes",
                 refusal=Refusal.SIZE,
-                why="no operator on tensors is known for it", where=source_text(number) or source_text(line),
+                why="autopart knows no tensor operator that does the same",
+                where=source_text(number) or source_text(line),
                 hint="operations on the tensor itself, without .item()",
-            )  # fmt: skip
+            )
         return self._cast(result, dtype, line)
 
     def _operand(self, number: Any, line: fx.Node) -> fx.Node:
@@ -159,7 +160,7 @@ class SymbolicScalars:
         return node if value(node).dtype == dtype else added(self.graph, line, aten._to_copy.default, node, dtype=dtype)
 
     def size(self, size: Any, line: fx.Node) -> fx.Node:
-        """Return the tensor of a size in torch's symbols: a sum of products of counts."""
+        """Return a size, given in torch's symbols (a sum of products of counts), as a tensor."""
         if isinstance(size, int) or size.is_Integer:
             return self._constant(int(size), line)
         counted = self.count(line, size) if size.is_Symbol else None
@@ -168,7 +169,7 @@ class SymbolicScalars:
         if not (size.is_Add or size.is_Mul):
             raise TraceError(
                 "a size that depends on values is used as a number", refusal=Refusal.SIZE,
-                why=f"it is {size}, of which no formula is known", where=source_text(line),
+                why=f"autopart has no formula for it: {size}", where=source_text(line),
                 hint="the same number from the mask: mask.sum()",
             )  # fmt: skip
         first, *others = [self.size(part, line) for part in size.args]

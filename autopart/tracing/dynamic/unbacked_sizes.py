@@ -215,7 +215,7 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a call with a size that is known now: the size of a view, or a new tensor of that size."""
+        """Rewrite a view or factory call of which a size argument is now known."""
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
             sizes = fx.map_arg(node.args[1], self._known)
@@ -256,14 +256,14 @@ class _Rewriter:
         return self._call(node, aten.expand.default, like, whole)
 
     def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
-        """Return one dim of a value as a 1-d tensor, the first of all others."""
+        """Return one dim of a value as a 1-d tensor, at index 0 of all other dims."""
         vector = self._call(line, aten.detach.default, source)
         for other in reversed([i for i in range(value(source).dim()) if i != dim]):
             vector = self._call(line, aten.select.int, vector, other, 0)
         return vector
 
     def _known(self, number: fx.Node) -> Any:
-        """Return the maximum of a symbolic size; an unknown size stays."""
+        """Return the maximum of a symbolic size, or the size itself if its maximum is unknown."""
         known = with_sizes(value(number), self.sizes)
         return known if isinstance(known, int) else number
 
@@ -334,8 +334,8 @@ def _check_open(node: fx.Node, traced: Any) -> None:
             taken = expression(size)
             if not free_symbols(size) and taken != most:
                 raise TraceError(
-                    f"a selection of {most} elements is used as if it had {taken}", refusal=Refusal.SIZE,
-                    why="how many it has depends on values, and only another tensor's size says that there are so many",
+                    f"a selection from {most} elements is used as if it had {taken} elements", refusal=Refusal.SIZE,
+                    why="how many it has depends on tensor values, and only another tensor's size implies this number",
                     where=source_text(node), hint=f"a selection of known size: gather, or topk with k={taken}",
                 )  # fmt: skip
 

@@ -86,8 +86,8 @@ class AssignedBuffers:
             raise TraceError(
                 f"{type(module).__name__} fills its buffer '{name}' in its forward",
                 refusal=Refusal.STATE,
-                why="it was None, and what it is given is made of more than constants and buffers that stay as they "
-                "are: the next call would find the value of this one",
+                why="it was None, and its new value depends on more than constants and unchanged buffers: the next "
+                "call would find the value of this one",
                 hint=f"register_buffer('{name}', ...) with a value in __init__; or a call of the model before",
             )
         self.caches[module, name] = _BufferMetadata(new.shape, new.dtype, new.device)
@@ -109,13 +109,13 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
         raise TraceError(
             f"{type(model).__name__} computes something else in every call",
             refusal=Refusal.STATE,
-            why=f"forward() fills the buffer {names} and decides by whether it is None",
+            why=f"forward() fills the buffer {names} and branches on whether it is None",
             hint="a call of the model before it is parallelized, so that it is filled",
         )
 
 
 def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
-    """Trace once more with filled caches."""
+    """Trace once more, with the buffers that the forward fills on its first call already filled."""
     buffers.are_filled = True
     try:
         return again()

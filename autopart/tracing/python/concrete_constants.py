@@ -1,11 +1,11 @@
-"""Constant tensors of a trace whose values are computed when Python asks for them.
+"""Constant tensors of a trace, whose values are computed when Python code needs them.
 
 `nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
-`torch.arange` create such a tensor from numbers alone, so its value can be computed on demand. Calls that only read the
-metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) stay constant.
+`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that only read the
+metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) give constants, too.
 
-A tensor that the user's code holds, and that is no parameter, buffer or input, is known, too: it is a lifted constant
-of the trace, which refuses a forward that writes to it.
+A tensor of the user's code that is no parameter, buffer or input is also a constant of the trace. A forward that writes
+to it is refused.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The call that created a tensor, its output number `place`.
+    """The call that created a tensor, as its output number `place`.
 
-    In its arguments, such calls replace constant tensors.
+    Constant tensors among its arguments are replaced by the calls that created them.
     """
 
     func: Callable[..., Any]
@@ -64,7 +64,7 @@ class _Metadata:
 class ConcreteConstants:
     """The constant tensors of a trace, and how they were created.
 
-    `of_model`: parameters, buffers and inputs, whose values may differ in the next call. `read`: the constants whose
+    `of_model`: parameters, buffers and inputs, whose values can differ in the next call. `read`: the constants whose
     values Python read.
     """
 
@@ -177,7 +177,7 @@ class ConcreteConstants:
             return False
 
     def _forms_of(self, recipe: Any) -> set[int]:
-        """Return the identities of the tensors whose metadata a recipe reads."""
+        """Return the ids of the tensors of which only metadata is needed to repeat these recorded calls."""
         forms, seen, todo = set[int](), set[int](), [recipe]
         while todo:
             leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
@@ -242,7 +242,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return a key that is equal for tensors in the same memory; None if torch does not say."""
+    """Return a key that is equal for tensors in the same memory; None if torch has none for this tensor."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have several

@@ -149,7 +149,7 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def spend(self, tensor: Tensor) -> bool:
-        """Record that later reads of a tensor would find another value.
+        """Record that a tensor was overwritten, so that later reads are refused.
 
         Returns False for a tensor from outside the trace.
         """
@@ -161,7 +161,7 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if such a tensor is read."""
+        """Raise LostInTrace if one of the tensors was overwritten (`spend`)."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
                 "a tensor is read that an autograd.Function has written to",
@@ -226,7 +226,7 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return `bool(condition)` if the tensor may decide a Python branch; otherwise None."""
+        """Return the outcome of a Python branch on this tensor in the trace; None if it cannot be traced."""
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)
@@ -328,7 +328,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:
-    """Return the dtype of the present `torch.autocast`; None outside of one."""
+    """Return the dtype of the enclosing `torch.autocast`; None outside of one."""
     for kind in dict.fromkeys((device_type, "cuda")):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
@@ -336,9 +336,9 @@ def ambient_autocast(device_type: str) -> torch.dtype | None:
 
 
 def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
-    """Compute a batch norm whose running statistics are the mean over all batches.
+    """Compute a batch norm whose running statistics are the mean over all batches (`momentum=None`).
 
-    Torch reads the number of batches as a Python number.
+    Torch reads the number of batches as a Python number, which a trace would make a constant.
     """
     module._check_input_dim(source)
     module.num_batches_tracked.add_(1)

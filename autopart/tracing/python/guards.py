@@ -44,7 +44,7 @@ _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
 
 class Change(NamedTuple):
-    """A value that differs from the trace; `slot`: where a number can be replaced."""
+    """A value that differs from the trace. `slot`: where a new number can be written."""
 
     path: str
     before: Any
@@ -59,7 +59,7 @@ class Guards:
         reads: the names that the user's code read in the trace.
         model: what was traced, the user's model or a `WithLoss` around it.
         others: a loss function and options, whose attributes are read too.
-        inputs: places of numbers that are inputs of the program.
+        inputs: identities of the numbers that are inputs of the program, which are not compared.
         device: where the program runs; None if it casts what it reads. It reads tensors on that device itself, so only
             copies of other tensors are compared.
     """
@@ -124,7 +124,7 @@ class Guards:
         return len(layers) == len(self._children) and all(map(is_, layers, [child() for child in self._children]))
 
     def hold(self) -> bool:
-        """Return True if every value equals its value in the trace."""
+        """Return True if every guarded value equals its value in the trace."""
         if not self._has_same_layers() and self._has_other_layers():
             return False
         try:
@@ -171,7 +171,7 @@ class Guards:
                 yield Change(path, "a tensor", "other values", None)
 
     def changed_numbers(self) -> dict[str, NumberSlot]:
-        """Return the places of the numbers that changed; nothing if another value changed too."""
+        """Return {path: slot} of the numbers that changed; {} if any other value changed too."""
         changes = [*self.changes()]
         if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
             return {}
@@ -183,7 +183,7 @@ class Guards:
             self._todo.append((path, thing))
 
     def _argument(self, thing: Any) -> None:
-        """Follow a loss function or option: itself, the owner of a method, and what a function holds."""
+        """Guard a loss function or option: its attributes, a method's object, a function's closure."""
         if isinstance(thing, functools.partial):
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._argument(part)
@@ -227,7 +227,7 @@ class Guards:
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
-        """Watch a value that was read, and follow the attributes that were read of it."""
+        """Guard a value that was read, and the attributes that were read from it."""
         if value is MISSING or (isinstance(value, _CODE) and not isinstance(holder, nn.Module)):
             return
         if isinstance(value, types.ModuleType):
@@ -275,11 +275,11 @@ class Guards:
 
 
 def _no_layer() -> None:
-    """Stand in for a reference to a child that is None."""
+    """Return None: replaces the weak reference to a child that is None."""
 
 
 class _GuardedValues:
-    """Values of some names of one mapping."""
+    """Guarded values that are read from one mapping, by name."""
 
     def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):
         self.mapping, self.names = mapping, [*found]
@@ -309,7 +309,7 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Compare by value, and keep the present objects for the next comparison."""
+        """Compare by value after the identities differ, and remember the current objects."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)
@@ -329,10 +329,10 @@ class _GuardedValues:
 
 
 class _Entries:
-    """Entries of a list, dict or set.
+    """Guarded entries of a list, dict or set.
 
     Args:
-        inputs: identities of places that are inputs of the program, whose values are not compared.
+        inputs: identities of the numbers that are inputs of the program, which are not compared.
     """
 
     def __init__(self, container: Any, path: str, inputs: Collection[tuple[int, Any]] = ()):
@@ -383,7 +383,7 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return the place of a value that is read from a mapping; None if it is a class."""
+    """Return where a value that is read from a mapping can be replaced; None for a class."""
     if isinstance(mapping, Cell):
         return cell_slot(mapping.cell)
     if isinstance(mapping, Computed):
@@ -398,7 +398,7 @@ def _identity_key(value: Any) -> Hashable:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value. The values of tensors are not read: a cut parameter has no memory."""
+    """Return a short text of a value, without tensor values: a sharded parameter has no memory here."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in list(value.items())[:4]) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -411,10 +411,10 @@ def shown(value: Any) -> str:
 
 
 def warn_of_change(change: Change) -> None:
-    """Warn that a value changed which the program holds as a constant."""
+    """Warn that a value changed that the program holds as a constant."""
     warnings.warn(
         f"{change.path} changed from {shown(change.before)} to {shown(change.now)} since it was traced: autopart "
-        "traces the call anew for each new value. Pass a value that changes often as a tensor input.",
+        "traces the call again for each new value. Pass a value that changes often as a tensor input.",
         stacklevel=2,
     )
 
@@ -428,6 +428,6 @@ def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Tra
     if str(first.graph) != str(second.graph):
         raise TraceError(
             f"{type(users_model(model)).__name__} computes something else in every call", refusal=Refusal.STATE,
-            why=f"it changes {', '.join(sorted(paths)[:3])} and decides by it",
+            why=f"it changes {', '.join(sorted(paths)[:3])} and branches on it",
             hint="change it in the training loop: autopart follows it; or a tensor in a buffer (register_buffer)",
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tensors that a model's code keeps outside of module attributes.
+"""Tensors that a model's code stores outside of module attributes.
 
-Such places are globals, classes, closures, objects, containers and `functools.lru_cache`. A trace runs the code once,
-on fake tensors. Fake tensors that it leaves there are removed again, so that the user's model and the next trace find
-their own values.
+It can store them in globals, classes, closures, objects, containers and `functools.lru_cache`. A trace runs the code
+once, on fake tensors. Fake tensors that the code stores in such places are removed again, so that the user's model and
+the next trace find their own values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
 class ReplacedTensor(NamedTuple):
-    """A tensor that was in a place before a forward, and is not there after it. `name`: the place."""
+    """A tensor that was in a place before a forward, and is not there after it. `name`: text of the place."""
 
     name: str
     tensor: Tensor
 
 
 class Left(NamedTuple):
-    """A value with tensors that is in a place after a forward. `name`: the place."""
+    """A value with tensors that is in a place after a forward. `name`: text of the place."""
 
     name: str
     place: Any
@@ -48,14 +48,14 @@ class Left(NamedTuple):
 
 
 class HiddenTensors:
-    """Let a forward keep tensors in its places for a `with` block, and remove them at the end.
+    """Let a forward store tensors in globals, objects and containers; remove them after the `with`.
 
     Other values stay.
 
     Attributes:
-        replaced: tensors that forward removed from a place, or replaced by another tensor.
-        left: values with tensors that forward put where no tensor was.
-        start: values to put into places for the next forward.
+        replaced: tensors that forward removed or replaced by another tensor.
+        left: values with tensors that forward stored where no tensor was before.
+        start: values to store before the next forward.
     """
 
     def __init__(self, model: nn.Module):
@@ -96,7 +96,7 @@ class HiddenTensors:
 
 
 def places_of(model: nn.Module) -> list[Any]:
-    """Return the places that forward can write to by the names in its code.
+    """Return the places in which forward can store a value, by the names in its code.
 
     They are containers, globals and attributes as dicts, classes, closures, caches of functions.
     """
@@ -104,7 +104,7 @@ def places_of(model: nn.Module) -> list[Any]:
 
 
 class _Walk:
-    """Search from a model to the places that its code may write to.
+    """Search from a model for the places in which its code can store a value.
 
     A method or an attribute of an object is followed only if reached code has its name: a forward runs little of a
     library.
@@ -226,7 +226,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def _content(place: Any) -> dict[Any, Any]:
-    """Return the content of a place, by key."""
+    """Return {key: value} of what an object stores (a dict, list, class, closure cell or cache)."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
@@ -242,7 +242,7 @@ def _content(place: Any) -> dict[Any, Any]:
 
 
 def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Restore the values under these keys."""
+    """Restore what a container stored before the forward."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()

@@ -27,7 +27,7 @@ class LayerSetting(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Differences of single layers from a model in one mode.
+    """The layers of a model that differ from the mode or the attributes of the model.
 
     Args:
         layers: paths of the layers that are in the other mode than the model.
@@ -43,7 +43,7 @@ NO_SETTINGS = Settings()
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for numbers, texts, similar values, and tuples of them: a later change is an assignment."""
+    """Return True for immutable data: numbers, strings, similar values, and tuples of them."""
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
     return isinstance(value, PLAIN)
@@ -55,18 +55,18 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
 
 
 def digest(settings: Settings) -> str:
-    """Return a short text that differs for other settings."""
+    """Return a short text that is equal for equal settings only."""
     return f"layers {zlib.crc32(repr(settings).encode()):08x}"
 
 
 def settings_of(model: nn.Module) -> Settings:
-    """Return the settings of a model's layers as they are."""
+    """Return the current settings of a model's layers."""
     others = [path for path, layer in model.named_modules() if layer.training != model.training]
     return Settings(tuple(sorted(others)))
 
 
 def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-    """Set attributes of layers, and restore the earlier ones at the end. Modes stay as they are."""
+    """Set attributes of layers, and restore the earlier ones at the end. Modes do not change."""
     return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 

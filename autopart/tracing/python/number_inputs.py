@@ -1,8 +1,8 @@
 """Python numbers that change between calls (a KL weight), as inputs of the program.
 
-A number is a constant of a trace. When it changes for the first time, the call is traced once more with the number as
-a tensor without dims; the model's code gets `tensor.item()`, so its arithmetic is that of Python numbers. Code that
-decides by the number cannot be traced so, and each new value is traced instead.
+A number is a constant of a trace. When it changes for the first time, the call is traced once more with the number as a
+0-d tensor; the model's code gets `tensor.item()`, so its arithmetic is that of Python numbers. If code branches on the
+number, this is not possible, and each new value is traced instead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NumberSlot(NamedTuple):
     """A place outside the arguments from which the user's code reads a number.
 
     Attributes:
-        identity: the container and the key of the place.
-        get: return the value.
-        set: put another value in its place.
+        identity: the container and the key.
+        get: returns the value.
+        set: replaces the value.
     """
 
     identity: tuple[int, Any]
@@ -35,13 +35,13 @@ class NumberSlot(NamedTuple):
 
 
 class NumberInputs:
-    """The numbers of a kind of call that changed between calls, and are inputs of its programs.
+    """The numbers that are inputs of a program because they changed between calls.
 
     Attributes:
         options: names of arguments, and of variables, defaults and keywords of `loss_fn`.
-        slots: {path: place} of attributes, globals and entries.
+        slots: {path: slot} of attributes, globals and entries.
         constants: names of numbers that a program cannot have as inputs.
-        last: {name: number} of the arguments and of `loss_fn` when the kind was traced last.
+        last: {name: number} of the arguments and of `loss_fn` at the last trace.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,19 @@ class NumberInputs:
         return bool(self.options or self.slots)
 
     def key(self, numbers: Mapping[str, Any]) -> Hashable:
-        """Return what a program depends on of numbers: which are its inputs, and the values of the others."""
+        """Return the part of a program's cache key that depends on numbers.
+
+        It consists of the names of the inputs and the values of all other numbers.
+        """
         others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if there are inputs, and all are numbers now: user code may put anything in a place."""
+        """Return True if there are inputs and all are still numbers, since user code can store anything."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
-        """Make inputs of the numbers that differ from `last`, and of those in `slots`; return their names."""
+        """Turn numbers that differ from `last`, and those in `slots`, into inputs; return their names."""
         options = {name for name, value in numbers.items() if self.last.get(name, value) != value}
         options -= self.options | self.constants
         added = {path: slot for path, slot in slots.items() if path not in self.constants}
@@ -73,13 +76,13 @@ class NumberInputs:
         return options | added.keys()
 
     def refuse(self, names: set[str]) -> None:
-        """Keep numbers as constants from now on."""
+        """Make numbers constants from now on."""
         self.constants |= names
         self.options -= names
         self.slots = {path: slot for path, slot in self.slots.items() if path not in names}
 
     def tensors(self, numbers: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-        """Return the values of the inputs as tensors without dims."""
+        """Return the values of the inputs as 0-d tensors."""
         values = {name: numbers[name] for name in sorted(self.options)}
         values |= {path: slot.get() for path, slot in self.slots.items()}
         return {name: torch.tensor(value, dtype=_DTYPES[type(value)], device=device) for name, value in values.items()}
@@ -94,13 +97,13 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_of(options: Mapping[str, Any], loss_fn: Any) -> dict[str, Any]:
-    """Return {name: number} of a call's options, and of what its loss function holds."""
+    """Return {name: number} of a call's options and of its loss function's closure and defaults."""
     found = {name: value for name, value in options.items() if is_number(value)}
     return found | {path: slot.get() for path, slot in slots_of(loss_fn).items() if is_number(slot.get())}
 
 
 def slots_of(function: Any) -> dict[str, NumberSlot]:
-    """Return the closure variables, defaults and `functools.partial` keywords of a function."""
+    """Return slots for the closure variables, defaults and `functools.partial` keywords of a function."""
     if isinstance(function, functools.partial):
         keywords = {f"{name} of loss_fn": entry_slot(function.keywords, name) for name in function.keywords}
         return {**slots_of(function.func), **keywords}
@@ -119,19 +122,17 @@ def slots_of(function: Any) -> dict[str, NumberSlot]:
 
 
 def entry_slot(container: Any, key: Any) -> NumberSlot:
-    """Return the place of an entry of a dict or list."""
+    """Return a slot for an entry of a dict or list."""
     get = _or_none(lambda: container[key])
     return NumberSlot((id(container), key), get, lambda value: container.__setitem__(key, value))
 
 
 def attribute_slot(holder: Any, name: str) -> NumberSlot:
-    """Return the place of an attribute."""
     get = _or_none(lambda: getattr(holder, name))
     return NumberSlot((id(holder), name), get, lambda value: setattr(holder, name, value))
 
 
 def cell_slot(cell: types.CellType) -> NumberSlot:
-    """Return the place of a closure variable."""
     get = _or_none(lambda: cell.cell_contents)
     return NumberSlot((id(cell), ""), get, lambda value: setattr(cell, "cell_contents", value))
 
@@ -160,7 +161,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Let traces inside put their numbers into these places."""
+    """Let traces in this `with` block write their numbers into these slots."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield
@@ -170,7 +171,7 @@ def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
 
 @contextmanager
 def assigned(numbers: Mapping[str, Any]) -> Iterator[None]:
-    """Have numbers of a trace in their places; put back what was there."""
+    """Write numbers into their slots for a `with` block; restore the earlier values at the end."""
     with ExitStack() as undo:
         for name, number in numbers.items():
             slot = _Slots.current.get(name)

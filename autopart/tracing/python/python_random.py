@@ -1,7 +1,7 @@
 """Random numbers of Python and numpy, drawn from torch's generator instead.
 
-A program then draws them in every step, equal on all ranks. This covers functions that return one number between two
-others, called as attributes of their modules.
+A program then draws them in every step, equal on all ranks. This covers the functions that return one uniform number,
+if they are called as attributes of their modules.
 """
 
 from __future__ import annotations

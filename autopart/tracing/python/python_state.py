@@ -1,4 +1,4 @@
-"""Side effects of a model's forward: a trace runs it once, and a program not at all."""
+"""Side effects of a model's forward. A trace runs them once, a program never."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 
 class PythonState:
-    """Record the attributes that a forward writes, and its random draws from Python or numpy.
+    """Record the attributes that a forward writes, and its random numbers from Python or numpy.
 
-    At the end the writes are undone, and tensors are removed from the other places where its code keeps some.
+    At the end the writes are undone, and tensors are removed from other places in which its code stored them.
     """
 
     def __init__(self, model: nn.Module):
@@ -92,7 +92,7 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Changed attributes without tensors: forward may decide by them in the next call."""
+        """Changed attributes without tensors: the next forward can branch on them."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
@@ -116,7 +116,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return every attribute, with its content if it can be changed in place."""
+    """Return every attribute, with a copy of its content if it is a mutable container."""
     return {
         name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN
@@ -170,7 +170,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 
 
 def _text(program: Any) -> str:
-    """Return everything that a trace fixes: its graph and its constants."""
+    """Return the graph and the constants of a trace, as text."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
@@ -219,9 +219,9 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
-    """Return the changed attributes that forward only casts, once and for all.
+    """Return the changed attributes that forward only casts, permanently.
 
-    A trace with the values that it left there is equal but for the cast.
+    A trace that starts with the cast values is equal except for the cast.
     """
     cast = {
         name: before.to(after.dtype) for name, (before, after) in state.changed.items()
@@ -258,9 +258,9 @@ def check_attributes(
 ) -> tuple[str, ...]:  # fmt: skip
     """Raise TraceError if forward reads an attribute that it also changes: the next call would differ.
 
-    A tensor is read if the trace has its first value as a constant, or if Python read its values. For numbers, and for
-    tensors in places without one before, `again` traces once more with the values that forward left there, and must
-    give the same graph. Returns notes for the user.
+    A tensor is read if its first value is a constant of the trace, or if Python read its values. For numbers, and for
+    tensors in places without one before, `again` traces once more, starting with the values that forward has stored.
+    Both graphs must be equal. Returns notes for the user.
 
     Args:
         computed: returns the part of a graph that must be equal, by default all of it.
@@ -278,7 +278,7 @@ def check_attributes(
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,
-                why="a program has the value that it had for the trace, and no place for the next",
+                why="every call of the program would use the value from the trace",
                 hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
             )
     first_tensors = {

@@ -128,7 +128,7 @@ class RecordedReads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if a value differs from when the user's code read it first."""
+        """Return True if a value differs from its value when the user's code first read it."""
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -147,7 +147,7 @@ class RecordedReads:
 
 
 class _OutsideTorch(TorchFunctionMode):
-    """Stop watching frames inside torch's functions: none of their code is the user's."""
+    """Stop watching frames inside torch's functions, which contain no code of the user."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer = sys.gettrace()
@@ -164,7 +164,7 @@ class _Recording:
 
 @contextmanager
 def record_reads() -> Iterator[RecordedReads]:
-    """Record what models read when they are called for traces inside."""
+    """Record what user code reads when models are called for traces in this `with` block."""
     before, _Recording.reads = _Recording.reads, RecordedReads()
     try:
         yield _Recording.reads
@@ -222,7 +222,10 @@ def is_watched(module: Any) -> bool:
 
 
 def is_terminal(value: Any) -> bool:
-    """Return True if a value is compared itself, and not the attributes that are read from it."""
+    """Return True for values that a guard compares as a whole.
+
+    Of other objects it compares the attributes that were read.
+    """
     return isinstance(value, (*PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
 
@@ -272,7 +275,7 @@ def names_in(code: types.CodeType) -> tuple[Name, ...]:
 
 
 class Computed:
-    """Reads an attribute of an object whose class defines `__getattr__`, as a mapping does."""
+    """Mapping that reads attributes of an object whose class defines `__getattr__`."""
 
     def __init__(self, holder: Any):
         self.holder = holder
@@ -301,12 +304,12 @@ _CLASS_ATTRIBUTES = WeakKeyDictionary[type, Mapping[str, Any]]()
 
 
 def class_attributes(kind: type) -> Mapping[str, Any]:
-    """Return `vars(kind)`, the same object for each call."""
+    """Return `vars(kind)`, always the same mapping object for one class."""
     return _CLASS_ATTRIBUTES.setdefault(kind, vars(kind))
 
 
 def where(holder: Any, name: str) -> Any:
-    """Return the mapping that an attribute is read from; None if it is a method, property or parameter."""
+    """Return the mapping in which an attribute is stored; None for a method, property or parameter."""
     if isinstance(holder, types.ModuleType):
         return vars(holder)
     if isinstance(holder, type):
@@ -351,7 +354,7 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
 
     Args:
         tensors: compare tensors in it, by identity and version.
-        depth: levels of containers that are looked into.
+        depth: levels of nested containers to compare.
     """
     if isinstance(value, PLAIN):
         return type(value), value if value == value else "nan"
@@ -379,15 +382,13 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
 
 
 def names_of(container: dict) -> list[Any]:
-    """Return the keys of a dict in a form that can be compared: tensors cannot."""
+    """Return the keys of a dict in comparable form: an id for keys such as tensors."""
     return [name if isinstance(name, PLAIN) else id(name) for name in container]
 
 
 def entries_of(container: Any) -> tuple:
-    """Return the entries of a container, of a dict its values."""
     return tuple(container.values()) if isinstance(container, dict) else tuple(container)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; 0 if torch does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -34,7 +34,7 @@ class UserCheckpoints:
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """Return the outermost modules that ran in a checkpoint; None for functions without modules."""
+        """Return the outermost modules that ran in a checkpoint; None stands for a function without modules."""
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 
@@ -45,7 +45,7 @@ class UserCheckpoints:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Make checkpoints that are no autograd.Function plain calls, too, for a `with` block."""
+        """Run non-reentrant `torch.utils.checkpoint` calls as plain calls, for a `with` block."""
 
         def note(module: nn.Module, args: Any) -> None:
             if self._seen is not None and module in self.paths:
@@ -62,7 +62,7 @@ class UserCheckpoints:
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
-        """Record that a checkpoint's function runs in a `with` block; the outermost one counts."""
+        """Record the outermost checkpoint that runs in a `with` block."""
         if self._seen is not None:
             yield
             return

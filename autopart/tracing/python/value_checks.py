@@ -1,7 +1,7 @@
 """Value checks in a model's code: `assert`, and `if ...: raise`.
 
-They do not affect what the model computes, so a trace passes them: Python gets the answer with which the check passes.
-The source code at the question tells which answer that is.
+They do not affect what the model computes, so a trace passes them: a condition gets the value for which its check
+passes. The source code of the condition shows which value that is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
 
 
 class Passing(float):
-    """A number that a check compares with another; each comparison passes."""
+    """A number that a check compares with another number; each comparison passes."""
 
     def __new__(cls, wanted: bool) -> Passing:
         number = super().__new__(cls)
@@ -47,9 +47,9 @@ class Passing(float):
 def passing_answer(
     func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
 ) -> bool | Passing | None:  # fmt: skip
-    """Return the answer of a call with which a check passes; None for another call.
+    """Return the value of a condition for which a check passes.
 
-    None if more than an error depends on the answer, if the source cannot be read, and for other calls.
+    Returns None if the condition controls more than an error, or if the source cannot be read.
 
     Args:
         frame: frame of the calling code, or of a mode called on its behalf.
@@ -84,16 +84,16 @@ def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that asked, without the frames of modes that a call passes through."""
+    """Return the frame that evaluates a condition, without the frames of torch function modes."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame
 
 
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
-    """Return the source position at which the expression ends whose truth is asked for.
+    """Return the source position at which the evaluated condition ends.
 
-    It is a running call, or the operand of a jump, computed right before it.
+    The condition is a running call, or the operand of a jump, computed right before it.
     """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
@@ -102,7 +102,7 @@ def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
 
 @functools.lru_cache(64)
 def _wanted(source: str) -> Mapping[Place, bool]:
-    """Return {end position of a part of a check's condition: the answer with which the check passes}."""
+    """Return {end position of a part of a check's condition: the value for which the check passes}."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

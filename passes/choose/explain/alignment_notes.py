@@ -11,7 +11,7 @@ from autopart.common.matrix_alignment import MULTIPLE, unaligned
 from autopart.cost.flops import matrix_work
 from autopart.cost.hardware.profile import Hardware
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import times
+from autopart.ir.facts import weighted
 from autopart.ir.graph import active_operators, pattern_of, tensor_inputs, value
 from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
@@ -41,12 +41,12 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
     """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products are under the name ""."""
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for node in active_operators(graph):
+    for node, weight in weighted(active_operators(graph)):
         if flops := matrix_work(node):
             weights = [used for used in map(_source, tensor_inputs(node)) if used.op == "get_attr"]
             is_short = value(node).dtype.itemsize == 2
             name = str(weights[0].target) if weights and is_short else ""
-            work[name][str(value(node).dtype).removeprefix("torch.")] += flops * times(node)
+            work[name][str(value(node).dtype).removeprefix("torch.")] += flops * weight
     return work
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from autopart.cost.predict.collective_costs import wire_bytes
 from autopart.ir.atoms import FEATURE
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import facts, times
+from autopart.ir.facts import facts, weighted
 from autopart.ir.graph import active_operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
 from autopart.ir.pattern import Pattern
@@ -39,7 +39,7 @@ def _uneven_weights(trace: Trace, decisions: Decisions, axis: str) -> Iterator[s
 def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator[str]:
     ranks = decisions.mesh.size(axis)
     sent_by_line: dict[tuple[str, str, str], float] = {}
-    for node in active_operators(trace.graph):
+    for node, weight in weighted(active_operators(trace.graph)):
         pattern: Pattern | None = facts(node)["pattern"]
         for factors in _splits(node, pattern) if pattern is not None else ():
             number, *inner = (pattern.sizes[f] for f in factors)
@@ -52,7 +52,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
                 f"; {axis}={fits} would divide" if fits else "",
             )
             key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
-            sent_by_line[key] = sent_by_line.get(key, 0.0) + sent * times(node)
+            sent_by_line[key] = sent_by_line.get(key, 0.0) + sent * weight
     for (where, text, fits), sent in sent_by_line.items():
         moved = f", {sent / 1e6:.3g} MB sent per rank and microbatch" if sent else ""
         yield f"{where}: {text}{moved}{fits}"

@@ -14,13 +14,13 @@ from autopart.common.text import quantity
 from autopart.cost.count.gradient_communication import exchanged_by_method
 from autopart.cost.memory_kinds import OPTIMIZER_VALUES
 from autopart.cost.predict.collective_costs import levels
-from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exact_s, sync_s
+from autopart.cost.predict.dp_sync_costs import break_even_bytes_per_s, exact_s, sync_s
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, name_of, on_parameters, operator_name, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
-from autopart.ir.run.dp_sync import EXACT
+from autopart.ir.run.sync_option import ALL_REDUCE, MethodParameters
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.solve.expert_axes import Stacks, check_expert_axes, mixtures
 from autopart.passes.choose.solve.layout_pins import data_axis_pins, near_names, pinned_layouts, solve_pinned
@@ -126,7 +126,7 @@ class Reasons:
                 for one, rate in zip(parts, thresholds_per_s, strict=True) if rate is not None]  # fmt: skip
         reason = "; ".join([f"it was requested: {quantity(method_s, 's')} a step on {axis}={ranks}", *thresholds])
         other = f"{quantity(summed_s, 's')} a step, which the backward hides except for the last bucket"
-        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - method_s, {str(EXACT): other})
+        return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
         """Return over which axes a weight is stored sharded (ZeRO), and why; empty texts if it is replicated."""

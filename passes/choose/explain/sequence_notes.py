@@ -10,7 +10,7 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, factor_atoms
 from autopart.ir.decisions import Decisions, Strategy
-from autopart.ir.facts import facts, times
+from autopart.ir.facts import facts, weighted
 from autopart.ir.graph import active_operators, describe, operator_name, reads_weights, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.sharding import DimSharding
@@ -79,8 +79,8 @@ def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
                 "rank runs all of them; dp shards any batch"
             )
         taken = Counter[str]()
-        for node in chosen:
-            taken[operator_name(node).partition("::")[2]] += times(node) if needs_full_sequence(node, ranks) else 0
+        for node, weight in weighted(chosen):
+            taken[operator_name(node).partition("::")[2]] += weight if needs_full_sequence(node, ranks) else 0
         if taken := +taken:
             named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
             yield f"{axis}: every rank gathers the full sequence for {named}"

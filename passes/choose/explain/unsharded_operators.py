@@ -11,7 +11,7 @@ from autopart.cost.flops import matrix_work
 from autopart.cost.predict.collective_costs import wire_bytes
 from autopart.ir.atoms import BATCH, FEATURE, Atoms
 from autopart.ir.decisions import Decisions, Strategy
-from autopart.ir.facts import PARAMETER, facts, times
+from autopart.ir.facts import PARAMETER, facts, weighted
 from autopart.ir.graph import (
     active_operators,
     format_value,
@@ -53,7 +53,7 @@ def unsharded(
     if decisions.mesh.num_ranks == 1:
         return ()
     rows: dict[tuple, dict[str, Any]] = {}
-    for node in active_operators(trace.graph):
+    for node, weight in weighted(active_operators(trace.graph)):
         why, change = _why_unsharded(node, decisions)
         if not why:
             continue
@@ -65,10 +65,10 @@ def unsharded(
         })  # fmt: skip
         read = sum(map(size_bytes, tensor_inputs(node)))
         written = sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
-        row["count"] += times(node)
-        row["flops"] += matrix_work(node) * times(node)
-        row["bytes"] += (read + written) * times(node)
-        row["moved_bytes"] += round(sum(_moved(node, decisions))) * times(node)
+        row["count"] += weight
+        row["flops"] += matrix_work(node) * weight
+        row["bytes"] += (read + written) * weight
+        row["moved_bytes"] += round(sum(_moved(node, decisions))) * weight
     return tuple({key: value for key, value in row.items() if value or key == "where"} for row in rows.values())
 
 
@@ -77,7 +77,7 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
 
     Empty for a model without matrix work.
     """
-    flops = {node: matrix_work(node) * times(node) for node in active_operators(trace.graph)}
+    flops = {node: matrix_work(node) * weight for node, weight in weighted(active_operators(trace.graph))}
     total = sum(flops.values())
     if not total:
         return {}

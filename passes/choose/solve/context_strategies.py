@@ -20,7 +20,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import describe, dropout_probability, reads_weights, tensor_inputs
 from autopart.ir.mesh import Context
 from autopart.ir.pattern import Pattern
-from autopart.ops.stage_masks import is_attention
+from autopart.passes.rules import rule_of
 
 
 def context_options(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
@@ -28,7 +28,7 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
 
     Raises LayoutError if no option is left.
     """
-    rings = [option for option in options if is_attention(node) and is_ring_strategy(node, option)]
+    rings = [option for option in options if is_ring_strategy(node, option)]
     if context == "ring":
         return rings or _without_ring(node, options, axis)
     options = [option for option in options if option not in rings]
@@ -37,7 +37,7 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
         return list(options)
     kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
     fitting = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
-    if fitting or not is_attention(node):
+    if fitting or not pattern.context:
         return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
@@ -51,9 +51,10 @@ def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list
 
     Raise LayoutError for attention that cannot use a ring.
     """
-    if not is_attention(node) and not _multiplies_values(node):
+    may_ring = bool(rule_of(node).context)
+    if not may_ring and not _multiplies_values(node):
         return list(options)
-    if not is_attention(node) or dropout_probability(node):
+    if not may_ring or dropout_probability(node):
         why = "a ring needs scaled_dot_product_attention without dropout, and this is another product"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
         why = "this attention has a learned bias, whose gradient would have to circulate too"

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopart.cost.hardware.profile import Hardware
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, facts, times
+from autopart.ir.facts import ACTIVE, PARAMETER, facts, num_represented
 from autopart.ir.graph import on_parameters, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.solve.context_strategies import context_options
@@ -64,7 +64,7 @@ class Choice:
     @property
     def times(self) -> int:
         """The number of operators or parameters of the model that share this choice."""
-        return sum(map(times, self.members))
+        return num_represented(self.members)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _SharedValue:
     @property
     def times(self) -> int:
         """The number of values of the model that this one represents."""
-        return sum(map(times, self.members))
+        return num_represented(self.members)
 
     def is_of(self, node: fx.Node) -> bool:
         """Return True if it represents this value of the trace, in any repeated block."""

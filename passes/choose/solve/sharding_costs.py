@@ -22,7 +22,7 @@ from autopart.cost.hardware.profile import Hardware
 from autopart.cost.predict.collective_costs import conversion_time_s, time_s
 from autopart.ir.atoms import BATCH, Atom
 from autopart.ir.decisions import Strategy, is_ring_strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, weighted
 from autopart.ir.graph import operators, shape, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import (
     DISPATCHED,
@@ -38,7 +38,6 @@ from autopart.ir.layout import (
 )
 from autopart.ir.run.buckets import BUCKET_BYTES
 from autopart.ir.trace import Trace
-from autopart.ops.stage_masks import is_attention
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
@@ -123,7 +122,9 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
     Such a model is a toy. Its cheapest plan is not that of the full-size model (for example, its logits are gathered).
     """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
-    sizes = np.repeat([size_bytes(n) / _row_shards(n, step) for n in values], [times(n) for n in values])
+    sizes = np.repeat(
+        [size_bytes(n) / _row_shards(n, step) for n in values], [weight for _, weight in weighted(values)]
+    )
     typical = float(np.median(sizes)) if len(sizes) else 0.0
     latency_s = time_s("all_reduce", num_shards, 0, hardware, step.stride)
     return time_s("all_reduce", num_shards, typical, hardware, step.stride) < 2 * latency_s
@@ -177,10 +178,10 @@ class ShardingCosts:
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
-        reduced_s = sum([times_s[size] * times(n) for n, size in zip(active, sizes, strict=True)])
+        reduced_s = sum([times_s[size] * weight for (_, weight), size in zip(weighted(active), sizes, strict=True)])
         self.scale = max(1e-12, step.microbatches * reduced_s)
-        self.flops = sum(_flops(n) * times(n) for n in nodes) or 1
-        self.table = sum(_weight_bytes(n) * times(n) for n in nodes) or 1
+        self.flops = sum(_flops(n) * weight for n, weight in weighted(nodes)) or 1
+        self.table = sum(_weight_bytes(n) * weight for n, weight in weighted(nodes)) or 1
 
     def with_full_latency(self) -> ShardingCosts:
         """Return a copy that counts all latency and does not prefer replicated values."""
@@ -281,13 +282,13 @@ class ShardingCosts:
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and DISPATCHED in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
-        if is_attention(node) and is_ring_strategy(node, option):
+        if is_ring_strategy(node, option):
             return self._ring_s(node)
-        if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
+        if pattern is None or not option.factor or option.factor != pattern.lookup:
             return 0.0
         first = tuple_values(node)[0]
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
-        return self.step.microbatches * 3 * self._time_s("all_reduce", size)
+        return self.step.microbatches * pattern.all_reduces * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
         """Return the seconds that ring attention sends keys, values and their gradients."""

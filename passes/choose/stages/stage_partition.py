@@ -6,36 +6,39 @@ A stage may begin at any operator.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
 
 import numpy as np
 from torch import fx
 
 from autopart.common.names import layer_of
-from autopart.cost.flops import work
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, Partition, balance
+from autopart.cost.flops import matrix_work, work
+from autopart.cost.predict.send_costs import load_per_byte
+from autopart.cost.predict.stage_balance import Partition, balance
 from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, expand_blocks
 from autopart.ir.facts import facts
-from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.mesh import Mesh
+from autopart.passes.choose.problem import Problem
 from autopart.passes.normalize.batch_norm_forms import INNER
 
 
 def partition(
-    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), slack: float = IMBALANCE_TOLERANCE
-) -> Partition:
+    graph: fx.Graph, num_stages: int, folds: DeduplicatedBlocks = (), send_cost: float = 0.0
+) -> Partition:  # fmt: skip
     """Return the best partition of an annotated graph into `num_stages` stages.
 
     Raises StageError if the model has too few legal boundaries.
 
     Args:
         folds: deduplicated blocks of the trace. Boundary indices count the operators of all blocks.
-        slack: imbalance tolerance, as in `balance`.
+        send_cost: as in `balance`.
     """
     nodes = active_operators(graph)
-    best = find_partition(nodes, num_stages, folds=folds, slack=slack)
+    best = find_partition(nodes, num_stages, folds=folds, send_cost=send_cost)
     if best is None:
         places = num_boundaries(nodes)
         raise StageError(
@@ -49,7 +52,7 @@ def partition(
 
 def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
-    folds: DeduplicatedBlocks = (), slack: float = IMBALANCE_TOLERANCE,
+    folds: DeduplicatedBlocks = (), send_cost: float = 0.0,
 ) -> Partition | None:  # fmt: skip
     """Return the best partition of the active operators, or None if there are too few legal boundaries.
 
@@ -57,11 +60,25 @@ def find_partition(
         begins: operator indices at which a stage must begin.
         inside: operator indices at which no stage may begin.
         folds: deduplicated blocks of the trace.
-        slack: imbalance tolerance, as in `balance`.
+        send_cost: as in `balance`.
     """
     order, sent, works = full_model_indices(nodes, folds), boundary_bytes(nodes), [work(n) for n in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
-    return balance([works[index] for index in order], crossing, num_stages, begins, slack)
+    return balance([works[index] for index in order], crossing, num_stages, begins, send_cost)
+
+
+def flops_per_sent_byte(problem: Problem) -> float:
+    """Return `load_per_byte` of the model, if each rank has an equal share of every operator."""
+    nodes = active_operators(problem.graph)
+    order = full_model_indices(nodes, problem.trace.folds)
+    flops = Counter[str]()
+    for index, count in Counter(order).items():
+        if amount := matrix_work(nodes[index]):
+            flops[str(tuple_values(nodes[index])[0].dtype).removeprefix("torch.")] += count * amount
+    dtype = max(flops, key=lambda name: flops[name], default="")
+    shares = problem.mesh.num_ranks // problem.mesh.size("pp") * problem.microbatches
+    loads = np.array([work(node) / shares for node in nodes])[order]
+    return load_per_byte(loads, dtype, problem.mesh, problem.hardware)
 
 
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.cost.predict.stage_balance import IMBALANCE_TOLERANCE, Partition
+from autopart.cost.predict.stage_balance import Partition
 from autopart.errors import OptionError, StageError
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks
 from autopart.ir.facts import facts
@@ -32,7 +32,7 @@ class StagePins:
 
 def pinned_partition(
     graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: DeduplicatedBlocks = (),
-    slack: float = IMBALANCE_TOLERANCE
+    send_cost: float = 0.0,
 ) -> Partition:  # fmt: skip
     """Return the best partition that the pins allow.
 
@@ -40,26 +40,30 @@ def pinned_partition(
 
     Args:
         folds: deduplicated blocks of the trace; used without stage pins.
-        slack: imbalance tolerance, as in `balance`; used without stage pins.
+        send_cost: as in `balance`.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:
-        return partition(graph, num_stages, folds, slack)
+        return partition(graph, num_stages, folds, send_cost)
     if "pp" not in mesh.sizes:
         raise OptionError(
             f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),
             hint=f"leave it out, or mesh='pp2,{mesh}'",
         )  # fmt: skip
     nodes = active_operators(graph)
-    best = _partition(nodes, num_stages, _positions(nodes, every, pins))
+    best = _partition(nodes, num_stages, _positions(nodes, every, pins), send_cost)
     if best is not None:
         return best
     partition(graph, num_stages)  # raises if the pins are not the cause
     raise _conflict(nodes, num_stages, pins)
 
 
-def _partition(nodes: list[fx.Node], num_stages: int, pinned: StagePins) -> Partition | None:
-    return None if pinned.begins & pinned.inside else find_partition(nodes, num_stages, pinned.begins, pinned.inside)
+def _partition(
+    nodes: list[fx.Node], num_stages: int, pinned: StagePins, send_cost: float = 0.0
+) -> Partition | None:  # fmt: skip
+    if pinned.begins & pinned.inside:
+        return None
+    return find_partition(nodes, num_stages, pinned.begins, pinned.inside, send_cost=send_cost)
 
 
 def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> StagePins:

@@ -21,8 +21,8 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_sharded, mesh_axes_of, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
+from autopart.ir.run.sync_option import SyncMethod
 from autopart.ir.trace import Trace
-from autopart.passes.choose.storage.sync_methods import method_for
 from autopart.plans.pins import LayoutPin
 
 
@@ -124,3 +124,17 @@ def stored_tensors(
             method_for(name, decisions, layout, partial) if parameter.requires_grad else None,
         )  # fmt: skip
     return stored
+
+
+def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> SyncMethod | None:
+    """Return the sync method that replaces a parameter's gradient reduction; None if reduced exactly.
+
+    With `zero=1` the gradient is unsharded until the end of a step, so a method applies.
+
+    Args:
+        summed: axes on which the gradient ends as a partial sum.
+    """
+    sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
+    method = sync.method_of(name)
+    scattered = mesh_axes_of(over) if over is not None and decisions.zero == 1 else ()
+    return method if method is not None and sync.axis(decisions.mesh) in (*summed, *scattered) else None

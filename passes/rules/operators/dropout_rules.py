@@ -7,15 +7,9 @@ import zlib
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import operator_name
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ops.operators import autopart_ops
 from autopart.passes.rules.local_forms import LocalCall
-
-
-def can_draw(node: fx.Node) -> bool:
-    """Return True if the local form of a call can draw its own noise."""
-    return operator_name(node) == "autopart::drop"
 
 
 def drop(call: LocalCall) -> fx.Node | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.graph import argument, operator_name, shape, tensor_inputs, value
 from autopart.ir.pattern import Dim, Pattern
 from autopart.passes.rules.factors import UNARY_LINEAR, names, names_and_dim, pattern
 from autopart.passes.rules.operators.selection_rules import tie
@@ -171,11 +171,11 @@ def searchsorted(node: fx.Node) -> Pattern | None:
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
         return None
-    table, values = (inputs[1], inputs[0]) if node.target._schema.name == "aten::bucketize" else (inputs[0], inputs[1])
+    table_first = operator_name(node) == "aten::searchsorted"  # `bucketize` takes the table second
+    table, values = inputs if table_first else reversed(inputs)
     dims = names(len(shape(values)))
-    rows = [] if len(shape(table)) == 1 else dims[:-1]
-    sorted_row = [*rows, ("row",)]
-    operands = [dims, sorted_row] if table is inputs[1] else [sorted_row, dims]
+    sorted_row = [*([] if len(shape(table)) == 1 else dims[:-1]), ("row",)]
+    operands = [sorted_row, dims] if table_first else [dims, sorted_row]
     return pattern(node, operands, [dims], ["row"])
 
 

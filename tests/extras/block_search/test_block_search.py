@@ -127,7 +127,7 @@ def options_of(blocks: Blocks, choice: BlockChoice) -> dict:
     ).options
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "schedule", "off"),
     [("dp4", None, 0.01), ("tp2", None, 0.01), ("pp4", "gpipe", 0.05), ("dp2,pp2,tp2", "1f1b", 0.05),
@@ -197,7 +197,7 @@ def test_mistakes(space):
     model, call = space.model, {"example_kwargs": space.example, "global_batch": 32}
     for mesh, options, error in [
         ("dp4", {"method": "luck"}, "unknown method='luck'"),
-        ("pp2", {"schedule": "zbv"}, "schedule='zbv' for choices block by block"),
+        ("pp2", {"schedule": "zbv"}, "schedule='zbv' is not supported by search_blocks"),
         ("pp16", {}, "nothing to choose block by block for 16 stages\n  why    repeated blocks .* adjacent: 8"),
         ("dp3", {}, "a batch of 32 rows cannot be cut into dp=3 x microbatches=1 equal parts"),
     ]:

@@ -149,7 +149,7 @@ def on_ranks(folder, local_ranks):
     return found.device.rank, found.profile, {(row.kind, row.link) for row in found.measured if row.link}
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("local_ranks", "link", "other"), [(2, "link", "node_link"), (1, "node_link", "link")])
 def test_on_two_processes(tmp_path, local_ranks, link, other):
     """Of one node, or of two as torchrun would tell it. All get the same figures, and the first writes them."""

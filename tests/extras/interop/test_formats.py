@@ -70,6 +70,7 @@ def with_parallelize_module(left_out=None):
     return compare(model, batch, logits, grads), len([p for p in model.parameters() if isinstance(p, DTensor)])
 
 
+@pytest.mark.large
 @pytest.mark.filterwarnings("ignore:the format gathers")
 def test_parallelize_module_computes_the_same():
     for error, num_sharded in run_ranks(with_parallelize_module, 2):
@@ -113,7 +114,7 @@ def with_transformers(build, folder, plan):
     return compare(parallel, batch, logits, grads), sharded
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.filterwarnings("ignore:the format gathers")
 @pytest.mark.parametrize("build", [saved_llama, qwen3])
 def test_transformers_computes_the_same(build, tmp_path):
@@ -190,6 +191,7 @@ def run_pipeline(spec, with_microbatches=2):
     return (None if rank == 0 else relative(first_of(output), expected)), {name.split(".")[2] for name in own}
 
 
+@pytest.mark.large
 def test_pipeline_runs_on_two_ranks():
     (_, first), (error, second) = run_ranks(run_pipeline, 2, exported("pipelining", "pp2", pins=LAYERS))
     assert error < WITHIN and (first, second) == ({"0"}, {"1"})
@@ -217,6 +219,7 @@ def test_the_grammar_reads_the_documented_example():
         parsed("t*3|L")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_layers", [3, 5])
 @pytest.mark.parametrize("mesh", ["pp1", "pp2", "pp3"])
 def test_megatrons_layout_has_the_layers_of_every_stage(mesh, num_layers):
@@ -276,7 +279,7 @@ CANNOT = {
         lambda: dataclasses.replace(
             autopart.plan(llama()[0], "pp2", example_kwargs=llama()[1]), cuts=("lm_head/linear",)
         ).export("pipelining"),
-        "the stages of the plan are not those of its cuts\n  why    the cuts were edited",
+        "the stages of the plan do not match its 'cuts'\n  why    the cuts were edited",
     ),
     "stages in a V": (
         lambda: exported("megatron", "pp2", schedule="zbv", pins={"stages": {"together": [["model.layers.*.mlp"]]}}),
@@ -355,8 +358,11 @@ def test_rows_of_an_embedding_are_its_dim_0():
     assert pins == {"model.embed_tokens.weight": {"tp": "S(0)"}, "lm_head.weight": {"tp": "S(0)"}}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("to", ["transformers", "parallelize_module", "pipelining", "megatron"])
 def test_positions_are_in_no_format(to):
     model, batch = zoo.llama()
-    with pytest.raises(LayoutError, match=f"the format '{to}' cannot say what is cut over cp\n  why    it has layouts"):
+    with pytest.raises(
+        LayoutError, match=f"the format '{to}' cannot express sharding over cp\n  why    it describes layouts"
+    ):
         autopart.plan(model, "pp2,cp2", example_kwargs=batch).export(to, model)

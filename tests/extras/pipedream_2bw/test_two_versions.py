@@ -127,7 +127,7 @@ def trained(mesh, kind="llama", optimizer=adamw, max_norm=None, looks=(), number
         both.same_weights()
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("mesh", "kind", "options"),
     [
@@ -184,6 +184,7 @@ def uses(mesh):
     both.same_weights()
 
 
+@pytest.mark.large
 def test_other_calls_in_between():
     dist.run_ranks(uses, 2, "pp2", timeout_s=TIMEOUT_S)
 
@@ -248,6 +249,7 @@ def in_flight():
     return max(most)
 
 
+@pytest.mark.large
 def test_as_many_microbatches_are_held_as_under_1f1b():
     assert dist.run_ranks(in_flight, 4, timeout_s=TIMEOUT_S) == [4, 3, 2, 1]
 
@@ -264,6 +266,7 @@ def too_few_rows():
     assert not pm.flush().isnan()
 
 
+@pytest.mark.large
 def test_a_batch_of_too_few_rows():
     dist.run_ranks(too_few_rows, 2, timeout_s=TIMEOUT_S)
 
@@ -298,6 +301,7 @@ def unlike(first_wrong):
     zoo.assert_same_grads(pm.full_grads(), one.grads())
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("first_wrong", [0, 1])
 def test_nothing_is_lost_where_ranks_are_called_unlike(first_wrong):
     dist.run_ranks(unlike, 2, first_wrong, timeout_s=TIMEOUT_S)
@@ -361,6 +365,7 @@ def refusals():
         plain.flush()
 
 
+@pytest.mark.large
 def test_what_is_refused_in_a_loop():
     dist.run_ranks(refusals, 2, timeout_s=TIMEOUT_S)
 
@@ -409,6 +414,7 @@ def test_frozen_weights_have_two_versions_too():
     assert values[0] == 2 * values[1]
 
 
+@pytest.mark.large
 def test_verify_gives_optimizers_the_gradient_of_the_batch_before():
     model, batches = example()
     one = Delayed(copy.deepcopy(model))
@@ -424,7 +430,7 @@ def test_verify_gives_optimizers_the_gradient_of_the_batch_before():
         optimizer=lambda named: adamw([p for _, p in named]), **TWO_BW,
     )  # fmt: skip
     assert found.ok and [step.loss for step in found.steps] == pytest.approx(losses, rel=1e-7)
-    with pytest.raises(OptionError, match="a scaler with schedule='1f1b_2bw'"):
+    with pytest.raises(OptionError, match="scaler= cannot be combined with schedule='1f1b_2bw'"):
         autopart.verify(model, "pp2", example_kwargs=batches[0], steps=1, scaler=True, **TWO_BW)
 
 

@@ -7,7 +7,8 @@ result. So the state and the random numbers of methods do not depend on ZeRO.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +17,41 @@ from torch.optim import Optimizer
 from autopart.compat.torch_function_internals import on_local_values
 from autopart.compat.training_internals import at_end_of_backward
 from autopart.errors import UsageError
+from autopart.extras.dp_sync.ddp_hooks import Hook, check_hook, check_hookable, in_group, run_hook
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds, State, servers, summed, synchronised
+from autopart.extras.dp_sync.model_averaging import after_step, before_step, means
+from autopart.extras.dp_sync.sync_checkpoint import load_state, state_of
+from autopart.extras.dp_sync.sync_options import HOOK, DpSync, Method
+from autopart.extras.dp_sync.transports import GroupTransport
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.run.buckets import alike
-from autopart.ir.run.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.dp_sync.ddp_hooks import Hook, in_group, run_hook
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds, State, servers, summed, synchronised
-from autopart.runtime.dp_sync.model_averaging import after_step, before_step, means
-from autopart.runtime.dp_sync.transports import GroupTransport
+from autopart.runtime.gradients.gradient_sync import GradientSync
 from autopart.runtime.gradients.step_reduction import accumulate_earlier, gradient_of
 from autopart.runtime.shards.shard_state import splits_of
 
 
-class DataSync:
-    """Data-parallel synchronisation of one module on this rank.
+class DataSync(GradientSync):
+    """Data-parallel synchronisation of one module on this rank by methods.
 
     `steps`: number of gradient synchronisations. `updates`: number of steps of the attached optimizer. `state`: state
-    of the methods. `stored`: {name: this rank's parameter}. `unsharded`: {name: unsharded stand-in of a sharded
-    parameter}. A stand-in has no storage; its `.grad` has the full gradient from a step's backward to its end.
-    `parameters`: stored parameters, or their stand-ins.
+    of the methods. `stored`: {name: this rank's parameter}. `parameters`: the same, with those in `unsharded` replaced.
     """
 
+    methods: dict[str, Method]
+
     def __init__(self, process: Process):
-        self.process, self.sync = process, ALL_REDUCE
+        super().__init__(process)
+        self.sync = DpSync()
         self.parameters: Mapping[str, Tensor] = {}
         self.stored: Mapping[str, Tensor] = {}
-        self.unsharded: dict[str, Tensor] = {}
         self.cuts: dict[str, tuple[DimSharding, int]] = {}
         """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
         """Storage of parameters, of those in `unsharded` as if they were unsharded."""
-        self.methods: dict[str, Method] = {}
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
         self.powersgd: dict[int, Any] = {}
@@ -59,17 +61,13 @@ class DataSync:
         self.is_attached = self.is_in_backward = False
         self.wire: GroupTransport | None = None
 
+    @on_local_values  # parameters have the shapes of their shards
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Use the module's newest program. It contains the parameters of all earlier programs.
-
-        Args:
-            program: the program.
-            parameters: {name: local parameter}.
-        """
-        self.sync, self.stored = program.dp_sync, parameters
+        self.sync = program.dp_sync if isinstance(program.dp_sync, DpSync) else DpSync()
+        self.stored = parameters
         layouts = {name: program.parameters[name] for name in program.parameters if name in parameters}
         self.methods = {
-            name: stored_tensor.method for name, stored_tensor in layouts.items() if stored_tensor.method is not None
+            name: cast(Method, stored.method) for name, stored in layouts.items() if stored.method is not None
         }
         for name in self.methods:
             unsharded = layouts[name].unsharded_to_sync(program.mesh)
@@ -96,25 +94,21 @@ class DataSync:
             self.unsharded[name].untyped_storage().resize_(0)
 
     def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return {name: parameter}, with the stand-in that has the full gradient for each sharded parameter."""
         if not self.unsharded:
             return parameters
         for name, unsharded in self.unsharded.items():
             unsharded.requires_grad_(self.stored[name].requires_grad)
         return {name: self.unsharded.get(name, parameter) for name, parameter in parameters.items()}
 
-    def let_go(self) -> None:
-        """Free the full gradients after a step."""
+    def release_full_gradients(self) -> None:
         for unsharded in self.unsharded.values():
             unsharded.grad = None
 
     @property
     def changes_models(self) -> bool:
-        """True if every data rank has its own model."""
         return self.sync.changes_models and bool(self.methods)
 
     def check_optimizer_attached(self) -> None:
-        """Raise UsageError before a second step if no attached optimizer averages the replicas."""
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
                 f"dp_sync='{self.sync}' and no optimizer is attached",
@@ -123,19 +117,11 @@ class DataSync:
             )
 
     def check_gradients(self, asked: str) -> None:
-        """Raise UsageError if replicas differ, so that there is no global gradient to return."""
         if self.changes_models:
             raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
                              "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Return an error if gradient hooks would see unsynchronised gradients, else None.
-
-        The result is equal on every rank.
-
-        Args:
-            in_step: True if hooks run only after synchronisation.
-        """
         has_own_backward = not in_step and "pp" not in self.process.groups
         for name in self.methods if has_own_backward else ():
             if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
@@ -147,12 +133,9 @@ class DataSync:
                 )
         return None
 
+    @on_local_values  # also at the end of a backward of the user
     @torch.no_grad()
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
-        """Synchronise every `.grad`, which has this rank's partial gradient times `loss_scale`.
-
-        A collective call.
-        """
         if self.wire is None:
             return
         for method, names in self._buckets():
@@ -175,13 +158,7 @@ class DataSync:
         self.stored[name].grad = cut.take(value, index).clone()
         self.unsharded[name].grad = None
 
-    def watched(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
-        """Hook the outputs of a differentiable call, so that its backward synchronises gradients once.
-
-        Args:
-            outputs: the outputs.
-            leave: returns True if a later backward is to synchronise the gradients (`no_sync`).
-        """
+    def synchronise_in_backward(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: self._start_backward(leave))
@@ -200,6 +177,7 @@ class DataSync:
         for parameter in before:
             parameter.grad = None
 
+        @on_local_values
         @torch.no_grad()
         def ends() -> None:
             self.is_in_backward = False
@@ -269,7 +247,10 @@ class DataSync:
     # --- Models
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Hook an optimizer's steps to average the replicas."""
+        """Hook an optimizer's steps to average the replicas. Raises UsageError for a second optimizer."""
+        if self.is_attached:
+            raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
+                             hint="one optimizer for all parameters")  # fmt: skip
         self.is_attached = True
         optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
@@ -299,17 +280,40 @@ class DataSync:
 
     @torch.no_grad()
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: mean over the data ranks} if every data rank has its own model, else the values."""
         if not self.changes_models or self.wire is None:
             return dict(values)
         replicated = {name: values[name].detach() for name in self.methods if name in values}
         rows = [{name: replicated[name] for name in row} for row in alike(replicated, most_bytes=None)]
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
-    def register_hook(self, state: Any, hook: Hook) -> None:
-        """Register the user's hook. The program's synchronization method must be `HOOK`."""
+    # --- Hooks and checkpoints
+
+    def register_hook(self, program: Program, parameters: Mapping[str, Tensor], state: Any, hook: Hook) -> Program:
+        """Register the user's hook, and return the program whose method of every parameter is the hook.
+
+        Raises UsageError or OptionError if the hook, or the program, does not allow it.
+        """
+        check_hook(hook)
+        if self.hook is not None:
+            raise UsageError("a second communication hook", why="each would reduce the gradients",
+                             hint="one hook that does both")  # fmt: skip
+        check_hookable(program)
+        axis = program.mesh.along("rows")[0]
+        hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)
+                  for name, stored in program.parameters.items()}  # fmt: skip
+        program = replace(program, parameters=hooked)
+        self.adopt(program, parameters)
         assert self.wire is not None
         self.hook = in_group(state, hook, self.wire.group), hook
+        return program
+
+    def state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
+        """Return the result of `ParallelModule.dp_sync_state_dict`."""
+        return state_of(self, data_ranks)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the state, for `ParallelModule.load_dp_sync_state_dict`."""
+        load_state(self, saved)
 
 
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:

@@ -27,9 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autopart.common.names import first_of
 from autopart.errors import OptionError
+from autopart.extras.dp_sync import method_costs
 
 if TYPE_CHECKING:
+    from autopart.ir.decisions import Decisions
     from autopart.ir.mesh import Mesh
+    from autopart.ir.program import Program
+    from autopart.ir.run.sync_option import Exchange, MethodParameters
+    from autopart.ir.trace import Trace
 
 GRAPHS = ("ring", "grid", "exp", "one_peer", "complete")
 """Communication graphs of gossip: neighbours on a ring, neighbours on a grid, ranks a power of two away, one of these
@@ -119,10 +124,20 @@ class Method:
         """`"gradients"` or `"models"`."""
         return "gradients" if self == HOOK else METHODS[self.name].changes
 
-    @property
-    def is_exact(self) -> bool:
-        """True if the method computes the exact sum of all gradients."""
-        return self.name in ("all_reduce", "parameter_server")
+    def sent_bytes(self, numel: int, itemsize: int) -> int:
+        return method_costs.sent_bytes(self, numel, itemsize)
+
+    def factor_bytes(self, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
+        return method_costs.factor_bytes(self, elements, itemsize, shape)
+
+    def exchanges(self, of: MethodParameters, num_ranks: Any, several: int) -> list[Exchange]:
+        return method_costs.exchanges(self, of, num_ranks, several)
+
+    def passes(self, num_ranks: int) -> float:
+        return method_costs.passes(self, num_ranks)
+
+    def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
+        return method_costs.state_bytes(self, of, num_ranks)
 
     @staticmethod
     def parse(method: Any) -> Method:
@@ -213,7 +228,7 @@ HOOK = Method("hook")
 
 @dataclass(frozen=True)
 class DpSync:
-    """Method for all parameters, and exceptions by name.
+    """A method for all parameters, and exceptions by parameter name.
 
     `only`: (pattern of names (`fnmatch`), method); the first match applies. `from_step`: number of first steps that
     all-reduce gradients exactly. `seed`: seed of the random numbers of methods.
@@ -233,7 +248,7 @@ class DpSync:
     def parse(dp_sync: Any) -> DpSync:
         """Parse text, or a mapping as in a plan. Raises OptionError for invalid values."""
         if dp_sync is None or isinstance(dp_sync, DpSync):
-            return dp_sync or ALL_REDUCE
+            return dp_sync or DpSync()
         if isinstance(dp_sync, str):
             rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", dp_sync)]
             if len(rows) == 1 and not rows[0][1]:
@@ -272,7 +287,7 @@ class DpSync:
 
     @property
     def is_default(self) -> bool:
-        return self == ALL_REDUCE
+        return self == DpSync()
 
     @property
     def changes_models(self) -> bool:
@@ -287,10 +302,29 @@ class DpSync:
         rows = mesh.along("rows")
         if self.across == "node" and len(rows) < 2:
             raise OptionError(
-                f"dp_sync across='node' on {mesh}", why="two data axes must say which ranks share a node",
+                f"dp_sync across='node' is not possible on {mesh}",
+                why="it needs two data axes: dpr between nodes, dp inside a node",
                 hint="mesh='dpr2,dp4': the method over dpr, exact sums over dp",
-            )  # fmt: skip
+            )
         return rows[0] if rows else ""
+
+    def method_of(self, name: str) -> Method | None:
+        """Return the method of a parameter, None if its gradient is all-reduced."""
+        method = self.of(name)
+        return None if method == EXACT else method
+
+    def check_storage(self, trace: Trace, decisions: Decisions) -> None:
+        """Raise OptionError for an unknown name, or if the storage of a parameter excludes its method."""
+        from autopart.extras.dp_sync.sync_checks import check_storage  # imports torch
+
+        self.check_names(trace.parameters)
+        check_storage(self, trace, decisions)
+
+    def check_program(self, program: Program) -> None:
+        """Raise OptionError if a method needs the full gradient of a parameter that is gathered per use."""
+        from autopart.extras.dp_sync.sync_checks import check_full_gradients
+
+        check_full_gradients(self, program)
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raise OptionError for a pattern that matches no parameter."""
@@ -303,58 +337,15 @@ class DpSync:
                 )  # fmt: skip
 
 
-ALL_REDUCE = DpSync()
-"""The default: an exact all-reduce of all gradients."""
-
-
 def _complete(sync: DpSync) -> DpSync:
-    """Return `sync` after checking that its methods are compatible. Raises OptionError if they are not."""
+    """Return `sync` if its methods are compatible with each other; raise OptionError if they are not."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
-        raise OptionError(f"dp_sync='{sync}' mixes models with gradients", why="a method of models is for all "
-                          "parameters: every data rank has its own", hint=f"dp_sync='{sync.method}'")  # fmt: skip
+        raise OptionError(
+            f"dp_sync='{sync}' mixes methods of models and of gradients",
+            why="a method of models applies to all parameters: every data rank has its own model",
+            hint=f"dp_sync='{sync.method}'",
+        )
     if sync.changes_models and sync.from_step:
         raise OptionError(f"dp_sync='{sync}' with from_step={sync.from_step}", why="replicas differ from the first "
                           "step on", hint="train the first steps with dp_sync='all_reduce'")  # fmt: skip
     return sync
-
-
-def neighbours(graph: str, num_ranks: int) -> int:
-    """Return the largest number of ranks that one rank exchanges with.
-
-    >>> [neighbours(graph, 8) for graph in GRAPHS]
-    [2, 3, 3, 1, 7]
-    """
-    height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
-    counts = {
-        "ring": 2, "grid": sum(min(2, side - 1) for side in (height, num_ranks // height)),
-        "exp": math.ceil(math.log2(num_ranks)), "one_peer": 1,
-    }  # fmt: skip
-    return min(counts.get(graph, num_ranks - 1), num_ranks - 1)
-
-
-def sent_elements(method: Method, numel: int) -> int:
-    """Return k of a method that sends the k largest elements: max(1, round(ratio * numel)).
-
-    >>> sent_elements(Method.parse("top_k:0.01"), 1000), sent_elements(Method.parse("top_k:0.01"), 4)
-    (10, 1)
-    """
-    return min(numel, max(1, round(method.ratio * numel)))
-
-
-def sent_bytes(method: Method, numel: int, itemsize: int) -> int:
-    """Return the bytes that a rank sends for a vector of `numel` elements.
-
-    They are values with 32-bit indices, or a scale and a number of bits per element.
-
-    >>> sent_bytes(Method.parse("top_k:0.01"), 1000, 4), sent_bytes(Method.parse("qsgd:4bit"), 1000, 4)
-    (80, 504)
-    """
-    if method.name == "double_squeeze":
-        return sent_bytes(method.compressor, numel, itemsize)
-    if method.name in ("top_k", "ef21", "ef21_sgdm", "neolithic"):
-        rounds = method.rounds if method.name == "neolithic" else 1
-        return rounds * sent_elements(method, numel) * (itemsize + 4)
-    if method.name in ("sign", "qsgd"):
-        bits = 1 if method.name == "sign" else method.bits
-        return itemsize + -(-numel * bits // 8)
-    return numel * itemsize

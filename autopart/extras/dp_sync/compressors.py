@@ -1,7 +1,7 @@
 """Compressors: encode a vector to the bytes that are sent, and decode them.
 
 Each is deterministic except for the random numbers that it is passed. `Compressor.size_bytes` returns the bytes sent
-for a vector. Plans count the same bytes (`autopart.ir.run.dp_sync.sent_bytes`).
+for a vector. Plans count the same bytes (`method_costs.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopart.ir.run.dp_sync import Method, sent_bytes, sent_elements
+from autopart.extras.dp_sync.method_costs import sent_bytes, sent_elements
+from autopart.extras.dp_sync.sync_options import Method
 
 Draw = Callable[[int], Tensor]
 """Function of a count that returns random numbers from [0, 1), float64."""

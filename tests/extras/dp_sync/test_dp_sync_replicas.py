@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from autopart.ir.run.dp_sync import GRAPHS, Method
-from autopart.runtime.dp_sync.data_sync import DataSync
-from autopart.runtime.dp_sync.gradient_methods import State
-from autopart.runtime.dp_sync.mixing_matrices import mixing_rows, receivers
-from autopart.runtime.dp_sync.model_averaging import after_step, before_step
-from autopart.runtime.dp_sync.transports import ListTransport
+from autopart.extras.dp_sync.data_sync import DataSync
+from autopart.extras.dp_sync.gradient_methods import State
+from autopart.extras.dp_sync.mixing_matrices import mixing_rows, receivers
+from autopart.extras.dp_sync.model_averaging import after_step, before_step
+from autopart.extras.dp_sync.sync_options import GRAPHS, Method
+from autopart.extras.dp_sync.transports import ListTransport
 
 SHAPES = {"up": (4, 3), "bias": (5,)}
 STEPS = 50

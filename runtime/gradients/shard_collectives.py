@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from autopart.ir.run.buckets import bucketed, kinds
 from autopart.ir.run.unshard_policy import GATHERS, ParameterGather
 from autopart.ir.sharding import DimSharding
 from autopart.runtime.comm.async_collectives import begin_gather, begin_scatter, begin_sum
-from autopart.runtime.gradients.reducer import Waits, flatten
+from autopart.runtime.gradients.reductions import ReduceStrategy, Reduction, finished, flatten
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class ShardedParam:
 
 
 @dataclass(frozen=True)
-class ShardBucket:
-    """Parameters of one dtype that share an all-gather and a reduce-scatter over `group`.
+class ShardCollectives(ReduceStrategy):
+    """All-gather and reduce-scatter that parameters of one dtype share, over `group`.
 
     `others`: groups over which the gradient shards are all-reduced after the reduce-scatter (as in HSDP).
     """
@@ -80,6 +81,15 @@ class ShardBucket:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(one.name for one in self.stored)
+
+    @property
+    def reduces_shards(self) -> bool:  # type: ignore[override]
+        return bool(self.others)
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        first = self.stored[0]
+        return first.grad_dtype if first.grad_dtype != first.read_dtype else None
 
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
         """Start the all-gather. The returned function waits for it and returns the unsharded parameters.
@@ -109,42 +119,30 @@ class ShardBucket:
 
         return wait_for_unshard
 
-    def scatter(
-        self, grads: Sequence[Tensor], stored: Sequence[ShardedParam], earlier: Sequence[Tensor | None] | None
-    ) -> Waits:
-        """Start to reduce-scatter gradients. The returned function waits, one group after the other.
-
-        Args:
-            grads: unsharded gradients of the parameters `stored`, a subset of the bucket.
-            earlier: gradient shards of earlier microbatches, added before the all-reduce over the other groups.
-                None: the other groups do not reduce now.
-        """
-        wait, rank = self._begin_scatter(grads, stored), self.group.rank()
-
-        def shards_of(flat: Tensor) -> list[Tensor]:
-            chunks = flat.split([math.prod(one.padded_shape) for one in stored])
-            shards = zip(stored, chunks, strict=True)
-            return [one.cut.trimmed(chunk.view(one.padded_shape), rank) for one, chunk in shards]
-
-        def cast_shards(flat: Tensor) -> list[Tensor]:
-            return [chunk.to(one.dtype) for one, chunk in zip(stored, shards_of(flat), strict=True)]
-
-        def wait_for_reduce_scatter() -> list[Tensor] | Waits:
-            flat = wait()
-            if not self.others or earlier is None:
-                return cast_shards(flat)
-            for chunk, prior in zip(shards_of(flat), earlier, strict=True):
-                if prior is not None:
-                    chunk.add_(prior)
+    def start(
+        self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
+    ) -> Reduction:
+        """Reduce-scatter unsharded gradients, then all-reduce the shards over the other groups."""
+        stored, rank = [self.stored[i] for i in present], self.group.rank()
+        wait = self._begin_scatter(grads, stored)
+        del grads
+        yield
+        flat = wait()
+        del wait  # frees the unsharded gradients
+        chunks = [
+            one.cut.trimmed(chunk.view(one.padded_shape), rank)
+            for one, chunk in zip(stored, flat.split([math.prod(one.padded_shape) for one in stored]), strict=True)
+        ]
+        if self.others and earlier is not None:
+            _add(chunks, earlier)
+            del earlier
             wait_for_sum = begin_sum(flat, self.others)
+            yield
+            wait_for_sum()
+        return [chunk.to(one.dtype).contiguous() for one, chunk in zip(stored, chunks, strict=True)]
 
-            def wait_for_all_reduce() -> list[Tensor]:
-                wait_for_sum()
-                return cast_shards(flat)
-
-            return wait_for_all_reduce
-
-        return wait_for_reduce_scatter
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        return _DifferentiableReduceScatter.apply(self, present, *grads)
 
     def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
         """Start to compute this rank's gradient shards, in a new flat vector."""
@@ -181,14 +179,52 @@ def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: 
     return flat.view(-1)
 
 
-def make_shard_buckets(
+def _add(chunks: Sequence[Tensor], earlier: Sequence[Tensor | None]) -> None:
+    for chunk, prior in zip(chunks, earlier, strict=True):
+        if prior is not None:
+            chunk.add_(prior)
+
+
+class _DifferentiableReduceScatter(torch.autograd.Function):
+    """Differentiable reduce-scatter of the gradients of the parameters at positions `present`.
+
+    Its backward is an all-gather, whose backward is this reduce-scatter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shards: ShardCollectives, present: Sequence[int], *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.present = shards, present
+        return tuple(part.clone() for part in finished(shards.start(grads, present, [None for _ in present], False)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_DifferentiableAllGather.apply(ctx.shards, ctx.present, *grads)
+
+
+class _DifferentiableAllGather(torch.autograd.Function):
+    """Differentiable all-gather of the parameters at positions `present`."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: ShardCollectives, present: Sequence[int], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.present = shards, present
+        local, rank = dict(zip(present, parts, strict=True)), shards.group.rank()
+        sent = [local.get(i, one.zeros(rank, parts[0].device)) for i, one in enumerate(shards.stored)]
+        unsharded = shards.gather(sent)()
+        return tuple(unsharded[i].clone() for i in present)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_DifferentiableReduceScatter.apply(ctx.shards, ctx.present, *grads)
+
+
+def make_shard_collectives(
     stored: Sequence[ShardedParam],
     group: dist.ProcessGroup,
     most_bytes: int | None,
     others: Sequence[dist.ProcessGroup],
-) -> list[ShardBucket]:
+) -> list[ShardCollectives]:
     """Group parameters into buckets, in the order of their use (`autopart.ir.run.buckets`)."""
     by_name = {one.name: one for one in stored}
     same_kind = kinds(list(by_name), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: by_name[name].nbytes for name in names}, most_bytes)]
-    return [ShardBucket(tuple(by_name[name] for name in row), group, tuple(others)) for row in rows]
+    return [ShardCollectives(tuple(by_name[name] for name in row), group, tuple(others)) for row in rows]

@@ -130,6 +130,7 @@ def assert_unbiased(draws: Array, x: Array) -> None:
     assert (error <= 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-12).all()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("levels", [1, 7, 127])
 def test_qsgd_is_unbiased(levels):
     rng = np.random.default_rng(0)

@@ -22,9 +22,9 @@ from dp_sync_oracle import (
     top_k,
 )
 
-from autopart.ir.run.dp_sync import Method
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds, State, synchronised
-from autopart.runtime.dp_sync.transports import ListTransport
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds, State, synchronised
+from autopart.extras.dp_sync.sync_options import Method
+from autopart.extras.dp_sync.transports import ListTransport
 
 SHAPES = {"up": (7, 5), "bias": (9,), "scale": (1,), "down": (4, 3, 2)}
 STEPS = 50

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from autopart.runtime.dp_sync.transports import Weights
+from autopart.extras.dp_sync.transports import Weights
 
 
 def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:

@@ -13,8 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.errors import UsageError
-from autopart.runtime.gradients.reducer import flatten, unflatten
+from autopart.errors import OptionError, UsageError
+from autopart.ir.layout import mesh_axes_of
+from autopart.ir.program import Program
+from autopart.runtime.gradients.reductions import flatten, unflatten
 
 Hook = Callable[..., Any]
 
@@ -53,7 +55,7 @@ class HookBucket:
         return self._parameters
 
 
-def check_hook(hook: Any, state: Any) -> None:
+def check_hook(hook: Any) -> None:
     """Raise UsageError for a hook that a partitioned model cannot run."""
     module = getattr(hook, "__module__", "") or ""
     if not callable(hook):
@@ -68,6 +70,23 @@ def check_hook(hook: Any, state: Any) -> None:
     if len(names) != 2:
         raise UsageError(f"a hook with the arguments {', '.join(names) or '(none)'}",
                          why="it is called with a state and a bucket", hint="def hook(state, bucket): ...")  # fmt: skip
+
+
+def check_hookable(program: Program) -> None:
+    """Raise OptionError or UsageError for a program whose gradients a hook cannot reduce."""
+    if not program.dp_sync.is_default:
+        raise OptionError(f"a communication hook with dp_sync='{program.dp_sync}'", hint="one of the two",
+                          why="both define what data-parallel ranks send each other")  # fmt: skip
+    axis = next(iter(program.mesh.along("rows")), "")
+    if not axis:
+        raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
+                         hint="a mesh with dp: 'dp2'")  # fmt: skip
+    zero_axis_of = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
+    sharded = [name for name, axes in zero_axis_of.items() if axes is not None and axis in mesh_axes_of(axes)]
+    if sharded:
+        raise OptionError(f"a communication hook with parameters stored sharded over {axis}",
+                          why=f"the gradient of '{sharded[0]}' is reduce-scattered",
+                          hint="zero=0, or a mesh 'dpr2,dp2': shards over dp, the hook over dpr")  # fmt: skip
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:

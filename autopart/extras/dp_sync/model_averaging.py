@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopart.ir.run.dp_sync import Method
-from autopart.runtime.dp_sync.gradient_methods import State
-from autopart.runtime.dp_sync.mixing_matrices import mixing_rows, receivers
-from autopart.runtime.dp_sync.transports import SyncTransport
+from autopart.extras.dp_sync.gradient_methods import State
+from autopart.extras.dp_sync.mixing_matrices import mixing_rows, receivers
+from autopart.extras.dp_sync.sync_options import Method
+from autopart.extras.dp_sync.transports import SyncTransport
 
 Parameters = Mapping[str, Tensor]
 """{name: this rank's parameter}, of one dtype, in equal order on every rank."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopart.ir.run.dp_sync import Method
-from autopart.runtime.dp_sync.compressors import Compressor, Draw, compressor_of
-from autopart.runtime.dp_sync.transports import SyncTransport
+from autopart.extras.dp_sync.compressors import Compressor, Draw, compressor_of
+from autopart.extras.dp_sync.sync_options import Method
+from autopart.extras.dp_sync.transports import SyncTransport
 
 State = dict[str, dict[str, Tensor]]
 """{parameter: {kind of state: vector of its local elements}}."""

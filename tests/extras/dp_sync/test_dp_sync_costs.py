@@ -11,10 +11,11 @@ import zoo
 
 import autopart
 from autopart.cost.hardware.profile import DEFAULT, Hardware
-from autopart.cost.predict.dp_sync_costs import MethodParameters, break_even_bytes_per_s, exchanges, sync_s
+from autopart.cost.predict.dp_sync_costs import break_even_bytes_per_s, exchanges, sync_s
 from autopart.errors import OptionError
+from autopart.extras.dp_sync.sync_options import METHODS, DpSync, Method
 from autopart.ir.mesh import Mesh
-from autopart.ir.run.dp_sync import METHODS, DpSync, Method, sent_bytes
+from autopart.ir.run.sync_option import SYNC_NAMES, MethodParameters
 from autopart.passes.choose.plan_codec import decode
 from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
@@ -35,7 +36,7 @@ def links(**changed: float) -> Hardware:
 
 def of(text: str, size: float = SIZE) -> MethodParameters:
     method = Method.parse(text)
-    return MethodParameters(method, size, sent_bytes(method, round(size / 4), 4), size / 100)
+    return MethodParameters(method, size, method.sent_bytes(round(size / 4), 4), size / 100)
 
 
 def seconds(text: str, num_ranks: int, size: float = SIZE) -> float:
@@ -49,6 +50,7 @@ def _growth(times: list[float]) -> list[float]:
 
 def test_every_method_is_looked_at():
     assert {text.partition(":")[0] for text in EACH} | {"all_reduce"} == set(METHODS)
+    assert tuple(METHODS) == SYNC_NAMES
 
 
 def test_a_server_takes_as_long_as_there_are_ranks_and_a_ring_does_not():
@@ -213,6 +215,7 @@ def test_a_partial_average_of_resnet_takes_half_of_a_ring():
     assert times_s == pytest.approx([0.278, 0.150], rel=0.02)
 
 
+@pytest.mark.large
 def test_bert_large_trains_in_about_half_the_time():
     """59.02 against 30.4 hours on 64 GPUs: both wait for the link, for about two sends of the gradients and for one."""
     import torch

@@ -76,7 +76,7 @@ EXACT = {
 }
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize("name", BIASED)
 def test_bias_halves_with_the_step(name):
     coarse, fine = (model_distance(BIASED[name](lr), 2500) for lr in (0.02, 0.01))
@@ -90,6 +90,7 @@ def test_corrected_methods_are_exact(name):
     assert model_distance(EXACT[name](0.1), 1000) < 1e-8
 
 
+@pytest.mark.large
 def test_ef21_is_exact():
     assert gradient_distance(oracle.EF21(TOP), 0.05, 3000) < 1e-8
     assert gradient_distance(oracle.EF21Momentum(TOP, eta=0.1), 0.02, 8000) < 1e-8

@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 import autopart
+from autopart.extras.dp_sync.gradient_methods import MethodSeeds
 from autopart.ir.mesh import Mesh
 from autopart.runtime.checkpoint.saved_shard import ShardTensor
-from autopart.runtime.dp_sync.gradient_methods import MethodSeeds
 
 STEPS = 50
 ROWS = 8
@@ -138,34 +138,37 @@ def test_two_ranks_train_as_defined(method: str, kind: str):
     check(run_ranks(train, 2, "dp2", method, kind), expected(method, kind, 2))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("method", ["double_squeeze:sign", "qsgd:4bit", "gossip:one_peer", "gradient_tracking:grid"])
 def test_four_ranks_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp4", method, "sgd"), expected(method, "sgd", 4))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("method", ["top_k:0.2", "gossip:ring,4", "diloco:5"])
 def test_pipelines_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp2,pp2", method, "adamw"), expected(method, "adamw", 2))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("method", ["parameter_server", "exact_diffusion:ring", "local:4"])
 def test_sharded_models_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp2,tp2", method, "adamw"), expected(method, "adamw", 2))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["top_k:0.2", "local:4"])
 def test_own_loops_train_as_defined(method: str):
     check(run_ranks(train, 2, "dp2", method, "sgd", own_loop=True), expected(method, "sgd", 2))
 
 
+@pytest.mark.large
 def test_over_nodes_the_method_is_between_them():
     check(run_ranks(train, 4, "dpr2,dp2", {"strategy": "top_k:0.2", "across": "node"}, "sgd"),
           expected("top_k:0.2", "sgd", 2))  # fmt: skip
 
 
+@pytest.mark.large
 def test_first_steps_are_exact_and_names_choose():
     exact = expected("parameter_server", "sgd", 2)
     check(run_ranks(train, 2, "dp2", {"strategy": "sign", "from_step": STEPS}, "sgd"), exact)
@@ -190,6 +193,7 @@ def with_parts(mesh: str, methods: list[str], steps: int) -> tuple[list[str], di
     return differ, {method: found[method, False][1] for method in methods}
 
 
+@pytest.mark.large
 def test_parts_train_as_wholes():
     """Every method on two ranks, with zero=1 as without, and as it is defined."""
     methods = [*(method for method in GRADIENTS if method != "matrices"), "powersgd:2",
@@ -377,7 +381,7 @@ def refused(what: str) -> str:
     [("full_grads", "every data rank has its own model"), ("beside", "both define what data-parallel ranks send"),
      ("arguments", "it is called with a state and a bucket"), ("ddp", "needs DistributedDataParallel"),
      ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
-     ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
+     ("hook", "ranks synchronise gradients when the backward has ended, and the hook would run before")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))
@@ -421,6 +425,7 @@ def test_training_goes_on_in_bits_where_it_was_saved(method: str, tmp_path: Path
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("method", ["double_squeeze:sign", "ef21_sgdm:0.2"])
 def test_what_is_remembered_is_the_same_with_parts(method: str, tmp_path: Path):
     first = run_ranks(resumed, 2, method, str(tmp_path), True, 1)
@@ -429,7 +434,7 @@ def test_what_is_remembered_is_the_same_with_parts(method: str, tmp_path: Path):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("method", "zero"), [
     ("top_k:0.2", 0), ("double_squeeze:sign", 1), ("ef21:0.2", 1), ("gossip:ring", 0),
 ])  # fmt: skip

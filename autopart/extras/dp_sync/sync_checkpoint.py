@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autopart.errors import CheckpointError
-from autopart.ir.run.dp_sync import Method
+from autopart.extras.dp_sync.sync_options import Method
 from autopart.runtime.checkpoint.saved_shard import ShardOffsets, ShardTensor, shard_offsets_of, to_plain
-from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.shards.shard_owners import shard_info_of
+
+if TYPE_CHECKING:
+    from autopart.extras.dp_sync.data_sync import DataSync
 
 OWN = {
     "top_k": ("error",), "sign": ("error",), "double_squeeze": ("error",), "neolithic": ("error",),

@@ -23,15 +23,13 @@ from torch import Tensor, nn
 
 from autopart.common.scoped import no_autocast
 from autopart.errors import AutopartError, UsageError
+from autopart.extras.pipedream_2bw.delayed_gradients import check_delayed
 from autopart.ir.program import Program
-from autopart.ir.run.delayed_gradients import check_delayed
-from autopart.ir.run.schedules import DELAYED, check_precision
 from autopart.runtime.comm.process_mesh import Process
-from autopart.runtime.comm.watchdog import meeting
 from autopart.runtime.consistency.same_call import Comparison
-from autopart.runtime.dp_sync.data_sync import DataSync
 from autopart.runtime.executable import Executable
 from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_tied
+from autopart.runtime.overlapped_batches import OverlappedBatches
 from autopart.runtime.pipeline_stages import Pipeline
 from autopart.runtime.training.backward_hooks import defer_hooks
 from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
@@ -111,7 +109,7 @@ class StageExchange:
         return works[num_sends:]
 
     def tell(self, value: Tensor | None, owner: int, process: Process, like: Tensor) -> Tensor:
-        """Return the value of the rank at `pp` coordinate `owner`, on all ranks along `pp`.
+        """Broadcast a value from the rank at `pp` coordinate `owner` to all ranks along `pp`, and return it.
 
         The owner does not wait for the other ranks.
         """
@@ -133,8 +131,9 @@ class StageExchange:
 class ExecutablePair:
     """One program, bound to both versions of the weights."""
 
-    def __init__(self, program: Program, schedule: str | None, in_flight: InFlight, make: Callable[..., Executable]):
-        check_delayed(schedule, program)
+    def __init__(self, program: Program, in_flight: InFlight, make: Callable[..., Executable]):
+        assert in_flight.schedule is not None
+        check_delayed(in_flight.schedule, program)
         in_flight.drain()
         in_flight.versions.hold()
         self.in_flight, self.num_finished = in_flight, 0
@@ -161,7 +160,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class BatchInFlight:
-    """A batch whose first microbatches may have started."""
+    """A batch that has been started and is not finished."""
 
     def __init__(
         self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
@@ -201,21 +200,22 @@ class BatchInFlight:
         return torch.full(boundary.shape, torch.nan, dtype=boundary.dtype, device=self.executable.process.device)
 
 
-class InFlight:
-    """The batch in flight under "1f1b_2bw", and the finished batch whose gradients are not in `.grad` yet.
+class InFlight(OverlappedBatches):
+    """The batch in flight under "1f1b_2bw", and the finished batch whose gradients are not in `.grad` yet."""
 
-    Args:
-        parameters: {name: local parameter} of the module.
-        is_delayed: the module has this schedule. Under other schedules nothing is ever in flight.
-    """
-
-    def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync, is_delayed: bool):
-        self.is_delayed = is_delayed
-        self.process, self.parameters, self.data_sync = process, parameters, data_sync
+    def __init__(self, schedule: str, process: Process, parameters: Mapping[str, Tensor]):
+        super().__init__(schedule, process, parameters)
         self.versions, self.exchange = WeightVersions(parameters), StageExchange()
         self.batch: BatchInFlight | None = None
         self.finished: BatchInFlight | None = None
         self.is_broken = False
+
+    @property
+    def is_cold(self) -> bool:
+        return self.batch is not None and not self.batch.pair.is_warm
+
+    def bind(self, program: Program, make: Callable[..., Executable]) -> ExecutablePair:
+        return ExecutablePair(program, self, make)
 
     def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
         """Start a batch, finish the batch before, and store its gradients. Return its loss, or NaN.
@@ -232,24 +232,18 @@ class InFlight:
         return batch.no_loss if loss is None else loss
 
     def flush(self) -> Tensor:
-        """Finish the batch in flight and store its gradients. Return its loss, or NaN if there is none."""
         self.drain()
         last = self.finished
         loss = self._leave(None if last is None else last.loss_scale)
         return torch.tensor(torch.nan, device=self.process.device) if loss is None else loss
 
     def drain(self) -> None:
-        """Finish the batch in flight, if any. A later call stores its gradients.
-
-        All ranks drain at the same point of their call sequence.
-        """
         if self.batch is not None:
             self._advance(None, self.batch.loss_scale, lambda: None)
             self.exchange.finish()
 
     @contextmanager
     def drained_on_error(self) -> Iterator[None]:
-        """Finish the batch in flight if an error occurs in this context, because other ranks finish it too."""
         try:
             yield
         except AutopartError:
@@ -258,23 +252,35 @@ class InFlight:
             raise
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if a gradient is still to come."""
+        """Raise UsageError if a batch is in flight, or its gradients are not in `.grad` yet."""
         if self.batch is not None or self.finished is not None:
             raise UsageError(
                 f"{what} while a batch is in flight",
-                why="under schedule='1f1b_2bw' the gradient of the last step() is still to come, of the weights before",
+                why="under schedule='1f1b_2bw' the gradient of the last step() is not complete yet",
                 hint="loss = pm.flush() and optimizer.step() first",
             )
 
+    def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
+        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
+        if options.outputs:
+            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
+                             "pm(**batch), which finishes what has begun first")  # fmt: skip
+        if leaves_unreduced:
+            raise UsageError("step() inside no_sync()", why=why,
+                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip
+
     def _advance(self, beginning: BatchInFlight | None, loss_scale: float, meet: Callable[[], None]) -> None:
-        """Start a batch and finish the batch in flight; either may be None.
+        """Start a batch and finish the batch in flight; either can be None.
 
         The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
         new batch is dropped, the batch in flight is finished, and the error is raised.
         """
         if self.is_broken:
-            raise UsageError("an earlier step failed in the middle of a batch", why="ranks have exchanged parts of it",
-                             hint="parallelize() the model again")  # fmt: skip
+            raise UsageError(
+                "an earlier step failed in the middle of a batch",
+                why="ranks have already exchanged some of its microbatches",
+                hint="parallelize() the model again",
+            )
         finishing, self.batch, self.is_broken = self.batch, None, True
         if finishing is not None:
             finishing.loss_scale = loss_scale  # the whole last stage of this batch runs in this period
@@ -301,7 +307,7 @@ class InFlight:
         remaining = [(finishing, index) for index in range(num_warmup, finishing.microbatches)] if finishing else []
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
-        reducing = finishing.executable.reduce_during_backward(lambda: None) if finishing else nullcontext()
+        reducing = finishing.executable.reduce_during_backward() if finishing else nullcontext()
         with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
@@ -337,7 +343,7 @@ class InFlight:
                     parameter = self.parameters[name]
                     earlier_grads[parameter] = parameter.grad
                     parameter.grad, version.grad = version.grad if factor == 1.0 else version.grad * factor, None
-            self.data_sync.reduce_by_method(loss_scale)
+            last.executable.data_sync.reduce_by_method(loss_scale)
             hooks.run_gradient_hooks()
             accumulate_earlier(earlier_grads)
         hooks.run_accumulate_hooks()
@@ -350,58 +356,3 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
     except AutopartError as error:
         return error
     return None
-
-
-class FlushMethods:
-    """Methods of a module whose schedule delays gradients by one batch."""
-
-    _in_flight: InFlight
-    _process: Process
-    _local_parameters: Mapping[str, nn.Parameter]
-    _data_sync: DataSync
-
-    def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
-        check_precision(schedule, "fp16" if scales_loss else None)
-        is_delayed = schedule in DELAYED
-        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync, is_delayed)
-
-    @meeting
-    def flush(self) -> Tensor:
-        """Finish the last batch under `schedule="1f1b_2bw"`.
-
-        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
-        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
-        under another schedule. A collective call.
-
-        Example:
-            for batch in batches:
-                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
-                optimizer.step()
-                optimizer.zero_grad()
-            loss = pm.flush()
-            optimizer.step()
-        """
-        if not self._in_flight.is_delayed:
-            raise UsageError(
-                "flush() without schedule='1f1b_2bw'", hint="remove the call",
-                why="with other schedules step() finishes its batch: nothing is left to flush",
-            )  # fmt: skip
-        return self._in_flight.flush()
-
-    @property
-    def _is_cold(self) -> bool:
-        """True if the executable of the batch in flight has not run before."""
-        batch = self._in_flight.batch
-        return batch is not None and not batch.pair.is_warm
-
-    def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
-        """Raise UsageError for options of `step` that do not work while batches overlap."""
-        if not self._in_flight.is_delayed:
-            return
-        why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
-        if options.outputs:
-            raise UsageError("outputs=True for a batch that is not finished", why=why, hint="with torch.no_grad(): "
-                             "pm(**batch), which finishes what has begun first")  # fmt: skip
-        if leaves_unsummed:
-            raise UsageError("step() inside no_sync()", why=why,
-                             hint="one batch that is as large as all of them, in more microbatches")  # fmt: skip

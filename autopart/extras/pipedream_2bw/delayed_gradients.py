@@ -1,19 +1,17 @@
-"""Requirements of schedules that return the gradient of the previous batch (PipeDream-2BW)."""
+"""Requirements of a schedule whose step returns the gradient of the previous batch (PipeDream-2BW)."""
 
 from __future__ import annotations
 
 from autopart.errors import StageError
 from autopart.ir.program import Program
-from autopart.ir.run.schedules import DELAYED, check_schedule
+from autopart.ir.run.schedules import check_schedule
 from autopart.ir.run.unshard_policy import storing_axes
 
 _FLUSHING = "schedule='1f1b', which finishes each batch"
 
 
-def check_delayed(schedule: str | None, program: Program) -> None:
-    """Raise StageError if the schedule overlaps two batches and the program does not allow it."""
-    if schedule is None or schedule not in DELAYED:
-        return
+def check_delayed(schedule: str, program: Program) -> None:
+    """Raise StageError if a program does not allow a schedule that overlaps two batches."""
     check_schedule(schedule, len(program.stages), program.mesh.size("pp"), program.microbatches)
     sharding_axes = storing_axes(program)
     if sharding_axes:

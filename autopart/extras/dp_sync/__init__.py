@@ -1,0 +1,28 @@
+"""Communication-efficient data parallelism: gradient compression and model averaging (`dp_sync=`).
+
+The core calls these two functions, in `autopart.ir.run.sync_option`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopart.extras.dp_sync.sync_options import DpSync
+
+if TYPE_CHECKING:
+    from autopart.extras.dp_sync.data_sync import DataSync
+    from autopart.runtime.comm.process_mesh import Process
+
+__all__ = ["make_sync", "parse"]
+
+
+def parse(value: Any) -> DpSync:
+    """Return a value of `dp_sync=`, given as text or as a mapping. Raises OptionError."""
+    return DpSync.parse(value)
+
+
+def make_sync(process: Process) -> DataSync:
+    """Return the synchronisation of a module on this rank."""
+    from autopart.extras.dp_sync.data_sync import DataSync  # not for a plan
+
+    return DataSync(process)

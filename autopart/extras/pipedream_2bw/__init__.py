@@ -1,0 +1,26 @@
+"""Pipeline schedule without a flush between batches (PipeDream-2BW, `schedule="1f1b_2bw"`).
+
+The core calls these two functions, found by `autopart.ir.run.schedules.schedule_extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from autopart.extras.pipedream_2bw.delayed_gradients import check_delayed as check_program
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopart.extras.pipedream_2bw.batches_in_flight import InFlight
+    from autopart.runtime.comm.process_mesh import Process
+
+__all__ = ["check_program", "make_batches"]
+
+
+def make_batches(schedule: str, process: Process, parameters: Mapping[str, Tensor]) -> InFlight:
+    """Return the batches in flight of a module, none yet. See `OverlappedBatches`."""
+    from autopart.extras.pipedream_2bw.batches_in_flight import InFlight  # not for a plan
+
+    return InFlight(schedule, process, parameters)

@@ -1,0 +1,148 @@
+"""The option `dp_sync=`: how data-parallel ranks synchronise gradients or models.
+
+The default is an exact all-reduce of gradients (`ALL_REDUCE`). All other methods are in `autopart.extras.dp_sync`,
+which is imported when an option names one of them. They implement the two protocols below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from autopart.common.extras import load_extra
+
+if TYPE_CHECKING:
+    from autopart.ir.decisions import Decisions
+    from autopart.ir.mesh import Mesh
+    from autopart.ir.program import Program
+    from autopart.ir.trace import Trace
+
+SYNC_NAMES = (
+    "all_reduce", "parameter_server", "qsgd", "top_k", "sign", "double_squeeze", "ef21", "ef21_sgdm", "neolithic",
+    "powersgd", "gossip", "exact_diffusion", "gradient_tracking", "local", "diloco",
+)  # fmt: skip
+"""Names of the methods, for help texts."""
+
+
+class Exchange(NamedTuple):
+    """Collective of one kind (`"send"`: point to point) over `size_bytes` bytes, `often` times a step.
+
+    Sizes may be sympy expressions.
+    """
+
+    kind: str
+    size_bytes: Any
+    often: Any = 1.0
+
+
+class MethodParameters(NamedTuple):
+    """The parameters of a data-parallel method on a rank.
+
+    Args:
+        size_bytes: bytes of the parameters.
+        made_bytes: bytes of the compressed form that a rank sends.
+        factor_bytes: bytes of the factors that PowerSGD sends instead of matrices.
+    """
+
+    method: SyncMethod
+    size_bytes: Any
+    made_bytes: Any
+    factor_bytes: Any = 0.0
+
+
+class SyncMethod(Protocol):
+    """A method that replaces the gradient reduction of some parameters over the data axis. Hashable."""
+
+    @property
+    def changes(self) -> str:
+        """`"gradients"`, or `"models"` if every data rank has its own model."""
+
+    def sent_bytes(self, numel: int, itemsize: int) -> int:
+        """Return the bytes that a rank sends for a vector of `numel` elements."""
+
+    def factor_bytes(self, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
+        """Return the bytes of the low-rank factors that a rank sends of its shard of a parameter."""
+
+    def exchanges(self, of: MethodParameters, num_ranks: Any, several: int) -> Sequence[Exchange]:
+        """Return the collectives of a step. `several`: number of ranks, if `num_ranks` is an expression."""
+
+    def passes(self, num_ranks: int) -> float:
+        """Return the memory traffic of a step besides communication, as a multiple of the gradients' bytes."""
+
+    def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
+        """Return the bytes of state that a rank keeps from step to step."""
+
+
+class SyncOption(Protocol):
+    """A value of `dp_sync=`. Hashable; its text is a value that `parse_sync` reads."""
+
+    @property
+    def is_default(self) -> bool:
+        """True if all gradients are all-reduced."""
+
+    @property
+    def changes_models(self) -> bool:
+        """True if every data rank has its own model."""
+
+    def as_data(self) -> dict[str, Any]:
+        """Return a mapping that `parse_sync` reads, as plans store it."""
+
+    def method_of(self, name: str) -> SyncMethod | None:
+        """Return the method of a parameter, None if its gradient is all-reduced."""
+
+    def axis(self, mesh: Mesh) -> str:
+        """Return the mesh axis that methods communicate over, "" if there is none. Raises OptionError."""
+
+    def check_storage(self, trace: Trace, decisions: Decisions) -> None:
+        """Raise OptionError if the storage of a parameter excludes its method."""
+
+    def check_program(self, program: Program) -> None:
+        """Raise OptionError if a method needs a full gradient that the program does not compute."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The default `SyncOption`: an exact all-reduce of all gradients."""
+
+    is_default = True
+    changes_models = False
+
+    def __str__(self) -> str:
+        return "all_reduce"
+
+    def as_data(self) -> dict[str, Any]:
+        return {"strategy": "all_reduce"}
+
+    def method_of(self, name: str) -> SyncMethod | None:
+        return None
+
+    def axis(self, mesh: Mesh) -> str:
+        return next(iter(mesh.along("rows")), "")
+
+    def check_storage(self, trace: Trace, decisions: Decisions) -> None:
+        """All storage works."""
+
+    def check_program(self, program: Program) -> None:
+        """All programs work."""
+
+
+ALL_REDUCE = AllReduce()
+
+
+def parse_sync(value: Any) -> SyncOption:
+    """Parse a value of `dp_sync=`: text, or a mapping as in a plan. Raises OptionError for invalid values."""
+    is_default = value is None or isinstance(value, AllReduce)
+    if isinstance(value, str):
+        is_default = value.strip() == str(ALL_REDUCE)
+    elif isinstance(value, Mapping):
+        is_default = dict(value) == ALL_REDUCE.as_data()
+    if is_default:
+        return ALL_REDUCE
+    option: SyncOption = sync_extra().parse(value)
+    return ALL_REDUCE if option.is_default else option
+
+
+def sync_extra() -> Any:
+    """Import and return the package of methods: `parse(value)`, `make_sync(process)`."""
+    return load_extra("dp_sync")

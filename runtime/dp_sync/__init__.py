@@ -1,1 +1,0 @@
-"""Communication-efficient data parallelism: gradient compression and model averaging."""

@@ -1,0 +1,223 @@
+"""Gradient reductions that overlap with compute, and the queue of the reductions in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.ir.run.buckets import BUCKET_BYTES, SHARD_BUCKETS_IN_FLIGHT, SUM_BUCKETS_IN_FLIGHT
+from autopart.runtime.comm.async_collectives import begin_sum
+from autopart.runtime.comm.collectives import all_reduce_once_more
+
+Reduction = Generator[None, None, "list[Tensor] | None"]
+"""Reduces gradients and returns them, or None after storing them.
+
+The generator launches a collective, then yields while it is in flight. When resumed it waits for the collective.
+"""
+
+
+class ReduceStrategy:
+    """Collectives that reduce the gradients of a bucket.
+
+    Attributes:
+        max_in_flight: maximum number of reductions with a buffer in flight, including the one to launch.
+        small_bytes: total bytes up to which the user's own backward may have more reductions in flight.
+        reduces_shards: reduced gradient shards are all-reduced over further groups, once per step.
+        accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd does, in
+            the dtype of the parameters.
+    """
+
+    max_in_flight: int = SHARD_BUCKETS_IN_FLIGHT
+    small_bytes: int = 0
+    reduces_shards: bool = False
+    accumulate_dtype: torch.dtype | None = None
+
+    def is_in_place(self, leaf: Tensor) -> bool:
+        """Return True if the gradient of a parameter that is alone in its bucket is reduced without a copy."""
+        return False
+
+    def start(
+        self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
+    ) -> Reduction:
+        """Reduce gradients.
+
+        Args:
+            grads: gradients of the bucket's parameters at positions `present`.
+            earlier: gradient shards of earlier microbatches, to be added before the reduction over further groups.
+                None: gradient shards are not reduced over further groups now.
+            is_owned: nothing else uses `grads`, so the reduction may write to them.
+        """
+        raise NotImplementedError
+
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        """Return the reduced gradients in differentiable form (`create_graph=True`)."""
+        raise NotImplementedError
+
+
+def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
+    """Accumulate the gradients that a reduction returns into `.grad` of `targets`."""
+    grads = yield from reduction
+    assert grads is not None
+    for target, grad in zip(targets, grads, strict=True):
+        target.grad = grad if target.grad is None else target.grad.add_(grad)
+    return None
+
+
+@dataclass(eq=False)
+class Pending:
+    """Gradients of a bucket whose reduction is in flight or finished.
+
+    Attributes:
+        reduction: None before the launch and after the last collective.
+        grads: reduced gradients. None: the reduction has stored them.
+        needs_buffer: the reduction needs a copy or a receive buffer.
+    """
+
+    reduction: Reduction | None = None
+    grads: list[Tensor] | None = None
+    size_bytes: int = 0
+    needs_buffer: bool = True
+
+    def advance(self) -> None:
+        """Wait for the collective in flight, if any, and launch the next one, if any."""
+        if self.reduction is None:
+            return
+        try:
+            with torch.no_grad():
+                next(self.reduction)
+        except StopIteration as end:
+            self.reduction, self.grads = None, end.value
+
+    def finish(self) -> list[Tensor] | None:
+        """Wait for the reduced gradients and return them. None: the reduction has stored them.
+
+        This object drops its references, because autograd copies a gradient that something else references.
+        """
+        while self.reduction is not None:
+            self.advance()
+        grads, self.grads = self.grads, None
+        return grads
+
+
+def finished(reduction: Reduction) -> list[Tensor]:
+    """Run a reduction without overlap, and return the reduced gradients."""
+    return Pending(reduction).finish() or []
+
+
+class ReductionQueue:
+    """Reductions in flight on this rank, in the order in which all ranks launch them."""
+
+    def __init__(self) -> None:
+        self.first: list[Pending] = []
+        """Reductions whose first collective is in flight."""
+        self.further: list[Pending] = []
+        """Reductions over further groups. They work in the memory of the reduced gradients."""
+
+    def launch(self, pending: Pending, reduction: Reduction, max_in_flight: int, small_bytes: int = 0) -> None:
+        """Launch a reduction, after waiting for earlier ones if too many buffers are in flight.
+
+        Args:
+            pending: receives the reduced gradients.
+            max_in_flight: maximum number of buffers in flight, including this one.
+            small_bytes: total bytes up to which more buffers may be in flight.
+        """
+        self.first, self.further = (
+            [one for one in row if one.reduction is not None and one is not pending]
+            for row in (self.first, self.further)
+        )
+        while pending.needs_buffer:
+            buffers = [one.size_bytes for one in self.first if one.needs_buffer]
+            if len(buffers) < max_in_flight or sum(buffers) + pending.size_bytes <= small_bytes:
+                break
+            self._advance_oldest()
+        pending.reduction = reduction
+        pending.advance()
+        if pending.reduction is not None:
+            self.first.append(pending)
+
+    def _advance_oldest(self) -> None:
+        pending = self.first.pop(0)
+        pending.advance()
+        if pending.reduction is not None:
+            self.further.append(pending)
+
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        while self.first:
+            self._advance_oldest()
+        for pending in self.further:
+            pending.finish()
+        self.further.clear()
+
+    def clear(self) -> None:
+        """Drop the reductions of a step that failed."""
+        self.first.clear()
+        self.further.clear()
+
+
+class AllReduceStrategy(ReduceStrategy):
+    """Gradients of unsharded parameters, all-reduced in one flat tensor over one group after the other."""
+
+    max_in_flight = SUM_BUCKETS_IN_FLIGHT
+    small_bytes = SUM_BUCKETS_IN_FLIGHT * BUCKET_BYTES
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], reduce_dtype: torch.dtype | None = None):
+        self.groups, self.reduce_dtype = groups, reduce_dtype
+
+    def is_in_place(self, leaf: Tensor) -> bool:
+        return sent_dtype(self.reduce_dtype, leaf) == leaf.dtype
+
+    def start(self, grads: Sequence[Tensor], present: Sequence[int], earlier: object, is_owned: bool) -> Reduction:
+        """All-reduce gradients. A single owned gradient is reduced in place.
+
+        Several gradients become views of the flat tensor, as with DDP's `gradient_as_bucket_view`. If they are owned
+        and the flat tensor has another dtype, the results are copied back.
+        """
+        dtype = sent_dtype(self.reduce_dtype, grads[0])
+        in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+        flat = grads[0] if in_place else flatten(grads, dtype)
+        if not is_owned:  # frees the gradients
+            grads = [grad.new_empty(()).expand(grad.shape) for grad in grads]
+        wait = begin_sum(flat, self.groups)
+        yield
+        wait()
+        if in_place:
+            return [flat]
+        pairs = zip(grads, unflatten(flat, grads), strict=True)
+        if not is_owned:
+            return [reduced.to(grad.dtype) for grad, reduced in pairs]
+        # A fused optimizer needs gradients with the strides of the parameter.
+        return [
+            reduced if reduced.dtype == grad.dtype and grad.is_contiguous() else grad.copy_(reduced)
+            for grad, reduced in pairs
+        ]
+
+    def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        for group in self.groups:
+            grads = [all_reduce_once_more(grad, group) for grad in grads]
+        return grads
+
+
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Copy all elements into one vector. `dtype`: of the vector, if it is not that of the tensors."""
+    if dtype in (None, tensors[0].dtype):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    for tensor, chunk in zip(tensors, unflatten(flat, tensors), strict=True):
+        chunk.copy_(tensor)  # casts in place of a second full copy
+    return flat
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of `flat` in the shapes of `like`: the inverse of `flatten`."""
+    chunks = flat.split([tensor.numel() for tensor in like])
+    return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)]
+
+
+def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
+    """Return the dtype in which a gradient is reduced: that of mixed precision if set, or its own."""
+    return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype

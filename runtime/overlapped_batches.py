@@ -1,0 +1,112 @@
+"""Batches that `step` leaves unfinished, and what a module does with them at its other calls.
+
+`OverlappedBatches` is for schedules that finish every batch: nothing is ever in flight. The extra of a schedule in
+`autopart.ir.run.schedules.DELAYED` subclasses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from autopart.errors import UsageError
+from autopart.ir.program import Program
+from autopart.ir.run.schedules import check_precision, schedule_extra
+from autopart.runtime.comm.process_mesh import Process
+from autopart.runtime.comm.watchdog import meeting
+from autopart.runtime.consistency.same_call import Comparison
+from autopart.runtime.executable import Executable
+from autopart.runtime.training.loss_scaling import LossScaling
+from autopart.runtime.training.step_options import StepOptions
+
+
+class StepRunner(Protocol):
+    """Anything that runs steps of a program as `Executable.step` does."""
+
+    def step(
+        self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Run a step. Return the loss and the other outputs."""
+
+
+class OverlappedBatches:
+    """Unfinished batches of a module under its schedule: none.
+
+    Args:
+        schedule: the module's schedule.
+        parameters: {name: local parameter} of the module.
+    """
+
+    def __init__(self, schedule: str | None, process: Process, parameters: Mapping[str, Tensor]):
+        self.schedule, self.process, self.parameters = schedule, process, parameters
+
+    @property
+    def is_cold(self) -> bool:
+        """True if the executable of the batch in flight has not run before."""
+        return False
+
+    def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
+        """Bind a program for `step`.
+
+        Args:
+            make: creates an executable for `parameters={name: tensor}`.
+        """
+        return make(parameters=self.parameters)
+
+    def flush(self) -> Tensor:
+        """Finish the batch in flight and store its gradients. Return its loss, or NaN if there is none."""
+        raise UsageError(
+            "flush() without schedule='1f1b_2bw'", hint="remove the call",
+            why="with other schedules step() finishes its batch: nothing is left to flush",
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Finish the batch in flight, if any. A later call stores its gradients.
+
+        All ranks drain at the same point of their call sequence.
+        """
+
+    def drained_on_error(self) -> AbstractContextManager[None]:
+        """Finish the batch in flight if an error occurs in this context, because other ranks finish it too."""
+        return nullcontext()
+
+    def check_landed(self, what: str) -> None:
+        """Raise UsageError if a gradient is still to come."""
+
+    def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
+        """Raise UsageError for options of `step` that do not work while batches overlap."""
+
+
+class FlushMethods:
+    """Methods of a module whose schedule may delay gradients by one batch."""
+
+    _in_flight: OverlappedBatches
+    _process: Process
+    _local_parameters: Mapping[str, nn.Parameter]
+
+    def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
+        check_precision(schedule, "fp16" if scales_loss else None)
+        extra = schedule_extra(schedule)
+        make = OverlappedBatches if extra is None else extra.make_batches
+        self._in_flight = make(schedule, self._process, self._local_parameters)
+
+    @meeting
+    def flush(self) -> Tensor:
+        """Finish the last batch under `schedule="1f1b_2bw"`.
+
+        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
+        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
+        under another schedule. A collective call.
+
+        Example:
+            for batch in batches:
+                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = pm.flush()
+            optimizer.step()
+        """
+        return self._in_flight.flush()
