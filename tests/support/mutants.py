@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("cost/predict/stage_balance.py",
            "heaviest = np.minimum(after, np.maximum(heaviest[previous], end - start[previous]))",
            "heaviest = after", "stages"),
-    Mutant("cost/predict/stage_balance.py", "(self.start - self.send)[before]", "self.start[before]", "stages"),
+    Mutant("cost/predict/stage_balance.py", "_before(self.start - self.send, widest)", "_before(self.start, widest)", "stages"),
     Mutant("passes/choose/solve/batch_axis.py", '("S", "P", "R(grad P)", "R").index',
            '("R(grad P)", "P", "S", "R").index',
            "exact_lockstep expert_plan golden"),
