@@ -83,7 +83,7 @@ def _strided(node: fx.Node, is_written: bool) -> fx.Node:
     offset = argument(node, "storage_offset")
     start = 0 if offset is None else offset - traced.storage_offset()
     sizes_and_strides = list(zip(*node.args[1:3], strict=True))
-    order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
+    order = sorted(range(traced.dim()), key=lambda dim: (traced.stride(dim), traced.shape[dim]), reverse=True)
     last = start + sum((size - 1) * stride for size, stride in sizes_and_strides)
     if not traced.permute(order).is_contiguous() or not 0 <= start <= last < traced.numel():
         raise _refused(
@@ -95,7 +95,7 @@ def _strided(node: fx.Node, is_written: bool) -> fx.Node:
     view = source if len(order) == 1 else added(graph, node, aten.view.default, source, [traced.numel()])
     view = _narrowed(node, view, start, traced.numel())
     moving = [dim for dim, (size, stride) in enumerate(sizes_and_strides) if size > 1 and stride]
-    moving.sort(key=lambda dim: -sizes_and_strides[dim][1])
+    moving.sort(key=lambda dim: sizes_and_strides[dim][1], reverse=True)
     for i, dim in enumerate(moving):
         count, step = sizes_and_strides[dim]
         inner = 1 + sum((sizes_and_strides[d][0] - 1) * sizes_and_strides[d][1] for d in moving[i + 1 :])
