@@ -1,4 +1,4 @@
-"""Errors that users can meet. Each says what is wrong, why, where, and what to try.
+"""Errors that users can meet. Each states what is wrong, why, where, and what to try.
 
 All are subclasses of `ValueError`; `assert` is for mistakes of autopart itself.
 """

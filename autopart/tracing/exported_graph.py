@@ -41,7 +41,7 @@ def functional(program: Any) -> Any:
     norms = (n for n in graph_module.graph.nodes if operator_name(n) == "aten::instance_norm")
     hidden = next(filter(_writes, norms), None)
     if hidden is not None:
-        _record_origin(hidden)
+        record_origin(hidden)
         raise TraceError(
             "F.instance_norm is given running statistics to write",
             refusal=Refusal.WRITE,
@@ -65,7 +65,7 @@ def inline_regions(module: Any) -> None:
             continue
         num_options = _REGIONS.get(node.target.name())
         if num_options is None:
-            _record_origin(node)
+            record_origin(node)
             raise TraceError(
                 f"{node.target} contains operators that cannot be sharded or split into stages",
                 refusal=Refusal.REGION,
@@ -189,11 +189,11 @@ def own_graph(
             values[node].meta = dict(node.meta)
     graph.output(fx.map_arg(module.graph.output_node().args[0], values.__getitem__))
     for node in graph.nodes:
-        _record_origin(node)
+        record_origin(node)
     return graph
 
 
-def _record_origin(node: fx.Node) -> None:
+def record_origin(node: fx.Node) -> None:
     """Record the origin of a node in the user's modules and lines."""
     inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
     facts(node)["nn_module_stack"] = {

@@ -28,6 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import display_name, module_path, source_of, source_text, value
 from autopart.ir.trace import Call, Trace, device_of_weights
 from autopart.tracing.autograd.autograd_functions import name_function_nodes
+from autopart.tracing.autograd.in_place_writes import explicit_writes
 from autopart.tracing.autograd.saved_views import saved_views
 from autopart.tracing.autograd.tensor_hooks import Rewrites
 from autopart.tracing.autograd.traced_weight_updates import with_weight_updates
@@ -150,6 +151,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         )  # fmt: skip
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
         with _quiet(entry.semantics.skipped), keeping_draws():
+            explicit_writes(program.graph)
             program = functional(program)
     except TraceError:
         raise

@@ -163,9 +163,9 @@ class _Stages:
         return float(slowest[-1])
 
     def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of first stages, and of stages between positions [positions, starts] as in `_before`.
+        """Return the times of first stages, and of stages between two positions.
 
-        The time of a stage above the load limit is infinite.
+        The latter are [positions, starts], as in `_before`. The time of a stage above the load limit is infinite.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))

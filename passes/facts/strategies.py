@@ -382,9 +382,8 @@ def _can_be_uneven(
 ) -> bool:  # fmt: skip
     """Return True if an atom of a factor can have unequal shards.
 
-    This holds for features (a vocabulary of 50257, an inner width of 50) that are a dim by themselves in all
-    operands, and for the innermost sequence atom of a dim. The factor must be in an input, and every rank must have an
-    element.
+    This holds for features (a vocabulary of 50257) that are not merged with other factors in a dim of any operand, and
+    for the innermost sequence atom of a dim. An input must have the factor, and no rank's shard can be empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)

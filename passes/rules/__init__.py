@@ -36,7 +36,4 @@ def local_form(node: fx.Node) -> LocalForm | None:
     None if the traced call on local operands is right.
     """
     pattern: Pattern | None = facts(node)["pattern"]
-    if pattern is not None:
-        return pattern.local
-    rule = rule_of(node)
-    return None if rule.is_for_sharding else rule.local
+    return pattern.local if pattern is not None else None

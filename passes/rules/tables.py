@@ -197,7 +197,6 @@ RULES: dict[str, Rule] = {
         logaddexp2 polar polygamma signbit special_entr special_erfcx
         special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_zeta""", Rule(of_call=elementwise())),
     # without a sharding rule
-    "aten::as_strided": Rule(local=view_rules.as_strided),
     **_rows("arange clone contiguous expand_as flatten full glu nll_loss ones repeat type_as zeros",
         Rule(cost=_REMADE)),
     "autopart::cast": Rule(cost=_REMADE),

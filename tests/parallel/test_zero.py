@@ -176,7 +176,7 @@ def test_frozen_weights_have_no_backward():
 def test_formats_of_tensor_parallelism_say_that_they_leave_it_out():
     model, batch = zoo.llama(num_layers=1)
     plan = autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3)
-    with pytest.warns(UserWarning, match="sharded over dp"):
+    with pytest.warns(UserWarning, match="no ZeRO sharding over dp"):
         plan.export("transformers", model)
 
 

@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import torch
 from torch import fx
 
-from autopart.errors import LayoutError
-from autopart.ir.graph import argument, describe, shape, value
+from autopart.ir.graph import argument, shape
 from autopart.ir.pattern import Dim, Pattern
 from autopart.passes.rules.factors import UNARY_LINEAR, names, pattern
-from autopart.passes.rules.local_forms import LocalCall, shape_argument
+from autopart.passes.rules.local_forms import shape_argument
 
 
 def view(node: fx.Node) -> Pattern | None:
@@ -147,18 +145,3 @@ permute = permuted(lambda node, ndim: [d % ndim for d in node.args[1]])
 transpose = permuted(_transpose_order)
 matrix_transpose = permuted(lambda node, ndim: [*range(ndim - 2), ndim - 1, ndim - 2])
 movedim = permuted(_movedim_order)
-
-
-def as_strided(call: LocalCall) -> fx.Node:
-    """Emit `as_strided` on a copy of the input with the memory layout of the trace."""
-    traced = value(call.node.args[0])
-    order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
-    reach = sum((size - 1) * stride for size, stride in zip(traced.shape, traced.stride(), strict=True)) + 1
-    if reach != traced.numel() or traced.storage_offset():
-        raise LayoutError(
-            "as_strided reads memory outside of its input", where=describe(call.node),
-            why="a rank stores only the elements of the input, contiguously", hint="unfold, or slices and stack",
-        )  # fmt: skip
-    ordered = call.emit(torch.ops.aten.permute.default, call.args[0], order)
-    copy = call.emit(torch.ops.aten.clone.default, ordered, memory_format=torch.contiguous_format)
-    return call.as_traced({0: copy})
