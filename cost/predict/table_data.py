@@ -144,17 +144,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
              **_optional(row))
         for row in data["works"]
     ]  # fmt: skip
-    rows = tuple(
-        OperatorRow(
-            works={part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
-            **{name: _read(row[name]) for name in ("kept", "in_forward", "in_backward", "load")},
-            crossing=_read(row["crossing"]) if "crossing" in row else None,
-            recomputed=_read(row["recomputed"]) if "recomputed" in row else None,
-            **{name: tuple(row.get(name, ())) for name in _NAMES},
-            **{name: _read(row.get(name, ())) for name in _OPTIONAL_BYTES},
-        )
-        for row in data["rows"]
-    )
+    rows = tuple(_row(row, works) for row in data["rows"])
     parameters = {
         name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], tuple(p["cut"]),
                         **{key: p[key] for key in _CASTS if key in p})
@@ -166,6 +156,14 @@ def from_data(data: Mapping[str, Any]) -> Table:
     numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
     prologue = {name: _read(size) for name, size in data.get("prologue", {}).items()}
     return Table(rows, order, parameters, **numbers, prologue=prologue, cuts=cuts, divided=divided)
+
+
+def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
+    sizes: dict[str, Any] = {name: _read(data[name]) for name in ("kept", "in_forward", "in_backward", "load")}
+    sizes |= {name: _read(data.get(name, ())) for name in _OPTIONAL_BYTES}
+    sizes |= {name: _read(data[name]) if name in data else None for name in ("crossing", "recomputed")}
+    names: dict[str, Any] = {name: tuple(data.get(name, ())) for name in _NAMES}
+    return OperatorRow({part: tuple(works[i] for i in at) for part, at in data["works"].items()}, **sizes, **names)
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
