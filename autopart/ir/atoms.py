@@ -1,4 +1,7 @@
-"""Atoms: the independent sizes whose product is each dim of a traced value."""
+"""Atoms of traced values: a dim is the product of atoms, sizes that are sharded independently.
+
+For example, a dim of 8 samples x 128 tokens has the atoms 8 (of kind "batch") and 128 (of kind "data").
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from autopart.ir.graph import tensor_inputs
 from autopart.ir.pattern import Pattern
 
 BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"
-"""Kinds of atoms: samples of the batch, dims of a weight, the rest."""
+"""Kinds of atoms: samples of the batch, dims of a weight, other dims (tokens, pixels)."""
 _COUNTED = "counted by "
 
 
@@ -26,23 +29,24 @@ Atoms = tuple[Atom, ...]
 
 
 def selected_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
-    """Return the atoms of a dim of selected elements.
+    """Return the atoms of a dim that boolean indexing produces.
 
-    They are the atoms of the mask's dims. Of these, only atoms of the batch can be sharded.
+    They are the atoms of all dims of the mask. Only those of the batch can be sharded.
     """
     kind = _COUNTED + selection
     return tuple(atom if atom.kind == BATCH else Atom(atom.size, kind) for dim in dims for atom in dim)
 
 
 def selections_in(atoms: Atoms) -> set[str]:
-    """Return the kinds of the atoms whose size is data-dependent."""
+    """Return the kinds of the atoms whose size is data-dependent, one kind per selection by a mask."""
     return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
 
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return the atoms of each factor of a rule, read from the inputs that have the factor.
+    """Return {factor of a sharding rule: its atoms}, read from the inputs that contain the factor.
 
-    If inputs differ, data-dependent atoms take precedence, then those of weights, then those of the batch.
+    If inputs have different atoms for a factor, data-dependent atoms take precedence, then atoms of weights, then atoms
+    of the batch.
     """
     by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
@@ -61,7 +65,7 @@ def _rank(atoms: Atoms) -> int:
 
 
 def split_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
-    """Split a dim's atoms among the factors of a rule, e.g. one atom of 32 into 4 and 8."""
+    """Split the atoms of a dim among its factors, whose sizes are given: one atom of 32 into 4 and 8."""
     if len(sizes) == 1:
         return [atoms]
     parts: list[Atoms] = []

@@ -1,4 +1,4 @@
-"""All choices for a graph, by node and axis. A plan has the same choices by name."""
+"""Decisions for a graph: all choices, keyed by node and axis. A plan has these choices keyed by name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 @dataclass(frozen=True)
 class Strategy:
-    """Placements of one operator's tensor inputs and outputs on one axis.
+    """Placements of the tensor inputs and outputs of one operator on one mesh axis.
 
-    `factor`: the sharded factor, if any.
+    `factor`: the factor of the operator's sharding rule that is sharded, if any.
     """
 
     inputs: tuple[Placement, ...]
@@ -41,7 +41,7 @@ class Strategy:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if the operator dispatches rows to their experts, runs on dispatched rows, or combines them."""
+        """True if the operator dispatches rows to their experts, processes dispatched rows, or combines them."""
         return any(p.is_dispatched for p in self.places)
 
 
@@ -59,14 +59,18 @@ def is_ring_strategy(node: fx.Node, strategy: Strategy) -> bool:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All choices: operator strategies on each axis, parameter storage, the stage of each operator.
+    """All choices for a graph: strategy of each operator on each axis, parameter storage, stages.
 
-    `strategies`: for every axis that shards something, and for microbatches. Data axes share one mapping. A data axis
-    that is missing computes all samples on every rank. `stored`: {parameter: its layout, if that is not `R`}. `zero`,
-    `prefetch`: how long gathered parameters live and how early they are gathered (`Program`). `scatter_sends`: values
-    that are replicated on the feature axes are sent to the next stage as shards
-    (`autopart.ir.run.scatter_gather_sends`). `dp_sync`: the method of data-parallel communication. `balance`: load of
-    the busiest expert rank over the mean load, for which buffer sizes are planned.
+    Attributes:
+        strategies: {axis: {operator: its strategy}}, for each axis that shards something, and for microbatches. All
+            data axes share one inner mapping. If a data axis is missing, each of its ranks computes all samples.
+        stored: {parameter: its layout}, if it is not replicated.
+        stage_of: {operator: its stage}.
+        zero, prefetch: as in `Program`.
+        scatter_sends: send values that are replicated on the feature axes to the next stage as shards
+            (`autopart.ir.run.scatter_gather_sends`).
+        dp_sync: method of data-parallel communication.
+        balance: planned load of the busiest expert rank, as a multiple of the mean load. It determines buffer sizes.
     """
 
     mesh: Mesh
@@ -83,22 +87,22 @@ class Decisions:
     balance: float = 1.0
 
     def place(self, name: str, axis: str) -> Placement:
-        """Return how a parameter is stored on an axis."""
+        """Return the placement of a stored parameter on an axis."""
         return self.stored.get(name, {}).get(axis, R)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Axes on which the batch is sharded, the microbatches last."""
+        """Axes on which the batch is sharded: the data axes, then the microbatches."""
         return tuple(axis for axis in (*self.mesh.along("rows"), MICROBATCH_AXIS) if axis in self.strategies)
 
     @property
     def rows(self) -> Mapping[fx.Node, Strategy]:
-        """Strategy of every operator on the data axes, empty if the batch is not sharded."""
+        """{operator: its strategy on the data axes}, empty if the batch is not sharded."""
         return self.strategies[self.row_axes[0]] if self.row_axes else {}
 
     @property
     def features(self) -> dict[str, Mapping[fx.Node, Strategy]]:
-        """{chosen axis: strategy of every operator on it}."""
+        """{axis: {operator: its strategy}} of the axes on which the solver chooses layouts."""
         return {axis: self.strategies[axis] for axis in self.mesh.chosen}
 
     @property
@@ -109,12 +113,12 @@ class Decisions:
 
     @property
     def routes(self) -> bool:
-        """True if some operator runs on rows that are dispatched to their experts."""
+        """True if rows are dispatched to the ranks of their experts."""
         return bool(self.routing)
 
     @property
     def routing(self) -> tuple[str, ...]:
-        """Axes over which rows are dispatched to their experts, outermost first."""
+        """Axes over which rows are dispatched to the ranks of their experts, outermost first."""
         return tuple(
             axis for axis, chosen in self.features.items()
             if any(place.is_dispatched for strategy in chosen.values() for place in strategy.outputs)
@@ -122,19 +126,24 @@ class Decisions:
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards of the batch, over ranks and microbatches."""
+        """Number of shards into which the batch is split, over data ranks and microbatches."""
         return self.microbatches * (1 if self.copied else self.mesh.data_parallel_size)
 
 
 def data_strategies(
     mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
 ) -> dict[str, Mapping[fx.Node, Strategy]]:
-    """Return `Decisions.strategies` for the data axes and the microbatches."""
+    """Return the entries of `Decisions.strategies` for the data axes and the microbatches.
+
+    Args:
+        rows: {operator: its strategy on the data axes}.
+        copied: every data rank computes all samples, so the data axes have no entry.
+    """
     axes = () if copied else mesh.along("rows")
     return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
 
 
 def with_placements(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Return the layouts of parameters with their placements on one more axis."""
+    """Add placements of parameters on one more axis to their layouts, and return the layouts."""
     return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
             for name in {**stored, **places}}  # fmt: skip

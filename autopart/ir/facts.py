@@ -1,7 +1,7 @@
-"""Facts about the nodes of a graph, by name and type: the only channel between passes.
+"""Facts about the nodes of a graph, by name and type: passes communicate only through them.
 
-Facts are in `fx.Node.meta`, as in torch.export, so copies of a node have them too. No pass reads or writes another key.
-A name that is not declared in this file is an error of the type checker.
+Facts are stored in `fx.Node.meta`, as torch.export does, so copies of a node have them too. No pass reads or writes
+another key. The type checker rejects a name that this file does not declare.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight",
 class CostNotes(NamedTuple):
     """Cost properties of an operator that do not follow from the shapes of a call.
 
-    `kind`: the efficiency curve of its matrix work, "matmul" or "attention". `backward_work`: matrix work of its
-    backward in multiples of the forward, if the backward is one kernel; 0: one product per operand. `looks_up`: it
-    reads one row of its first operand for each row of its output. `gradient_is_view`: the gradient of its operand is a
-    view of its output's gradient. `is_causal`: attention whose kernel skips the keys after each query.
-    `counts_attended`: its work was counted only over attended keys.
-
-    `joins`: not empty if `torch.compile` fuses the operator with others. Elementwise operators need no entry. "remade":
-    the backward recomputes it if that saves memory. "copied": it is never recomputed. "drawn": it saves a random mask,
-    which is never recomputed.
-
-    `gradients`: the kernels that compute its operands' gradients in eager torch. "together": one kernel for all.
-    "each": one per operand. "handed on": none, as for a sum. "part", "parts" and "repeated" are for views: zeros with a
-    copy of the slice, a concatenation, and a sum over the expanded dim. Arithmetic has "each" or "handed on".
-
-    `keeps_sign`: its backward needs only the sign of its input, for which a compiler saves one byte per element.
+    Attributes:
+        kind: efficiency curve of its matrix products, "matmul" or "attention".
+        backward_work: FLOPs of its backward in multiples of the forward's, if the backward is one kernel. 0: the
+            backward runs one matrix product per operand.
+        looks_up: it reads one row of its first operand for each row of its output.
+        gradient_is_view: the gradient of its operand is a view of the gradient of its output.
+        is_causal: attention whose kernel skips the keys after each query.
+        counts_attended: its FLOPs include attended keys only.
+        joins: not empty if `torch.compile` fuses the operator with others. Elementwise operators need no entry.
+            "remade": the backward recomputes it if that saves memory. "copied": it is never recomputed. "drawn": it
+            saves a random mask, which is never recomputed.
+        gradients: kernels that compute the gradients of its operands in eager torch. "together": one kernel for all
+            operands. "each": one per operand. "handed on": none, as for a sum. For views: "part" (zeros with a copy of
+            the slice), "parts" (a concatenation) or "repeated" (a sum over the expanded dim). Arithmetic has "each" or
+            "handed on".
+        keeps_sign: its backward needs only the sign of its input, for which a compiler saves one byte per element.
     """
 
     kind: str = "matmul"
@@ -58,7 +59,7 @@ class CostNotes(NamedTuple):
 
 
 class Facts(TypedDict, total=False):
-    """Facts of a node. A fact that does not hold is absent."""
+    """Facts of a node. Each is optional: a fact that does not apply to a node is absent."""
 
     # From torch.export: the stack of running modules, and the user's source lines.
     nn_module_stack: dict[str, tuple[str, Any]]
@@ -125,19 +126,19 @@ class Facts(TypedDict, total=False):
 
 
 def facts(node: fx.Node) -> Facts:
-    """Return the facts of a node, to read and to write."""
+    """Return the mutable facts of a node."""
     return node.meta  # no `cast`: this function is called very often
 
 
 def times(node: fx.Node) -> int:
-    """Return how many nodes of the model this node represents (`autopart.ir.blocks.deduplication`)."""
+    """Return how many nodes of the model this node represents in a deduplicated trace; 1 in a full trace."""
     return facts(node).get("times", 1)
 
 
 def weighted(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
     """Yield each node with the number of nodes of the model that it represents.
 
-    Sums over a graph weight each node by this number.
+    Sums over a deduplicated graph weight each node by this number.
     """
     return ((node, times(node)) for node in nodes)
 

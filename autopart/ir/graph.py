@@ -1,4 +1,4 @@
-"""Queries on a traced graph: what a node is, where the user's model makes it, and its name in a plan."""
+"""Queries on a traced graph: properties of nodes, their names in plans, and their source lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPE_NAMES = {
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
 CAST = "cast"
-"""Name in plans of every cast between dtypes."""
+"""Name that plans give every cast between dtypes."""
 
 
 def operator_name(node: fx.Node) -> str:
@@ -32,28 +32,28 @@ def operator_name(node: fx.Node) -> str:
 
 
 def name_of_target(target: Any) -> str:
-    """Return the `operator_name` of a node that calls this target."""
+    """Return the `operator_name` of a node, from the function that it calls."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
 
 def short_name(node: fx.Node) -> str:
-    """Return the operator's name without its namespace, as plans and reports print it: `linear`."""
+    """Return the operator's name as plans and reports print it, without its namespace: `linear`."""
     return operator_name(node).rsplit("::", 1)[-1]
 
 
 def display_name(node: fx.Node) -> str:
-    """Return the operator's name in messages: its `short_name`, or that of the op that a pass decomposed."""
+    """Return the operator's name for messages: of the op in the model, if a pass decomposed that op."""
     return facts(node).get("written_for") or short_name(node)
 
 
 def value(node: fx.Node) -> Any:
-    """Return the fake tensors that the node computes."""
+    """Return the fake tensor, or tuple of fake tensors, that the node computes."""
     return node.meta.get("val")
 
 
 def tuple_values(node: fx.Node) -> Sequence:
-    """Return the outputs of a node as a sequence of fake tensors."""
+    """Return the outputs of a node as a sequence of fake tensors, of length 1 for a single output."""
     outputs = value(node)
     return outputs if isinstance(outputs, (tuple, list)) else [outputs]
 
@@ -76,7 +76,7 @@ def changes_precision(node: fx.Node) -> bool:
 
 
 def is_sparse(node: fx.Node) -> bool:
-    """Return True for a sparse tensor."""
+    """Return True if a node computes a sparse tensor."""
     return is_tensor(node) and value(node).layout is not torch.strided
 
 
@@ -87,7 +87,7 @@ def size_bytes(node: fx.Node) -> int:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the arguments, in argument order, repeated if an argument is repeated."""
+    """Return the tensor arguments of a node in order. A node that is passed twice appears twice."""
     nodes: list[fx.Node] = []
     _add_nodes((*node.args, *node.kwargs.values()), nodes)
     return nodes
@@ -106,7 +106,7 @@ def _add_nodes(arguments: Iterable[Any], nodes: list[fx.Node]) -> None:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that computes this value, and the index of its output. Skips `getitem` nodes."""
+    """Return the node that computes a value (skipping `getitem`), and the index of the value in its outputs."""
     index = 0
     while node.target is operator.getitem:
         node, index = node.args
@@ -125,7 +125,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `modeling_gpt2.py:312`: the innermost user (or transformers) line that made the node."""
+    """Return the innermost line of user or transformers code that created the node: `modeling_gpt2.py:312`."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', facts(node).get("stack_trace") or "")
     lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
@@ -145,19 +145,19 @@ def describe(node: fx.Node) -> str:
 
 
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the calls that compute something: no placeholders, parameters, projections or output."""
+    """Yield the nodes that compute something: no placeholders, parameters, `getitem` nodes or output."""
     return (n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
 
 def reads(graph: fx.Graph) -> nx.DiGraph:
-    """Return the graph's data flow for searches: an edge from each node to each of its inputs."""
+    """Return the data flow as a directed graph for searches: each node has edges to its inputs."""
     return nx.DiGraph((node, used) for node in graph.nodes for used in node.all_input_nodes)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return True if a call draws random numbers.
 
-    Dropout, attention and recurrent layers draw them only if they drop anything.
+    Dropout, attention and recurrent layers draw them only with a dropout probability above 0.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
@@ -207,7 +207,7 @@ def reads_weights(node: fx.Node) -> bool:
 
 
 def parameters_of(used: fx.Node) -> list[str]:
-    """Return the parameters that a value is, or is a view of."""
+    """Return the names of the parameters that a value is, or is a view of; [] for any other value."""
     if facts(used)["role"] == PARAMETER:
         return [str(used.target)]
     inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
@@ -215,12 +215,12 @@ def parameters_of(used: fx.Node) -> list[str]:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Name every operator: `key = "model.layers.3.mlp/mul#1"` is the second `mul` of that module's code.
+    """Write the facts `key` and `group` of every operator, its names in plans.
 
-    The name is stable under changes elsewhere in the model. `group` is the same name with open block numbers, so
-    that the same operator of every repeated block shares it. If a pass wrote the operator in place of another,
-    `named` replaces the operator's name. A cast between dtypes is always named `cast`. Such casts come and go with the
-    dtype that a model runs in, which must not rename the operators around them.
+    The key `model.layers.3.mlp/mul#1` is the second `mul` in the code of that module. A key does not depend on code
+    elsewhere in the model. The group `model.layers.*.mlp/mul#1` is shared by this operator of every repeated block. If
+    a pass replaced the model's operator, the fact `named` is its name. A cast between dtypes is always named `cast`:
+    such casts depend on the dtype in which a model runs, and must not rename the operators around them.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
@@ -233,12 +233,12 @@ def assign_keys(graph: fx.Graph) -> None:
 
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:
-    """Return `f32[8,128]{dp:S(0) tp:P}`, the printed form of a typed value."""
+    """Return `f32[8,128]{dp:S(0) tp:P}`: dtype, shape and layout of the value of a node."""
     return kind_of(value(node)) + layout_text if is_tensor(node) else ""
 
 
 def kind_of(val: Any) -> str:
-    """Return `f64[4,6]`, `(f64[4,6], f64[4])` for several values, "" for anything but tensors."""
+    """Return dtype and shape as `f64[4,6]`, of several tensors as `(f64[4,6], f64[4])`; else ""."""
     if isinstance(val, (tuple, list)):
         return f"({', '.join(map(kind_of, val))})"
     if not isinstance(val, torch.Tensor):

@@ -42,9 +42,9 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """Placement of a value, and of its gradient, on one mesh axis: a row of the module's table.
+    """Placement of a value and of its gradient on one mesh axis: a row of the table above in this file.
 
-    Use `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` and `shard(dim)`.
+    Create one with `R`, `R_GRAD_P`, `P`, `ON_EXPERT_RANK`, `DISPATCHED` or `shard(dim)`.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def in_order(self) -> Placement:
-        """The placement without zigzag: contiguous shards of each section."""
+        """This placement with contiguous shards of each section in place of zigzag."""
         return shard(self.dim, (-self.sections[0],)) if self.is_zigzag else self
 
     @property
@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if a rank has the rows of its experts (`E(0)` or `E(0; sent)`)."""
+        """True if a rank has the rows of its local experts (`E(0)` or `E(0; sent)`)."""
         return self in EXPERT_PLACEMENTS
 
     @property
@@ -89,7 +89,7 @@ class Placement:
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """Parse the output of `str`. Raises ValueError with the accepted forms.
+        """Parse the text of a placement, as `str` returns it. Raises ValueError with the accepted forms.
 
         >>> Placement.parse("S(1; sections=3)")
         Placement(kind='S', dim=1, sections=(3,))
@@ -124,7 +124,10 @@ thousandth of a model and would need as many collectives as its matrices."""
 
 
 def shard(dim: int, sections: Sections = ()) -> Placement:
-    """Return `S(dim)`. Equal sections become a count: `(8, 8, 8)` becomes `(3,)`.
+    """Return the placement `S(dim)`.
+
+    `sections`: sizes of the concatenated sections of the dim, if any. Equal sections become a count: `(8, 8, 8)` is
+    `(3,)`.
 
     >>> str(shard(1, (8, 8, 8)))
     'S(1; sections=3)'
@@ -135,12 +138,12 @@ def shard(dim: int, sections: Sections = ()) -> Placement:
 
 
 def is_zigzag(sections: Sections) -> bool:
-    """Return True if each section is sharded in zigzag."""
+    """Return True if each section (concatenated part) of the sharded dim is split in zigzag."""
     return len(sections) == 1 and sections[0] < 0
 
 
 def num_sections(sections: Sections) -> int:
-    """Return the number of equal sections.
+    """Return the number of sections of a dim with equal sections.
 
     >>> num_sections(()), num_sections((3,)), num_sections((-3,))
     (1, 3, 3)
@@ -162,7 +165,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
 
 
 def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """Return the number of elements of each shard, as `torch.chunk`: the last can be smaller.
+    """Return the number of elements of each shard, as in `torch.chunk`: the last ones can be smaller.
 
     >>> shard_sizes(97, 4)
     (25, 25, 25, 22)
@@ -172,7 +175,7 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 
 
 def mesh_axes_of(axis: str) -> tuple[str, ...]:
-    """Return the mesh axes of a flattened axis, outermost first. A mesh axis returns itself.
+    """Return the mesh axes that a flattened axis combines, outermost first; (axis,) for a mesh axis.
 
     >>> mesh_axes_of("dp_cp"), mesh_axes_of("tp")
     (('dp', 'cp'), ('tp',))
@@ -205,10 +208,10 @@ def local_shape(
 
 
 def flattened_shards(layout: Layout) -> dict[str, Placement]:
-    """Return {axis: placement} of the axes that shard a value, outermost first. Flatten shared dims.
+    """Return {axis: placement} of the axes that shard a value, outermost first, with flattened axes.
 
-    If several axes shard one dim without sections (as a stack of experts), they become one flattened axis. The dim is
-    then sharded once over all their ranks, so that uneven shards have the sizes of `torch.chunk`.
+    If several axes shard one dim without sections (such as a stack of experts), they become one flattened axis. The dim
+    is then sharded once over the ranks of all these axes, so that uneven shards have the sizes of `torch.chunk`.
 
     >>> [f"{axis}:{p}" for axis, p in flattened_shards({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
     ['cp_ep:S(0)', 'tp:S(1; sections=2)']
@@ -290,7 +293,7 @@ class Conversion:
 
     @property
     def transposed(self) -> Conversion:
-        """Conversion of the gradient. The gradient of the gradient goes through the conversion itself."""
+        """Conversion of the gradient. Its own gradient (for second derivatives) is this conversion."""
         return Conversion(self.operator, self.backward, self.forward)
 
 
@@ -329,7 +332,7 @@ Exchanged counts and a maximum have no backward."""
 def conversion(source: Placement, target: Placement) -> Conversion | None:
     """Return the conversion between two placements on one axis.
 
-    None if they are equal or none exists (`S` to `P`).
+    None if the placements are equal, or if no conversion exists (`S` to `P`).
     """
     if source == target:
         return None
@@ -337,9 +340,10 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
 
 
 def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
-    """Return a placement relative to a rank's local shard, if other axes shard the value too.
+    """Return the placement on one axis relative to the shard that the other axes leave to a rank.
 
-    Axes that shard the same dim into fewer sections are outside of it, and leave a rank fewer of its sections.
+    If another axis shards the same dim into fewer sections, it splits the dim first. A rank then has fewer sections of
+    the dim left, and the result counts only these.
 
     Args:
         others: (placement, number of ranks) of each other axis.
@@ -360,7 +364,7 @@ def relative_placement(place: Placement, others: Iterable[tuple[Placement, int]]
 
 
 def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_shards: int) -> bool:
-    """Return True if one conversion suffices. Otherwise the value must be replicated in between.
+    """Return True if one collective converts the value. Otherwise the value is replicated in between.
 
     The all-to-all supports neither unequal shards nor sections.
     """

@@ -1,4 +1,4 @@
-"""Structure of an attention mask: causal, sliding window, or runs of key ranges."""
+"""Structure of an attention mask as data: a sliding window, or runs of queries with key ranges."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class MaskWindow(NamedTuple):
-    """Sliding window: query i attends the existing keys from i - `before` to i + `after`."""
+    """Sliding window: query i attends the keys from i - `before` to i + `after` that exist."""
 
     before: int
     after: int
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries whose key ranges move by one key per query.
+    """Run of consecutive queries whose range of attended keys moves by one key per query.
 
-    Query i of the run attends the keys [max(low, first + i), min(high, end + i)).
+    Query i of the run attends the keys from max(low, first + i) to before min(high, end + i).
     """
 
     queries: int
@@ -29,7 +29,7 @@ class QueryRun(NamedTuple):
     end: int
 
     def part(self, start: int, stop: int) -> QueryRun:
-        """Return the run of the queries `start` to `stop - 1`."""
+        """Return the run that consists of the queries `start` to `stop - 1` of this run."""
         low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
         return QueryRun(stop - start, low, high, self.first + start, self.end + start)
 
@@ -45,19 +45,19 @@ class QueryRun(NamedTuple):
 
     @property
     def hides(self) -> tuple[bool, bool]:
-        """Tuple: True if some query masks the first of the keys, True if some query masks the last."""
+        """Two flags: some query masks the first key of the run; some query masks the last key of the run."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
 
     @property
     def is_causal(self) -> bool:
-        """True if query i attends keys 0 to i, and there are as many keys as queries."""
+        """True if query i attends exactly the run's keys 0 to i, and the run has as many keys as queries."""
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
     def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, QueryRun]]:
-        """Yield (first query, block) for the run restricted to the keys from `low` to before `high`.
+        """Restrict the run to the keys from `low` to before `high`. Yield (first query, block) of each block.
 
-        If the kernel supports the run's mask, the run is one block, or one dense and one causal block. Otherwise the
-        run is split into blocks of `ROWS` queries, so that masks and scores stay small.
+        If the kernel supports the mask of the run, the run is one block, or one unmasked and one causal block.
+        Otherwise it is split into blocks of `ROWS` queries, so that masks and scores stay small.
         """
         run = self._replace(low=max(self.low, low), high=min(self.high, high))
         last_keys = run._replace(low=max(run.low, run.end - 1))
@@ -72,7 +72,7 @@ class QueryRun(NamedTuple):
                 yield start, block
 
     def mask(self, device: torch.device) -> Tensor:
-        """Return the boolean mask [queries, high - low], True if the query attends the key."""
+        """Return the boolean mask of shape [queries, high - low], True if the query attends the key."""
         at = torch.arange(self.queries, device=device).unsqueeze(-1)
         position = torch.arange(self.low, self.high, device=device)
         return (position >= self.first + at) & (position < self.end + at)

@@ -24,20 +24,20 @@ Context = Literal["auto", "gather", "ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Mesh axis: what it shards, as data. Nothing else distinguishes one kind of parallelism from another.
+    """Mesh axis. `cuts` and `stores` alone define the kind of parallelism that an axis implements.
 
     `cuts`: what the axis splits.
 
     - `"stages"`: the operators of the model, into pipeline stages.
     - `"rows"`: the batch. The rules of the operators determine all layouts, so the solver chooses nothing.
-    - `"features"`: the dims that come from weights, and the sequence between them.
-    - `"positions"`: the other dims of values, while weights stay replicated: the sequence, and heads of operators that
-      read no weight.
-    - `"experts"`: samples of the batch, and of the weights only those of experts.
+    - `"features"`: the dims that come from weights, and the sequence between operators with weights.
+    - `"positions"`: the other dims of values (the sequence, heads of operators that read no weight). Weights stay
+      replicated.
+    - `"experts"`: samples of the batch; of the weights, only those of experts.
 
-    The solver chooses the cheapest placement of every operator on the last three. The layouts then imply what gradients
-    need: if a parameter is replicated and values are sharded, its gradient is a partial sum, reduced once a step.
-    `stores`: ZeRO can shard parameters over the axis, whatever it splits.
+    On `"features"`, `"positions"` and `"experts"` the solver chooses the cheapest placement of every operator. The
+    layouts then imply how gradients are reduced: if a parameter is replicated and values are sharded, its gradient is a
+    partial sum, reduced once a step. `stores`: ZeRO can shard parameters over the axis, whatever else the axis splits.
     """
 
     name: str
@@ -67,10 +67,10 @@ section 3.2.2)."""
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`. Axes of size 1 can be left out.
+    """Device mesh as {axis: number of ranks}, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`.
 
-    Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the sizes are passed.
-    `axes`: all possible axes and what they split, outermost first.
+    Axes of size 1 can be left out. Ranks are numbered with `pp` outermost and `tp` innermost, in whatever order the
+    sizes are passed. `axes`: all possible axes, outermost first.
     """
 
     sizes: Mapping[str, int]
@@ -78,7 +78,9 @@ class Mesh:
 
     @staticmethod
     def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int, axes: tuple[Axis, ...] = AXES) -> Mesh:
-        """Return the mesh of `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a named DeviceMesh. Raises MeshError.
+        """Return the mesh that a mapping, a text ("dp2,tp2") or a DeviceMesh with named dims describes.
+
+        Raises MeshError for anything else.
 
         >>> Mesh.parse("dp2,tp4").num_ranks
         8
@@ -133,7 +135,7 @@ class Mesh:
         return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
-        """Return the axes with several ranks that split `cuts`, outermost first.
+        """Return the axes with several ranks that split `cuts` (see `Axis`), outermost first.
 
         >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
         (('dp',), ())
@@ -147,7 +149,7 @@ class Mesh:
 
     @property
     def solving_order(self) -> tuple[str, ...]:
-        """`chosen` axes in solving order: the innermost axis, with the fastest links, first."""
+        """The axes of `chosen` in the order in which the solver processes them: innermost (fastest links) first."""
         return self.chosen[::-1]
 
     @property
@@ -157,7 +159,7 @@ class Mesh:
 
     @property
     def batch_divisor(self) -> int:
-        """Divisor of a microbatch's samples: data-parallel size times expert-parallel size."""
+        """Number that must divide the samples of a microbatch: data-parallel size times expert-parallel size."""
         return self.data_parallel_size * self.expert_parallel_size
 
     @property
@@ -183,18 +185,18 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """First axis over which ZeRO can shard parameters, even if it has one rank: `dp`."""
+        """Name of the outermost axis over which ZeRO can shard parameters, even if it has one rank: `dp`."""
         return next(axis.name for axis in self.axes if axis.stores)
 
     def storing(self, cutting: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the flattened axes over which ZeRO can shard a parameter, those with most ranks first.
+        """Return the flattened axes over which ZeRO can shard a parameter, with decreasing number of ranks.
 
-        They consist of the axes on which ranks replicate the parameter. The shorter ones are for parameters whose dims
-        do not divide. Every name begins with the first storing axis, even if that has one rank, so it never equals the
-        name of an axis on which layouts are chosen.
+        Each combines axes on which ranks replicate the parameter. The first combines all of them. The next ones are for
+        parameters whose dims it does not divide. Every name begins with `data_axis`, even if that has one rank, so that
+        it differs from the names of axes on which layouts are chosen.
 
         Args:
-            cutting: the axes that shard the parameter already, as `ep` shards experts.
+            cutting: axes that shard the parameter already, as `ep` shards experts.
 
         >>> mesh = Mesh.parse("dp2,cp2,ep2")
         >>> mesh.storing(), mesh.storing(["ep"]), Mesh.parse("ep2").storing(["ep"])
@@ -206,7 +208,9 @@ class Mesh:
         return tuple(axis for axis in joined if self.size(axis) > 1)
 
     def joined(self, names: Collection[str]) -> str:
-        """Return the name of several storing axes flattened into one: the first, and all with several ranks.
+        """Return the name of the flattened axis of several axes for ZeRO storage.
+
+        It begins with the first of them and leaves out the other axes that have one rank.
 
         >>> Mesh.parse("ep2").joined(["dp", "cp", "ep"])
         'dp_ep'
@@ -220,22 +224,22 @@ class Mesh:
         return next(iter(self.storing()), None)
 
     def stores(self, axis: str) -> bool:
-        """Return True for an axis of ZeRO storage: `data_axis`, or a flattened axis that begins with it."""
+        """Return True for an axis over which ZeRO stores parameters: `data_axis`, or flattened with it."""
         return mesh_axes_of(axis)[0] == self.data_axis
 
     def stored_over(self, layout: Layout) -> str | None:
-        """Return the flattened axis over which a parameter of this layout is stored sharded, or None."""
+        """Return the flattened axis over which ZeRO shards a parameter of this layout, None without sharding."""
         return next((axis for axis, place in layout.items() if self.stores(axis) and place.is_shard), None)
 
     @property
     def tensor_axis(self) -> str:
-        """Innermost axis that shards features, even if it has one rank: `tp`."""
+        """Name of the innermost axis that shards features, even if it has one rank: `tp`."""
         return self.innermost("features")
 
     def innermost(self, cuts: Cuts) -> str:
-        """Return the innermost axis that splits `cuts`, even if it has one rank.
+        """Return the innermost axis that splits `cuts` (see `Axis`), even if it has one rank.
 
-        Cost formulas are written in the size of this axis.
+        Cost formulas are functions of the size of this axis.
 
         >>> Mesh.parse("dp2").innermost("positions")
         'cp'
@@ -247,7 +251,7 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def ranks(self) -> Iterator[dict[str, int]]:
-        """Yield the coordinates of every rank, by rank number."""
+        """Yield the coordinates of every rank, {axis: index}, in the order of rank numbers."""
         for rank in range(self.num_ranks):
             yield self.coordinates(rank)
 
@@ -310,9 +314,10 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
 
 
 def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
-    """Raise OptionError if no rank can have `balance` times the mean number of tokens.
+    """Raise OptionError if the load factor of experts is larger than any rank can reach.
 
     Args:
+        balance: tokens of the busiest expert rank, as a multiple of the mean.
         axes: the axes that shard experts.
     """
     ranks = math.prod(map(mesh.size, axes))

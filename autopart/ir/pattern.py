@@ -1,4 +1,4 @@
-"""A sharding rule fitted to one call: the factors of each dim of its tensor inputs and outputs."""
+"""Sharding rule of one operator call: the factors of each dim of its tensor inputs and outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Pattern:
 
     @property
     def key(self) -> tuple:
-        """Hashable key that is equal for equal patterns."""
+        """Hashable key. Patterns with equal keys are equal."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
         rest = (self.all_reduces, self.flops, joined, self.tied, self.routes, self.context)
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest

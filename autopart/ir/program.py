@@ -83,9 +83,10 @@ class StageInput:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A value that one stage sends to the next: local shape for one microbatch on one rank.
+    """A value that one stage sends to the next. `shape` is its local shape for one microbatch on one rank.
 
-    `uneven`: (axis, how the axis shards a dim) if shards are unequal; `shape` is then that of the longest shard.
+    `uneven`: (axis, sharding of a dim over that axis), if the shards are unequal. Then `shape` is that of the longest
+    shard.
     """
 
     name: str
@@ -108,10 +109,11 @@ class Boundary:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """New value of a buffer after a forward, replicated on every rank of the stage that computes it.
+    """New value of a buffer after a forward, replicated on all ranks of the stage that computes it.
 
-    `from_inputs`: True for an output of the stage's prologue, after those for its `inputs`. False for an output of the
-    stage's graph, after its `sends`. `layout` then says how to combine the values of the microbatches, as for outputs.
+    If `from_inputs`, it is an output of the stage's prologue, after the outputs for the stage's `inputs`. Otherwise it
+    is an output of the stage's graph, after its `sends`, and `layout` defines how the values of the microbatches are
+    combined.
     """
 
     name: str
@@ -177,9 +179,9 @@ class StoredTensor:
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in method_axes)
 
     def unsharded_to_sync(self, mesh: Mesh) -> StoredTensor | None:
-        """Return this parameter without ZeRO sharding, if its `dp_sync` method needs full gradients.
+        """Return this parameter without ZeRO sharding, if its `dp_sync` method needs the full gradient.
 
-        None if the method works on the stored shard.
+        None if the parameter has no method, or if the method works on the stored shard.
         """
         zero_axis = mesh.stored_over(self.layout)
         if self.method is None or zero_axis is None or mesh.along("rows")[0] not in mesh_axes_of(zero_axis):
@@ -189,7 +191,7 @@ class StoredTensor:
         return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the axes on which replicas have different values, because a `dp_sync` method averages models."""
+        """Return the axes on which replicas can differ, because the `dp_sync` method averages models."""
         return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
@@ -197,7 +199,8 @@ class StoredTensor:
 class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
-    `layout`: that of the tensor. `made_of`: the inputs that the value depends on, if every rank passes its local batch.
+    `layout`: layout of the tensor. `made_of`: the inputs that the output depends on, if every rank passes its local
+    batch.
     """
 
     position: int | None
@@ -208,7 +211,7 @@ class Output:
 
 @dataclass(frozen=True)
 class LabelCount:
-    """The number of labels over which the loss is a mean: input `name` of the graph of stage `stage`."""
+    """Number of labels over which the loss is a mean: input `name` of the graph of stage number `stage`."""
 
     stage: int
     name: str
@@ -216,11 +219,11 @@ class LabelCount:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All stages of the partitioned model, what they store, and how the model's outputs are assembled.
+    """All stages of the partitioned model, their stored tensors, and the assembly of the model's outputs.
 
     Programs compare by identity, so a program can be a dictionary key.
 
-    `copied`: the batch does not divide over `dp`, so every `dp` rank computes all samples.
+    `copied`: the batch does not divide over the data ranks, so every data rank computes all samples.
     """
 
     mesh: Mesh
@@ -252,17 +255,17 @@ class Program:
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
-        """Random ops of a prologue. Each stage's prologue contains those of the whole model."""
+        """Random ops of the model. The prologue of each stage contains all of them."""
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
         return tuple(node for node in nodes if draws_random_numbers(node))
 
     @property
     def stored_names(self) -> dict[str, str]:
-        """{any name of a parameter: the name under which it is stored}."""
+        """{name of a parameter, or alias of it: the name under which it is stored}."""
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
 
     def without_methods(self) -> Program:
-        """Return a copy that all-reduces every gradient."""
+        """Return a copy of the program that all-reduces every gradient, without `dp_sync` methods."""
         if self.dp_sync.is_default:
             return self
         exact = {name: replace(stored, method=None) for name, stored in self.parameters.items()}

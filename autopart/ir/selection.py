@@ -1,4 +1,4 @@
-"""Selections by a boolean mask: their number of elements is data-dependent, known only at run time."""
+"""Selection of elements by a boolean mask, whose number is known only at run time (data-dependent)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
     """Return the indices of the true elements of a mask.
 
     Args:
-        mask: bool, of any shape with at least one dim.
-        number: how many elements are true, if that is known.
+        mask: boolean tensor with at least one dim.
+        number: number of true elements, if it is known.
     Returns:
-        An int64 tensor [selected] for each dim of the mask, in memory order, as `torch.where(mask)` returns them. In a
-        trace `selected` is `number`, or else the upper bound: the number of elements of the mask.
+        One int64 tensor of indices for each dim of the mask, in memory order, as `torch.where(mask)` returns them. In a
+        trace their length is `number`, or, if that is None, the upper bound: the number of elements of the mask.
     """
     return list(torch.where(mask))
 
@@ -52,7 +52,10 @@ def is_data_dependent(node: fx.Node) -> bool:
 
 
 class Positions(NamedTuple):
-    """Indices of selected elements along dim `dim` of a mask of shape `mask`."""
+    """Indices along dim `dim` of the elements that a mask of shape `mask` selects.
+
+    `selection`: name of the node that computes the indices.
+    """
 
     selection: str
     dim: int
@@ -71,7 +74,7 @@ _MOVES = {
 
 
 def positions_of(node: fx.Node) -> Positions | None:
-    """Return the selection whose indices a value contains, None for a value of another kind."""
+    """Return the selection whose indices a value contains, None if the value contains no such indices."""
     while node.op == "call_function" and is_tensor(node) and value(node).dtype == torch.int64:
         source, dim = source_of(node)
         if is_selection(source):

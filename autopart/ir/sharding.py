@@ -1,8 +1,8 @@
-"""Arithmetic of shards: split a tensor into shards and join them. Process groups and lockstep use it.
+"""Arithmetic of shards: split a tensor into shards, and join shards to a tensor.
 
-A dim is a sequence of sections (one, if none are named). Each section is split as `torch.chunk` does: equal shards if
-possible, else the last are smaller. Shard i of the dim is the concatenation of shard i of every section. In zigzag each
-section is split into twice as many chunks, and shard i gets chunk i from the front and chunk i from the back.
+A dim is a concatenation of one or more sections. Each section is split as by `torch.chunk`: into equal shards if
+possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section. In zigzag
+each section is split into twice as many chunks, and shard i gets chunk i from the front and chunk i from the back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopart.ir.layout import Sections, is_zigzag, section_sizes, shard_sizes
 
 @dataclass(frozen=True)
 class DimSharding:
-    """Split of dim `dim`, of `size` elements in `sections`, into `num_shards` shards.
+    """Split of dim `dim`, with `size` elements in `sections`, into `num_shards` shards.
 
     >>> DimSharding(0, 10, (8, 2), 2).length(0)
     5
@@ -32,7 +32,7 @@ class DimSharding:
     num_shards: int
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of elements of each section in shard `index`; in zigzag, of both its chunks."""
+        """Return the length of each contiguous span of shard `index`: one per section, in zigzag two."""
         return [length for _, length in self.spans(index)]
 
     def length(self, index: int) -> int:
@@ -50,7 +50,9 @@ class DimSharding:
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) in the full dim of each section of shard `index`; in zigzag, of both chunks.
+        """Return (start, length) of each contiguous span of shard `index` in the full dim.
+
+        There is one span per section, in zigzag two.
 
         >>> DimSharding(0, 10, (8, 2), 2).spans(1), DimSharding(0, 9, (-1,), 2).spans(0)
         ([(4, 4), (9, 1)], [(0, 3), (7, 2)])
@@ -72,7 +74,7 @@ class DimSharding:
         return windows[0].contiguous() if len(windows) == 1 else torch.cat(windows, self.dim)
 
     def place(self, shard: Tensor, index: int) -> Tensor:
-        """Return zeros of the full size with `shard` written at the position from which `take` reads it."""
+        """Return zeros of the full size, with `shard` written to the elements that shard `index` has."""
         shape = list(shard.shape)
         shape[self.dim] = self.size
         full = shard.new_zeros(shape)
@@ -99,7 +101,7 @@ class DimSharding:
         return torch.cat([shard, shard.new_zeros(shape)], self.dim)
 
     def trimmed(self, shard: Tensor, index: int) -> Tensor:
-        """Undo `padded`."""
+        """Return shard `index` without its padding: the inverse of `padded`."""
         return shard.narrow(self.dim, 0, self.length(index))
 
     def _windows(self, full: Tensor, index: int) -> list[tuple[int, Tensor]]:
@@ -108,11 +110,11 @@ class DimSharding:
 
 
 def local_shard_of(full: Tensor, cuts: Iterable[tuple[DimSharding, int]]) -> Tensor:
-    """Return the local shard of a tensor.
+    """Return the local shard of a tensor after several splits.
 
     Args:
         full: the full tensor.
-        cuts: splits to apply in turn, each with the index of the shard to take.
+        cuts: splits to apply one after the other, each with the index of the shard to take.
     """
     for cut, index in cuts:
         full = cut.take(full, index)
@@ -120,7 +122,7 @@ def local_shard_of(full: Tensor, cuts: Iterable[tuple[DimSharding, int]]) -> Ten
 
 
 def _piece(start: int, size: int, number: int, index: int) -> tuple[int, int]:
-    """Return (start, length) of chunk `index` of `number`. The first chunks get the remainder."""
+    """Return (start, length) of chunk `index` of `number` chunks. The first chunks get the remainder."""
     length, rest = divmod(size, number)
     return start + index * length + min(index, rest), length + (index < rest)
 
@@ -130,7 +132,7 @@ Span = tuple[int, int]
 
 
 class Box(NamedTuple):
-    """Box of elements in a shard: its offsets in the full tensor and in the shard, and its sizes."""
+    """Box of elements of a shard: its offsets in the full tensor, its offsets in the shard, and its sizes."""
 
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]
@@ -138,11 +140,11 @@ class Box(NamedTuple):
 
 
 def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> tuple[tuple[Span, ...], ...]:
-    """Return the spans of elements that a shard contains, for each dim, in the order of the shard.
+    """Return, for each dim, the spans of the full tensor that a shard contains, in the shard's order.
 
     Args:
         shape: global shape.
-        cuts: each split with the index of the shard, in the order of application.
+        cuts: splits in the order of application, each with the index of the shard.
 
     >>> spans_of((8, 3), [(DimSharding(0, 8, (4, 4), 2), 1)])
     (((2, 2), (6, 2)), ((0, 3),))
@@ -154,7 +156,7 @@ def spans_of(shape: Sequence[int], cuts: Sequence[tuple[DimSharding, int]]) -> t
 
 
 def boxes(spans: Sequence[Sequence[Span]]) -> list[Box]:
-    """Return the boxes of a shard from its spans in each dim."""
+    """Return the boxes that make up a shard, from the spans that it contains in each dim."""
     dims = []
     for row in spans:
         positions = itertools.accumulate((length for _, length in row), initial=0)

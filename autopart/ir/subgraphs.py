@@ -1,4 +1,4 @@
-"""Subgraphs: the nodes that some values depend on."""
+"""Subgraphs: the nodes that given values depend on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopart.ir.graph import draws_random_numbers
 
 
 def ancestors_of(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return these values and all their ancestors.
+    """Return the values and all nodes that they depend on.
 
-    The search runs backwards: masks have few ancestors, so it is cheaper than a pass over the graph.
+    The search starts at the values: masks have few ancestors, so it is cheaper than a pass over the graph.
     """
     nodes, todo = set[fx.Node](), list(values)
     while todo:
@@ -29,7 +29,7 @@ def is_leaf_value(node: fx.Node) -> bool:
 
 
 def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extract the subgraph that computes these values. Merge equal nodes, e.g. the masks of layers."""
+    """Extract the subgraph that computes the values. Equal nodes (the masks of all layers) are merged."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     node_by_call: dict[Any, fx.Node] = {}
     needed = ancestors_of(values)
@@ -44,7 +44,7 @@ def extract_subgraph(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.Gr
 
 
 def erase_unused(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Erase the given nodes that have no users, including those that lose their users by this."""
+    """Erase those of `nodes` that have no users, including nodes that lose their last user by this."""
     for node in reversed(graph.nodes):
         if node in nodes and not node.users:
             graph.erase_node(node)

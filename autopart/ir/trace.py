@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
+    """One call of the model: its tensor arguments, and its other arguments, which the trace fixes.
 
-    A trace is specific to the tensors that need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad`
-    of each tensor before the call. A forward can set it on another input, to differentiate with respect to it.
+    A trace is specific to which tensors need gradients, as it is to shapes and dtypes. `gradients`: `requires_grad` of
+    each tensor before the call. A forward can set it on another input, to differentiate with respect to that input.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -87,11 +87,11 @@ class Trace:
 
     @cached_property
     def originals(self) -> Mapping[str, str]:
-        """Maps each parameter of every block to the parameter in the graph that represents it."""
+        """{parameter of any block: the parameter in the graph that represents it}."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
     def expand_to_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
-        """Expand a mapping from the parameters in the graph to all parameters of the model."""
+        """Expand a mapping whose keys are parameters in the graph to all parameters of the model."""
         if not self.folds:
             return known
         return {name: known[stands] for name, stands in self.originals.items() if stands in known}
@@ -132,6 +132,6 @@ def device_of_weights(model: nn.Module) -> torch.device:
 
 
 def batch_size(trace: Trace) -> int:
-    """Return the samples of the global batch: the most common first dim of the inputs, or 1."""
+    """Return the number of samples of the global batch: the most common first dim of the inputs, or 1."""
     sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
     return max(sizes, key=sizes.count) if sizes else 1

@@ -1,9 +1,9 @@
 """Attention with dropout, as one operator whose mask each rank draws locally from a shared seed.
 
 On a GPU it is torch's own fused kernel. The CPU implementation saves for backward what that kernel saves: operands,
-output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). Its backward recomputes the weights
-and draws the mask again, equal to the mask of `dropout`. Forward and backward process one sample of the batch at a
-time.
+output, and one number per query (Dao et al. 2022, arXiv:2205.14135, section 3.1). On the CPU that number is the largest
+score of the query. Its backward recomputes the attention weights and draws the same mask again as `dropout` does.
+Forward and backward process one sample of the batch at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def attention_dropout(
 ) -> Tensor:  # fmt: skip
     """Compute `scaled_dot_product_attention` with a reproducible dropout mask.
 
-    The mask depends only on `seed`, `salt`, `shard` and the shape of the weights (see `dropout`). A query that attends
-    no key returns zeros.
+    The mask depends only on `seed`, `salt`, `shard` and the shape of the attention weights (`operators.dropout`
+    explains these arguments). The output of a query that attends no key is zero.
 
-    query [b, h, q, d], key [b, g, k, d], value [b, g, k, e] -> [b, h, q, e]
+    Shapes: query [b, h, q, d], key [b, g, k, d], value [b, g, k, e] -> output [b, h, q, e].
     """
     if type(query) is Tensor and _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
@@ -55,9 +55,9 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Convert the operands to what torch's fused kernel supports, and call it.
+    """Call torch's fused kernel, after converting the operands to a form that it supports.
 
-    Its kernels support grouped heads only in 16 bits and without a mask, and need a contiguous last dim.
+    The kernel supports grouped heads only in 16-bit dtypes without a mask, and needs a contiguous last dim.
     """
     if enable_gqa and (attn_mask is not None or query.dtype.itemsize != 2):
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
@@ -73,9 +73,10 @@ def attention_dropout_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
     salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, and the number per query that backward needs. Opaque to `torch.compile`.
+    """Return the attention output, and the largest score of each query (zeros without a mask).
 
-    On a GPU the backward re-runs the kernel's forward and needs no such numbers.
+    On a GPU the second tensor is empty, because the backward re-runs the forward of the kernel. `torch.compile` does
+    not look inside.
     """
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
@@ -91,7 +92,10 @@ def attention_dropout_backward(
     dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None,
     enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key, value and, if `of_mask`, of the mask (else an empty tensor)."""
+    """Return the gradients of query, key, value and mask.
+
+    Unless `of_mask`, the gradient of the mask is an empty tensor.
+    """
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             return _backward_of_kernel(
@@ -110,7 +114,7 @@ def _backward_of_kernel(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None, enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Re-run the kernel's forward, then its backward. The caller has set the forward's seed."""
+    """Re-run the kernel's forward, then run its backward. The caller has set the forward's random seed."""
     with recording_gradients():
         query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
         differentiated = [query, key, value]
@@ -125,9 +129,10 @@ def _backward_of_kernel(
 
 @dataclass
 class _CpuAttention:
-    """A call on a CPU, one sample of the batch at a time.
+    """One call of attention with dropout on a CPU, computed one sample of the batch at a time.
 
-    Operands are in the precision of the computation. Grouped keys and values are already repeated for all query heads.
+    Operands have the dtype of the computation (float32 or float64). Grouped keys and values are already repeated for
+    all query heads.
     """
 
     query: Tensor
@@ -141,7 +146,7 @@ class _CpuAttention:
 
     @functools.cached_property
     def causal_mask(self) -> Tensor:
-        """Additive mask of causal attention [q, k]."""
+        """Mask of causal attention, of shape [queries, keys], to be added to the scores."""
         return self.query.new_full((self.query.size(-2), self.key.size(-2)), -math.inf).triu_(1)
 
     @classmethod
@@ -172,9 +177,10 @@ class _CpuAttention:
         return output, largest
 
     def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, and of keys and values that are repeated for all query heads.
+        """Return the gradients of queries, keys, values and scores.
 
-        The fourth is the gradient of all scores if that of the mask is needed, else an empty tensor.
+        Keys and values are those repeated for all query heads. The gradient of the scores is an empty tensor unless
+        `of_mask`.
         """
         of_query, of_key, of_value = (torch.empty_like(x) for x in (self.query, self.key, self.value))
         of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)
@@ -202,7 +208,7 @@ class _CpuAttention:
         return scores
 
     def _weights(self, scores: Tensor, largest: Tensor) -> Tensor:
-        """Return the softmax of scores, in place; zeros for queries whose keys are all masked."""
+        """Replace scores by their softmax in place, and return them. Queries without attended keys get zeros."""
         weights = torch.softmax(scores, -1, out=scores)
         if self.mask is not None and (attends_none := largest == -math.inf).any():
             weights.masked_fill_(attends_none.unsqueeze(-1), 0.0)
@@ -210,7 +216,7 @@ class _CpuAttention:
 
 
 def _sum_groups(grad: Tensor, heads: Tensor) -> Tensor:
-    """Sum the gradients of repeated heads to the gradient of the grouped K/V heads."""
+    """Sum the gradients of repeated K/V heads into the gradient of the grouped heads, before repetition."""
     return grad.unflatten(-3, (heads.size(-3), -1)).sum(-3) if grad.size(-3) != heads.size(-3) else grad
 
 
@@ -219,12 +225,12 @@ def _like(grad: Tensor, operand: Tensor) -> Tensor:
 
 
 def _kernel_layout(output: Tensor) -> Tensor:
-    """Return an output with the memory layout of torch's kernels: [b, q, h, e], transposed."""
+    """Return the output with the strides of torch's kernels: contiguous as [batch, queries, heads, width]."""
     return output.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
 def _empty_statistics(query: Tensor, dropout_p: float) -> Tensor:
-    """Allocate the number per query, or an empty tensor if backward does not need it."""
+    """Allocate the largest score of each query, or an empty tensor if the backward needs no scores (GPU)."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
 

@@ -1,11 +1,12 @@
 """Blockwise attention: attention over blocks of keys and values, combined by their log-sum-exp.
 
-In ring attention the blocks are the shards of all ranks (Liu et al. 2023, arXiv:2310.01889). Local attention has two
-blocks for a run of queries: the keys that all of them attend, and the keys on the diagonal, which are causal.
+In ring attention a block is the shard of one rank (Liu et al. 2023, arXiv:2310.01889). Attention on one rank has two
+blocks for each run of queries (`QueryRun`): the keys that all of these queries attend, and the keys on the diagonal,
+where attention is causal.
 
-A visit is the attention of local queries to one such block. It returns an output and the log-sum-exp of its scores, by
-which the outputs of all visits are combined. The backward of a visit needs the combined values (Dao et al. 2022,
-arXiv:2205.14135, section 3).
+A visit is the attention of the local queries to one block. It returns an output and the log-sum-exp of its scores. The
+log-sum-exps determine how the outputs of all visits are averaged. The backward of a visit needs the combined output and
+log-sum-exp (Dao et al. 2022, arXiv:2205.14135, section 3).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from autopart.ops.masked_attention import attention_with_masks, runs_of
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""CPU attention that returns the log-sum-exp, and its backward, which accepts a log-sum-exp over more keys."""
+"""CPU attention that returns the log-sum-exp, and its backward. The backward accepts a log-sum-exp over more keys."""
 
 
 class ScoreBlock(NamedTuple):
-    """A block of scores: its queries and keys as (start, length), and its mask.
+    """Rectangular block of attention scores: (start, length) of its queries and of its keys, and its mask.
 
     `is_causal`: query i attends keys 0 to i of the block.
     """
@@ -43,9 +44,14 @@ class ScoreBlock(NamedTuple):
 class KeyBlockVisit:
     """Attention of the local queries to the keys and values of one rank.
 
-    `cut`: sharding of the sequence, dim -2, over all ranks. `here`: the local rank. `rank`: the rank of the keys.
-    `mask`: [..., q, s] of the local queries and all keys: true if attended, or added to scores. None: `runs` define the
-    attended keys; without runs all keys are attended. `scale`: factor of the scores; None: 1 / sqrt(d).
+    Attributes:
+        cut: sharding of the sequence dim (-2) over all ranks.
+        here: index of the local rank.
+        rank: index of the rank that owns the keys.
+        mask: tensor [..., local queries, all keys]. Boolean: true if attended. Floating point: added to the scores.
+            None: `runs` define the attended keys, or all keys are attended if there are no runs.
+        scale: factor of the scores. None: 1 / sqrt(head width).
+        runs: runs of the local queries, each with the key ranges that it attends.
     """
 
     cut: DimSharding
@@ -56,10 +62,10 @@ class KeyBlockVisit:
     runs: Sequence[QueryRun] = ()
 
     def parts(self, device: torch.device, has_kernel: bool) -> Iterable[ScoreBlock]:
-        """Yield the blocks of scores to compute; blocks that are fully masked are skipped.
+        """Return the blocks of scores to compute. Blocks in which every score is masked are left out.
 
-        Queries and keys of a block are contiguous in the sequence. Without a kernel no block is causal and blocks are
-        small, because all of their scores are materialised.
+        Queries and keys of a block are contiguous in the sequence. Without a kernel (`has_kernel` is False) no block is
+        causal and blocks are small, because all of their scores are materialised.
         """
         num_queries, num_keys = self.cut.length(self.here), self.cut.length(self.rank)
         if not self.runs and self.mask is None:
@@ -71,9 +77,9 @@ class KeyBlockVisit:
 
     @property
     def _is_causal(self) -> bool:
-        """True for the rank's own keys if every query attends exactly the keys up to its own position.
+        """True if the keys are local and every query attends exactly the keys up to its own position.
 
-        The chunks of a rank are ordered in the sequence, so together they are causal.
+        The local chunks are sorted by position in the sequence, so attention within all of them is causal as well.
         """
         chunks = self.cut.spans(self.here)
         return self.rank == self.here and len(self.runs) == len(chunks) and all(
@@ -105,9 +111,10 @@ class KeyBlockVisit:
 
 
 def _merge_blocks(parts: Iterable[ScoreBlock]) -> Iterator[ScoreBlock]:
-    """Merge consecutive unmasked blocks with equal queries or equal keys.
+    """Merge consecutive unmasked blocks that have equal queries or equal keys.
 
-    In zigzag all queries of a rank attend one of its two key chunks, or half of its queries attend both.
+    With a zigzag split, either all queries of a rank attend one of the two key chunks of another rank, or half of the
+    queries attend both chunks. Either case is one block after merging.
     """
     last: ScoreBlock | None = None
     for part in parts:
@@ -132,7 +139,7 @@ def _merged(first: ScoreBlock, second: ScoreBlock) -> ScoreBlock | None:
 
 
 def _chunks(cut: DimSharding, rank: int) -> list[tuple[int, tuple[int, int]]]:
-    """Return the chunks of a rank: (local start, (start in the sequence, length))."""
+    """Return the chunks of a rank as (start in the local shard, (start in the full sequence, length))."""
     chunks, start = [], 0
     for position, count in cut.spans(rank):
         chunks.append((start, (position, count)))
@@ -145,11 +152,12 @@ VisitResult = tuple[Tensor, Tensor]
 
 
 def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlockVisit]]) -> VisitResult:
-    """Attend these queries to the keys of all visits.
+    """Attend the queries to the keys of all visits, and combine the results.
 
     Args:
-        query: [b, h, q, d].
-        coming: keys [b, g, k, d], values [b, g, k, e] and the description of each visit.
+        query: local queries, of shape [batch, heads, queries, width].
+        coming: for each visit, its keys, its values and its description. Keys and values have the shape [batch, K/V
+            heads, keys, width].
     Returns:
         The output in the dtype of the queries, and the log-sum-exp in at least float32.
     """
@@ -164,7 +172,10 @@ def attend_visits(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, KeyBlock
 def _combine_visit(
     so_far: VisitResult | None, query: Tensor, key: Tensor, value: Tensor, of: KeyBlockVisit
 ) -> VisitResult:
-    """Compute one more visit and combine it, in place, with the result so far (None: the first visit)."""
+    """Compute one more visit, and combine it with the result of the earlier visits in place.
+
+    `so_far`: result of the earlier visits. None: this visit is the first.
+    """
     key, value = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
@@ -185,14 +196,14 @@ def visit_backward(
     grads: Sequence[Tensor], grad: Tensor, output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor,
     of: KeyBlockVisit,
 ) -> None:  # fmt: skip
-    """Add the gradients of one visit in place.
+    """Compute the gradients of one visit, and add them to `grads` in place.
 
     Args:
-        grads: accumulators for the local queries, the visiting keys and the visiting values.
+        grads: gradient sums of the local queries, of the visit's keys and of its values.
         grad: gradient of the output.
-        output, total: combined output and log-sum-exp of all visits.
+        output, total: output and log-sum-exp, each combined over all visits.
         query, key, value: operands of the visit.
-        of: the visit.
+        of: description of the visit.
     """
     keys, values = (_repeat_heads(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
@@ -239,16 +250,17 @@ def attention_runs(
     query: Tensor, key: Tensor, value: Tensor, runs: Sequence[int],
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attend some of a sequence's queries to its keys, skipping keys that none of the queries attends.
+    """Attend queries to the keys of a sequence, skipping keys that none of the queries attends.
 
     Args:
-        query, key, value: [b, h, q, d], [b, g, s, d], [b, g, s, e], as in `scaled_dot_product_attention`.
-        runs: the fields of every `QueryRun`, concatenated. Together the runs have `q` queries.
+        query, key, value: as in `scaled_dot_product_attention`, of shapes [b, h, q, d], [b, g, s, d], [b, g, s, e]. The
+            queries can be some of the sequence's.
+        runs: the fields of all `QueryRun`s in one flat list. Together the runs have `q` queries.
     Returns:
-        [b, h, q, e].
+        The output, of shape [b, h, q, e].
 
-    If a kernel returns the log-sum-exp, the keys before a run's diagonal are attended without a mask and the keys on
-    the diagonal as causal, and both results are combined.
+    If a kernel returns the log-sum-exp, it attends the keys before a run's diagonal without a mask and the keys on the
+    diagonal as causal. Both results are combined by their log-sum-exp.
     """
     all_runs = runs_of(runs)
     needs_masks = any(any(run.hides) and not run.is_causal for run in all_runs)
@@ -305,7 +317,10 @@ def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, part: ScoreBlock,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, given the combined output and log-sum-exp."""
+    """Return the gradients of queries, keys and values of one block of scores.
+
+    `output`, `logs`: output and log-sum-exp, each combined over all visits.
+    """
     mask, logs = _score_bias(part.mask, query), _finite(logs)
     if _has_kernel(query, value):
         return _KERNEL_BACKWARD(
@@ -322,5 +337,5 @@ def _attend_backward(
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Replace -inf by 0 for queries that attend no key, whose weights are all 0."""
+    """Replace log-sum-exps of -inf by 0. They belong to queries that attend no key; their weights are 0."""
     return logs.masked_fill(logs == float("-inf"), 0.0)

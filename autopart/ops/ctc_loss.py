@@ -1,7 +1,7 @@
 """Connectionist temporal classification (Graves et al., 2006) as an operator with static sizes.
 
-Torch's operator saves a table that is as long as the longest target. That size is data-dependent, so it cannot be
-traced.
+Torch's operator saves a tensor that is as long as the longest target. That size is data-dependent, so the operator
+cannot be traced.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ aten = torch.ops.aten
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """Return the negative log-likelihood of each sample's target.
+    """Return the negative log-likelihood of each sample's target, a tensor of shape [samples].
 
     Args:
-        log_probs: [time, rows, classes], log-probability of each class at each time.
-        targets: [rows, longest], or all targets concatenated: [sum of target_lengths].
-        input_lengths, target_lengths: [rows], valid length of each sample.
+        log_probs: log-probability of each class at each time, of shape [time, samples, classes].
+        targets: classes, of shape [samples, longest target], or all targets concatenated in one dim.
+        input_lengths, target_lengths: valid length of each sample, of shape [samples].
         blank: index of the blank class.
         zero_infinity: replace inf by 0, without a gradient, if a target is longer than its input.
-    Returns:
-        [rows].
     """
     arguments = log_probs, targets, input_lengths, target_lengths
     loss: Tensor = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)[0]
@@ -41,7 +39,7 @@ def ctc_loss_grad(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
     zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `log_probs`, see `ctc_loss`."""
+    """Return the gradient of `log_probs`. `grad` is the gradient of the output of `ctc_loss`."""
     arguments = log_probs, targets, input_lengths, target_lengths
     loss, table = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)
     gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, *arguments, loss, table, blank, zero_infinity)

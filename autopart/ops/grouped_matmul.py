@@ -1,6 +1,6 @@
-"""Grouped matrix products of a mixture of experts, and selection of rows for the local experts.
+"""Grouped matrix products of a mixture of experts, and selection of the rows of local experts.
 
-A row is one token for one of its experts.
+A row is one token for one of its experts. A local expert is an expert whose weights this rank stores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
     """Multiply row `i` of `x` by the matrix of expert `expert[i]`.
 
     Args:
-        x: [rows, inputs].
-        weight: [experts, inputs, outputs], the experts from number `first` on.
-        expert: [rows], integers. A row of another expert returns zeros: a partial sum over expert shards.
+        x: rows, of shape [rows, inputs].
+        weight: matrices of the local experts, of shape [local experts, inputs, outputs].
+        expert: integer expert of each row. A row of another rank's expert returns zeros, so the result is a partial sum
+            over the ranks that shard the experts.
         first: number of the first local expert.
     Returns:
-        [rows, outputs].
+        The products, of shape [rows, outputs].
     """
     rows, counts, is_local = _by_expert(expert, first, weight.size(0))
     if _has_kernel(x, weight):
@@ -45,9 +46,10 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
 
 @torch.library.custom_op("autopart::expert_outer", mutates_args=())
 def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
-    """Return [experts, inputs, outputs]: the sum of `x[i] y[i]` over the rows of each expert.
+    """Return, for each local expert, the sum of the outer products of `x[i]` and `y[i]` over its rows i.
 
-    Arguments are as in `expert_linear`.
+    This is the weight gradient of `expert_linear`, which explains the arguments. Its shape is [local experts, inputs,
+    outputs].
     """
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
@@ -60,9 +62,10 @@ def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: 
 
 
 def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by expert, rows of other experts last.
+    """Sort rows by expert. Rows of experts that are not local come last.
 
-    Returns the row indices, the rows per expert, and a mask of the local rows.
+    Returns the row indices in sorted order, the number of rows per local expert, and a mask of the rows with a local
+    expert.
     """
     local = expert - first
     is_local = (local >= 0) & (local < num_experts)
@@ -72,13 +75,13 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
 
 
 def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
-    """Return the number of rows of each local expert, then of all others. Synchronises with the GPU."""
+    """Return the number of rows of each local expert, then of all other experts. Waits for the GPU."""
     sizes: list[int] = counts.tolist()
     return [*sizes, rows.numel() - sum(sizes)]
 
 
 def _has_kernel(x: Tensor, y: Tensor) -> bool:
-    """Return True if torch has a grouped kernel: CUDA, bfloat16, rows of a multiple of 16 bytes."""
+    """Return True if torch's grouped kernel can run: CUDA, bfloat16, row sizes in multiples of 16 bytes."""
     return x.is_cuda and x.dtype == y.dtype == torch.bfloat16 and x.size(-1) % 8 == y.size(-1) % 8 == 0
 
 
@@ -86,17 +89,18 @@ def _has_kernel(x: Tensor, y: Tensor) -> bool:
 def to_experts(
     x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1, rows: int = -1
 ) -> Tensor:
-    """Repeat each row for each of its experts, or select the rows of the local experts.
+    """Repeat each token for each of its experts, and select the rows of the local experts.
 
     Args:
-        x: [tokens, ...].
-        expert: [tokens * times], integers: the experts of the first token, then those of the second.
+        x: tokens; dim 0 is the token.
+        expert: integer experts of all rows: those of the first token, then those of the second, and so on.
         times: number of experts per token.
-        num_experts: experts of the model.
-        first, count: range of the local experts, clamped to `num_experts`; count -1: all experts.
+        num_experts: number of experts of the model.
+        first, count: number of the first local expert, and number of local experts, clamped to `num_experts`. Count -1:
+            all experts.
         rows: expected number of local rows, used for meta tensors.
     Returns:
-        [tokens * times, ...], or the rows whose expert is local, in this order.
+        The rows whose expert is local, in the order of `expert`.
     """
     if expert.size(0) != x.size(0) * times:
         raise ValueError(f"{expert.size(0)} expert indices for {x.size(0)} rows with {times} experts each")
@@ -109,13 +113,15 @@ def to_experts(
 def from_experts(
     x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1
 ) -> Tensor:  # fmt: skip
-    """Sum the rows of every token: the inverse of `to_experts`. Local experts give a partial sum.
+    """Sum the rows of each token: the inverse of `to_experts`.
+
+    If only some experts are local, the result is a partial sum over the ranks that shard the experts.
 
     Args:
-        x: the output of `to_experts`, after the experts.
+        x: the output of `to_experts`, after the experts have processed it.
         expert, times, num_experts, first, count: as in `to_experts`.
     Returns:
-        [tokens, ...].
+        One value per token; dim 0 is the token.
     """
     tokens = expert.size(0) // times
     if count < 0:

@@ -1,8 +1,9 @@
 """Key ranges that attention masks allow, computed without materialising the masks.
 
-For a hundred thousand tokens, a mask over all pairs would be too large to build. A mask mostly consists of comparisons
-between a value of the query and a value of the key: position, document number, padding. If the keys' values are sorted,
-every query attends one range of keys. Two combined masks attend the intersection of their ranges.
+For a hundred thousand tokens, a mask over all pairs of query and key would be too large to build. A mask mostly
+consists of comparisons between a value of the query and a value of the key: position, document number, padding. If the
+keys' values are sorted, every query attends one contiguous range of keys. The conjunction of two masks is the
+intersection of their ranges.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autopart.ir.mask_structure import MaskWindow, QueryRun
 from autopart.ir.sharding import DimSharding
 
 _LARGEST = 2**24
-"""Most elements of a value to compute as a tensor."""
+"""Largest number of elements of a value that is computed as a tensor."""
 
 _MOST_RUNS, _WORTH_IT = 64, 0.9
 """Most calls for one attention, and largest fraction of all keys that they may read, to be faster than a mask."""
@@ -35,7 +36,10 @@ _AND = {"__and__", "bitwise_and", "logical_and"}
 
 
 class KeyRanges(NamedTuple):
-    """Key ranges: each query attends keys `first` to before `end`, both [..., queries], of `keys` keys."""
+    """Range of attended keys for each query: from key `first` to before key `end`.
+
+    `first` and `end` are tensors of shape [..., queries]. `keys` is the number of all keys.
+    """
 
     first: Tensor
     end: Tensor
@@ -46,14 +50,17 @@ class KeyRanges(NamedTuple):
         return KeyRanges(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
     def equal_for_samples(self) -> tuple[Tensor, Tensor] | None:
-        """Return `first` and `end` [queries]; None if samples differ or some query attends no key."""
+        """Return `first` and `end` of one sample, each of shape [queries].
+
+        None if samples differ or some query attends no key.
+        """
         rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
         first, end = (part[0] for part in rows)
         are_equal = first.numel() and not any((part != part[:1]).any() for part in rows)
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Return the runs of queries; [] if samples differ."""
+        """Split the queries into runs whose ranges move by one key per query (`QueryRun`). [] if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return []
@@ -66,7 +73,7 @@ class KeyRanges(NamedTuple):
         return runs
 
     def band(self) -> MaskWindow | None:
-        """Return the sliding window of the ranges, None if they are not one or samples differ."""
+        """Return the sliding window that these ranges form, None if they form none or if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return None
@@ -81,9 +88,9 @@ class KeyRanges(NamedTuple):
 
 
 def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
-    """Return True if this query's range continues the run.
+    """Return True if the range of `query` continues the run of queries that begins with query `start`.
 
-    Starts are constant, then increase by one per query. Ends increase by one per query, then are constant.
+    In a run, `first` is constant and then increases by one per query; `end` increases by one and then is constant.
     """
     begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
     has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]
@@ -91,14 +98,14 @@ def _continues_run(first: Sequence[int], end: Sequence[int], start: int, query: 
 
 
 def _run(first: Sequence[int], end: Sequence[int]) -> QueryRun:
-    """Return the run of these ranges, [first, end) of each query."""
+    """Return the run of consecutive queries that attend the keys from `first[i]` to before `end[i]`."""
     rises = sum(begin == first[0] for begin in first)
     begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
     return QueryRun(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
 
 
 def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStructure | None:
-    """Return the mask structure for attention: a sliding window, or runs if they skip enough keys."""
+    """Return a sliding window, else runs of queries if they skip enough keys to be faster, else None."""
     band = intervals.band()
     if band is not None and queries == keys:
         return band
@@ -108,9 +115,9 @@ def mask_structure_of(intervals: KeyRanges, queries: int, keys: int) -> MaskStru
 
 
 def key_ranges_of(mask: Tensor) -> KeyRanges | None:
-    """Return the key ranges of a boolean mask [..., queries, keys].
+    """Return the key ranges of a boolean mask of shape [..., queries, keys].
 
-    None if the keys of some query are not contiguous.
+    None if the attended keys of some query are not contiguous.
     """
     keys, counts = mask.size(-1), mask.sum(-1)
     first = mask.to(torch.uint8).argmax(-1)
@@ -121,13 +128,13 @@ def key_ranges_of(mask: Tensor) -> KeyRanges | None:
 
 
 def key_ranges_of_window(band: MaskWindow, queries: int, keys: int) -> KeyRanges:
-    """Return the key ranges of a sliding window with [queries, keys] scores."""
+    """Return the key ranges of a sliding window, for `queries` queries and `keys` keys."""
     query = torch.arange(queries)
     return KeyRanges((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
 
 
 class KeyRangeEvaluator:
-    """Evaluator of masks as key ranges, from the values of their inputs.
+    """Evaluator of graph nodes that compute masks: it returns key ranges in place of mask tensors.
 
     >>> KeyRangeEvaluator({}).of(mask)    # doctest: +SKIP
     KeyRanges(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
@@ -137,19 +144,19 @@ class KeyRangeEvaluator:
         self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """Initialise with the values of some nodes.
+        """Start from the known values of some nodes.
 
         Args:
             values: {node: its value}.
-            device: where tensors are created.
-            rank: for a rank's graph, {axis: (index of the rank, number of ranks)}.
+            device: device of new tensors.
+            rank: {axis: (index of the rank, number of ranks)}, if the graph is that of one rank.
         """
         self.known: dict[fx.Node, Any] = dict(values)
         self.device, self.rank = torch.device(device), rank or {}
 
     @torch.no_grad()
     def of(self, mask: fx.Node) -> KeyRanges | None:
-        """Return the key ranges of a mask, None if they cannot be derived."""
+        """Return the key ranges of the mask that a node computes, None if they cannot be derived."""
         result = self.made(mask)
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.dim() >= 2:
             return key_ranges_of(result)
@@ -157,7 +164,7 @@ class KeyRangeEvaluator:
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
-        """Return the value of a node as a tensor or as key ranges, None if it has neither form."""
+        """Return the value of a node as a tensor or as key ranges, None if it can be computed as neither."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -195,9 +202,9 @@ class KeyRangeEvaluator:
     def _shard(
         self, whole: Tensor | KeyRanges, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
     ) -> Any:
-        """Return a rank's shard of a tensor or of key ranges.
+        """Return this rank's shard of a tensor or of key ranges.
 
-        Key ranges can be sharded along queries, or along samples if all samples are equal.
+        Key ranges can be sharded along queries. Along samples they can be sharded only if all samples are equal.
         """
         index, ranks = self.rank[axis]
         if isinstance(whole, Tensor):
@@ -212,7 +219,7 @@ class KeyRangeEvaluator:
 
 
 def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
-    """Return the key ranges of a comparison of query values [..., q, 1] with key values [..., 1, k]."""
+    """Return the key ranges of a comparison between query values [..., q, 1] and key values [..., 1, k]."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return None
     if one.size(-1) != 1:
@@ -235,7 +242,7 @@ def _compared(name: str, one: Any, other: Any) -> KeyRanges | None:
 
 
 def _of_intervals(name: str, args: Any, dims: int) -> KeyRanges | None:
-    """Return the result of an operator on key ranges."""
+    """Apply an operator to key ranges and return the resulting key ranges, None if that is not possible."""
     intervals = args[0] if isinstance(args[0], KeyRanges) else None
     if name in _AND:
         keys = next(part.keys for part in args if isinstance(part, KeyRanges))
@@ -255,7 +262,7 @@ def _of_intervals(name: str, args: Any, dims: int) -> KeyRanges | None:
 
 
 def _expanded(mask: Any, queries: int, keys: int) -> KeyRanges | None:
-    """Expand a mask that is equal for all queries, for all keys or for both."""
+    """Return the key ranges of a mask that is broadcast along queries, along keys or along both."""
     ranges = _ranges_of_constant(mask, keys)
     if ranges is None:
         return None

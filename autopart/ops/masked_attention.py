@@ -1,8 +1,9 @@
 """Detection of sliding windows in attention masks, and attention over windows and runs by blocks.
 
 If each query attends a fixed number of keys before and after its position, the mask is a `MaskWindow`. Causal
-attention, a sliding window and attention to all keys are such masks. A kernel with this information reads no mask and
-skips the keys that none of its queries attends (Dao et al. 2022, arXiv:2205.14135, section 3.3).
+attention, a sliding window and attention to all keys are windows in this sense. A kernel that gets the window instead
+of the mask reads no mask and skips the keys that none of its queries attends (Dao et al. 2022, arXiv:2205.14135,
+section 3.3).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from autopart.ir.mask_structure import ROWS, MaskWindow, QueryRun
 
 _SMALLEST_BLOCK = 64
-"""Least queries of a block of window attention: with fewer, the calls cost more than the skipped keys."""
+"""Least number of queries in a block of window attention. With fewer, the calls cost more than the skipped keys."""
 
 
 def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
@@ -25,8 +26,8 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
     Args:
         mask: any shape that broadcasts to [..., queries, keys]. Boolean: true if attended. Floating point: added to the
-            scores, 0 if attended; -inf or at most half of the lowest number of the dtype if masked.
-        queries, keys: shape of the scores.
+            scores, 0 if attended; masked if -inf, or if at most half of the lowest number of the dtype.
+        queries, keys: number of queries and keys.
 
     >>> mask_window_of(torch.ones(3, 3).tril().bool(), 3, 3)
     MaskWindow(before=2, after=0)
@@ -46,7 +47,7 @@ def mask_window_of(mask: Tensor, queries: int, keys: int) -> MaskWindow | None:
 
 
 def _distinct(mask: Tensor) -> Tensor:
-    """Return the mask as [samples, queries, keys], with broadcast samples only once."""
+    """Return the mask as [samples, queries, keys]. Samples that broadcasting repeats appear once."""
     for dim in range(mask.ndim - 2):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -55,7 +56,7 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _attended(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attended pairs, and True if the mask only attends or masks, without other biases."""
+    """Return which pairs are attended, and True if the mask has no biases except 0 and masked."""
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     attended = mask == 0
@@ -69,7 +70,7 @@ def blocks_fit(band: MaskWindow, length: int) -> bool:
 
 
 def _blocks(band: MaskWindow) -> tuple[int, int, int]:
-    """Return the number of queries in a block, and of keys before and after them that the block attends."""
+    """Return the queries per block, and the numbers of keys before and after these that the block attends."""
     block = max(*band, _SMALLEST_BLOCK)
     return block, block * (band.before > 0), block * (band.after > 0)
 
@@ -88,7 +89,8 @@ def window_attention(
     Each block of queries attends its own keys and those of the adjacent blocks (Beltagy et al. 2020, arXiv:2004.05150,
     section 3.1).
 
-    query [b, h, s, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, s, e], as `scaled_dot_product_attention`.
+    Shapes as in `scaled_dot_product_attention`: query [b, h, s, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, s,
+    e].
     """
     if enable_gqa and query.is_cuda:  # CUDA kernels support a mask or grouped heads, not both
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
@@ -99,7 +101,7 @@ def window_attention(
     span, rest = left + block + right, count * block - length
 
     def of_blocks(x: Tensor, size: int) -> Tensor:
-        """[b, h, s, d] -> [b * blocks, h, size, d]"""
+        """Split the sequence into blocks of `size`: [b, h, s, d] -> [b * blocks, h, size, d]."""
         return x.unfold(2, size, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
     queries = of_blocks(F.pad(query, (0, 0, 0, rest)), block)
@@ -116,14 +118,14 @@ def window_attention(
 
 
 def runs_of(numbers: Sequence[int]) -> list[QueryRun]:
-    """Return `QueryRun`s from their concatenated fields."""
+    """Return the `QueryRun`s whose fields are concatenated in one flat list of numbers."""
     return [QueryRun(*fields) for fields in zip(*[iter(numbers)] * len(QueryRun._fields), strict=True)]
 
 
 def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[QueryRun], **options: Any) -> Tensor:
-    """Compute attention one run of queries at a time.
+    """Compute attention for one run of queries (`QueryRun`) at a time.
 
-    If no kernel supports a run's mask structure, the run is computed in blocks of queries, each with a mask.
+    If no kernel supports the mask structure of a run, the run is computed in blocks of queries, each with a mask.
     """
     outputs, start = [], 0
     for run in runs:
@@ -134,7 +136,7 @@ def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequen
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, run: QueryRun, options: Mapping[str, Any]) -> Tensor:
-    """Compute attention of one run: in one call if a kernel supports it, else in blocks with masks."""
+    """Compute the attention of one run: in one call if a kernel supports its mask, else in masked blocks."""
     keys, values = (x.narrow(-2, run.low, run.high - run.low) for x in (key, value))
     hides_first, hides_last = run.hides
     number = run.high - run.low

@@ -50,16 +50,18 @@ CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1, num_rows: int = -1) -> Tensor:
-    """Look up rows of an embedding table of which this rank stores rows [start, start + weight.size(0)).
+    """Look up rows in this rank's shard of an embedding table.
+
+    The shard consists of the rows `start` to `start + weight.size(0) - 1`.
 
     Args:
-        weight: [rows, width], the local shard.
-        ids: [...], global row indices.
+        weight: the local shard, of shape [local rows, width].
+        ids: global row indices, of any shape.
         start: global index of the first local row.
-        padding_idx: global index of a row that gets no gradient; -1: none.
-        num_rows: rows of the full table; -1: ids are not checked.
+        padding_idx: global index of a row that gets no gradient. -1: no such row.
+        num_rows: rows of the full table. -1: ids are not checked.
     Returns:
-        [..., width], zeros for rows of other ranks: a partial sum.
+        Embeddings, of shape [*ids.shape, width]. Rows of other ranks are zeros, so the result is a partial sum.
 
     An id outside of the full table fails as in `F.embedding`: IndexError, on a GPU an assertion.
     """
@@ -81,13 +83,13 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
     """Apply dropout with a reproducible mask.
 
     The mask depends only on the seed, the salt, the shard and the shape of `x`. So it is equal on ranks that replicate
-    the value, and independent on ranks that shard it.
+    `x`, and independent on ranks that shard `x`.
 
     Args:
         x: the value.
         p: probability to drop an element.
-        seed: the microbatch's seed, one number, or two numbers from `with_salt`.
-        salt: number of the operator; None if it is in `seed`.
+        seed: one number, the microbatch's seed; or two numbers from `with_salt`.
+        salt: number of the operator in the model. None: it is in `seed`.
         shard: coordinates of the local shard.
     """
     if type(x) is Tensor:
@@ -98,20 +100,20 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence
 
 
 def with_salt(seed: Tensor, salt: int) -> Tensor:
-    """Return a tensor of two numbers: the seed, and a number that distinguishes the operator (its salt)."""
+    """Return a tensor of two numbers, the seed and the salt, which is the number of the operator."""
     return torch.tensor([int(seed), salt])
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """Draw the mask of `dropout` for a value like `x`, true for elements to keep.
+    """Draw the mask of `dropout` for a value of the shape of `x`; true for elements to keep.
 
-    It is opaque to `torch.compile`.
+    `torch.compile` does not look inside.
     """
     return _seeded_dropout(x, p, seed, salt, shard)[1]
 
 
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the value after dropout, and the mask. On a GPU this is torch's single dropout kernel."""
+    """Return the value after dropout, and its mask. On a GPU this is torch's single dropout kernel."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would return `x` itself
     if x.device.type != "cpu":
@@ -122,10 +124,10 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
 
 
 def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
-    """Apply dropout with given noise, 0 or 1 / (1 - p) for each element of `x`.
+    """Apply dropout with given noise, which is 0 or 1 / (1 - p) for each element of `x`.
 
-    In 16 bits 1 / (1 - p) is rounded. CPU dropout rounds it too. GPU dropout multiplies in float32, so on a GPU this
-    function computes the factor again in float32.
+    In a 16-bit dtype the factor 1 / (1 - p) is rounded. Torch rounds it on a CPU, but multiplies in float32 on a GPU.
+    So on a GPU this function computes the factor again in float32.
     """
     if not _multiplies_in_float(x) or p >= 1:
         return x * noise
@@ -140,13 +142,13 @@ def pick_class(logits: Tensor, target: Tensor, start: int, num_classes: int = -1
     """Return the logit of each target from this rank's shard of the classes.
 
     Args:
-        logits: [..., local classes].
-        target: [...], global class indices.
+        logits: the last dim is the local classes.
+        target: global class indices, of the shape of `logits` without the last dim.
         start: global index of the first local class.
-        num_classes: number of all classes; -1: targets are not checked.
+        num_classes: number of all classes. -1: targets are not checked.
         ignored: target to ignore.
     Returns:
-        [...]: 0 if the target is on another rank or is `ignored`.
+        One logit per target; 0 if the target is on another rank or is `ignored`.
 
     An invalid target raises IndexError as on a single device; on a GPU it is an assertion.
     """
@@ -224,7 +226,7 @@ autopart_ops = torch.ops.autopart
 
 
 def all_operators() -> list[str]:
-    """Return the names of all operators of the namespace."""
+    """Return the names of all custom operators in the namespace `torch.ops.autopart`."""
     local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
              "attention_runs"]  # fmt: skip
     families = (grouped_matmul, selection, ctc_loss, attention_dropout)
@@ -242,7 +244,7 @@ _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward 
 
 
 def stored_source(node: fx.Node) -> fx.Node | None:
-    """Return the stored parameter that a gather or cast reads, None if it reads another value.
+    """Return the parameter node whose stored value a gather or cast reads, None if it reads another value.
 
     Conversions that only affect the gradient can be in between.
     """

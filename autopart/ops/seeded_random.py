@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws from a temporarily seeded generator."""
+"""Random numbers that a rank draws after seeding torch's generator temporarily."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**17
-"""Elements of a mask that are drawn at a time, few enough for a core's cache."""
+"""Number of mask elements that are drawn at a time, few enough for a core's cache."""
 
 
 @contextmanager
 def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Iterator[None]:
-    """Seed the device's generator within the context, and restore its state after.
+    """Seed the device's generator within a `with` block, and restore its state afterwards.
 
     Args:
         device: device of the generator.
-        seed: the microbatch's seed, one number, or two numbers that include the salt.
-        salt: number of the operator; None if it is in `seed`.
+        seed: one number, the microbatch's seed; or two numbers, seed and salt.
+        salt: number of the operator in the model. None: it is in `seed`.
         shard: coordinates of the local shard.
     """
     generator = _default_generator(device)
@@ -34,10 +34,10 @@ def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence
 
 
 class DropoutMasks:
-    """Dropout masks on a CPU, true for elements to keep, drawn chunk by chunk.
+    """Source of a dropout mask on a CPU, true for elements to keep, drawn chunk by chunk.
 
-    Every `draw` returns the next chunk of one mask, so a large mask is never allocated in full. Each element is decided
-    by a 32-bit integer that follows from the seed. Two integers are drawn at a time, which takes a third of the time of
+    Every `draw` returns the next chunk of one mask, so a large mask is never allocated in full. A 32-bit integer from
+    the seeded generator decides each element. Two integers are drawn at a time, which takes a third of the time of
     `bernoulli_`.
     """
 
@@ -68,7 +68,7 @@ class DropoutMasks:
 
 
 def dropout_mask(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """Return the dropout mask of a value on a CPU, true for elements to keep."""
+    """Return a dropout mask of the shape of `like` on a CPU; true for elements to keep."""
     masks = DropoutMasks(p, seed, salt, shard)
     mask = torch.empty(like.shape, dtype=torch.bool)
     for part in mask.view(-1).split(_CHUNK):
@@ -77,7 +77,7 @@ def dropout_mask(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
 
 
 def _generator_seed(seed: Tensor, salt: int | None, shard: Sequence[int]) -> int:
-    """Hash the numbers to a seed of a generator."""
+    """Hash the seed, the salt and the shard's coordinates to one seed of a generator."""
     numbers = seed.tolist() if salt is None else (int(seed), salt)
     packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

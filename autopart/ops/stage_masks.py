@@ -1,8 +1,9 @@
-"""Attention masks of a stage: which calls read them, and how known mask structure replaces them.
+"""Attention masks of a stage graph: find the calls that read them; replace masks by known structure.
 
-A traced model builds its masks as tensors, even a causal one. Mask structure depends on the values of a call (for
-example padding), so a stage keeps its masks. For each call, the stage is rewritten for the structure of that call's
-masks (`masked_attention.mask_window_of`). Then a kernel skips masked keys, and no mask is allocated.
+A traced model builds its masks as tensors, even a causal one. The structure of a mask (causal, sliding window) depends
+on the values of a call, for example padding. So a stage graph keeps its mask tensors. At each call, the runtime finds
+the structure of that call's masks (`masked_attention.mask_window_of`) and rewrites the stage graph for it. Then a
+kernel skips masked keys, and no mask is allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout
 
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
-    """Return {mask: the calls that read it} for masks that a rank computes from the stage's inputs alone."""
+    """Return {mask: the calls that read it} for masks that depend only on the stage's inputs and buffers."""
     by_mask: dict[fx.Node, list[fx.Node]] = {}
     for node in stage.graph.graph.nodes:
         if (mask := mask_of(node)) is not None:
@@ -41,7 +42,7 @@ def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _depends_on_inputs_only(mask: fx.Node, stage: Stage) -> bool:
-    """Return True if every rank computes the value locally from inputs and buffers, without gradient."""
+    """Return True if every rank computes the value locally from inputs and buffers, without a gradient."""
     if facts(mask).get("needs_grad"):
         return False
     inputs = {stage_input.name for stage_input in stage.inputs}
@@ -58,15 +59,15 @@ def _is_slice(node: fx.Node) -> bool:
 
 
 def differ_by_rank(stage: Stage) -> set[str]:
-    """Return the names of masks that are sharded, so that they differ between ranks."""
+    """Return the names of masks that are sharded, so that their values differ between ranks."""
     return {mask.name for mask in masks_of(stage) if any(map(_is_slice, ancestors_of([mask])))}
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:
-    """Return the mask that a call reads, None for other calls.
+    """Return the mask that a call reads; None if the call reads no mask.
 
-    The call is attention, the `where` that masks some of its scores or of their bias, or the `add` to the scores of
-    decomposed attention.
+    A call that reads a mask is attention, the `where` that masks scores or their bias, or the `add` of a mask to the
+    scores of decomposed attention.
     """
     if is_ring(node):
         mask = argument(node, "mask")
@@ -78,7 +79,7 @@ def mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Return True for attention in one operator over all keys, with or without dropout."""
+    """Return True for an attention operator over all keys, with or without dropout (not ring attention)."""
     return node.op == "call_function" and operator_name(node) in _ATTENTION
 
 
@@ -88,12 +89,12 @@ def is_ring(node: fx.Node) -> bool:
 
 
 def _is_any_attention(node: fx.Node) -> bool:
-    """Return True if the mask structure or the device affects how the call is lowered."""
+    """Return True for any operator whose lowering depends on the mask structure or on the device."""
     return is_attention(node) or is_ring(node) or node.target is autopart_ops.attention_runs.default
 
 
 def _masks_scores(node: fx.Node) -> bool:
-    """Return True for a `where` whose alternative is the lowest number of the dtype."""
+    """Return True for a `where` that writes the lowest number of the dtype into masked scores."""
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
         return False
     return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
@@ -104,7 +105,7 @@ def _adds_mask(node: fx.Node) -> bool:
 
 
 def scores_of(call: fx.Node) -> tuple[int, int]:
-    """Return the number of queries and keys of a call that reads a mask."""
+    """Return (number of queries, number of keys) of a call that reads a mask."""
     if is_ring(call):
         return shape(call)[-2], int(argument(call, "size"))
     if not is_attention(call):
@@ -114,7 +115,7 @@ def scores_of(call: fx.Node) -> tuple[int, int]:
 
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extract the subgraph of a stage that computes these masks from keyword inputs."""
+    """Extract the subgraph of a stage that computes these masks from the stage's keyword inputs."""
     return extract_subgraph(stage.graph, masks)
 
 
@@ -122,7 +123,8 @@ def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInpu
     """Return the masks that depend on no input and no buffer.
 
     Returns:
-        The masks, the stage inputs that they depend on, and a graph that computes those inputs from constants.
+        The masks, the stage inputs that they are computed from, and a graph that computes these stage inputs from
+        constants.
     """
     value_of = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     constant_inputs = {
@@ -143,14 +145,14 @@ def input_independent_masks(stage: Stage) -> tuple[list[fx.Node], list[StageInpu
 def with_mask_structure(
     stage: Stage, bands: Mapping[str, MaskStructure | None], device: torch.device | None = None
 ) -> Stage:
-    """Return a stage whose attention uses the mask structure instead of the masks.
+    """Return a copy of the stage in which attention uses the known mask structure instead of mask tensors.
 
-    Masks without remaining uses are removed, and so are the inputs that only they needed.
+    Masks that lose their last use are removed, and so are the stage inputs that only these masks needed.
 
     Args:
         stage: the stage.
         bands: {name of a mask: its structure}.
-        device: where the stage runs, if that is known.
+        device: device on which the stage runs. None: unknown.
     """
     if not bands and not any(map(_is_any_attention, stage.graph.graph.nodes)):
         return stage
@@ -170,7 +172,7 @@ def as_traced(program: Program) -> Program:
 
 
 def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> MaskStructure | None:
-    """Return a mask's structure in the traced call, on the rank whose queries attend most keys."""
+    """Return the structure of a mask of the trace, on the rank whose queries attend the most keys."""
     band, layout = facts(mask).get("band"), facts(mask).get("layout", {})
     sharding = [
         (axis, placement)
@@ -195,7 +197,7 @@ def _structure_of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Nod
 def _apply_structure(
     stage: Stage, structure_of: Mapping[fx.Node, MaskStructure], device: torch.device | None = None
 ) -> Stage:
-    """Rewrite the attention of a stage for known mask structure. Modifies its graph."""
+    """Rewrite the attention calls of a stage for known mask structure, in its graph, and return the stage."""
     graph, of_masks = stage.graph.graph, ancestors_of(structure_of)
     for mask, band in structure_of.items():
         for call in [user for user in mask.users if mask_of(user) is mask]:
@@ -220,7 +222,7 @@ def _apply_structure(
 def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
     """Rewrite one call to use the mask structure instead of its mask.
 
-    The mask stays if blocks of a window save nothing, or if no kernel supports the structure.
+    The call keeps its mask if computing the window in blocks is not cheaper, or if no kernel supports the structure.
     """
     queries, keys = scores_of(call)
     if is_ring(call):
@@ -256,7 +258,7 @@ def _rewrite_call(call: fx.Node, band: MaskStructure) -> None:
 
 
 def _without_mask(call: fx.Node, is_causal: bool) -> None:
-    """Rewrite attention to read no mask, with `is_causal` instead."""
+    """Remove the mask argument of an attention call, and set `is_causal` instead."""
     options = {name: argument(call, name) for name in ("scale", "enable_gqa")} | {"is_causal": is_causal}
     if call.target is autopart_ops.attention_dropout.default:
         call.args, call.kwargs = (*call.args[:3], None, *call.args[4:]), options
@@ -265,24 +267,25 @@ def _without_mask(call: fx.Node, is_causal: bool) -> None:
 
 
 def _count_attended(call: fx.Node, runs: Iterable[QueryRun]) -> None:
-    """Record the FLOPs of attention's two products over the attended keys only."""
+    """Record the FLOPs of attention's two matrix products, counting attended keys only."""
     (rows, heads, _, width), value_width = shape(call.args[0]), shape(call)[-1]
     facts(call)["counted_flops"] = 2 * rows * heads * (width + value_width) * sum(run.seen for run in runs)
     facts(call)["cost"] = cost_notes(call)._replace(counts_attended=True)
 
 
 def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:
-    """Return True if the kernel supports grouped heads.
+    """Return True if the attention kernel supports grouped K/V heads on this device.
 
-    The float32 kernel of a GPU does not, and torch would materialise the scores.
+    The float32 kernel of a GPU does not. Torch would then materialise the scores.
     """
     return device is None or device.type != "cuda" or value(call).dtype.itemsize == 2
 
 
 def _group_heads(call: fx.Node) -> None:
-    """Pass keys and values unrepeated to grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+    """Remove the repetition of K/V heads; attention then groups its query heads.
 
-    This needs no memory for repeated heads and no reduction of their gradients.
+    Repeated heads then need no memory, and their gradients need no sum. Grouped-query attention: Ainslie et al. 2023,
+    arXiv:2305.13245.
     """
     first = 2 if is_ring(call) else 1
     wide = call.args[first : first + 2]
@@ -339,7 +342,7 @@ def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: 
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a node without users, and then the views that only it used."""
+    """Erase a node without users, then its inputs that are views and lose their last user by that."""
     if node.op == "call_function" and not node.users:
         source = node.args[0]
         node.graph.erase_node(node)
@@ -347,7 +350,7 @@ def _erase(node: fx.Node) -> None:
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
-    """Return a prologue without the outputs (stage inputs) that the stage no longer uses."""
+    """Return a copy of a prologue with only the outputs for which `is_read` is True."""
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))

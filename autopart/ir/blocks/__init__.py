@@ -1,1 +1,1 @@
-"""Repeated blocks of a traced graph."""
+"""Repeated blocks of a traced graph, such as the layers of a transformer."""

@@ -13,9 +13,10 @@ from autopart.ir.graph import on_parameters, parents
 def blocks(traced: fx.Graph) -> dict[str, str]:
     """Return {key of an operator that depends on parameters: its repeated block, "" outside of blocks}.
 
-    A block is a module whose path ends in a number and which shares at least half of its operators with another number.
-    Of nested blocks the outermost counts. If no module is a block, a block is a sequence of operators that repeats
-    (`passes/facts/find_blocks.py`), such as one layer that is called many times.
+    A block is a module whose path ends in a number (`layers.3`) and that shares at least half of its operators with a
+    module of the same path and another number. Of nested blocks only the outermost counts. If no module is such a
+    block, a block is a sequence of operators that repeats (`passes/facts/find_blocks.py`), such as one layer that is
+    called many times.
     """
     nodes = {facts(node)["key"]: node for node in on_parameters(traced)}
     inside: dict[str, set[str]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Block deduplication: one block of a chain of equal blocks represents several of them in a graph."""
+"""Block deduplication: of a chain of equal blocks, a graph contains one block that represents several."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ T = TypeVar("T")
 
 
 class NotDeduplicable(AutopartError):
-    """Raised for a request that a deduplicated trace cannot serve. The planner then uses the full trace."""
+    """Raised if a deduplicated trace cannot serve a request. The planner then uses the full trace."""
 
 
 class DeduplicatedBlock(NamedTuple):
-    """Block `number` of a chain, which represents the blocks `number` to `number + times - 1`.
+    """Block `path.number`, which represents the `times` blocks from `path.number` on.
 
-    The blocks of the chain are `path.0`, `path.1`, ... Later blocks keep their names.
+    The chain consists of the blocks `path.0`, `path.1`, ... The graph contains block `number` of the represented
+    blocks. Blocks after the represented ones keep their names.
 
     >>> chain = DeduplicatedBlock("model.layers", 3, 10)
     >>> chain.original("model.layers.7.mlp.up.weight"), chain.original("model.layers.13.mlp.up.weight")
@@ -29,23 +30,23 @@ class DeduplicatedBlock(NamedTuple):
     times: int
 
     def original(self, name: str) -> str:
-        """Return the name in the graph that represents a module, parameter or operator of the model."""
+        """Return the name in the graph that represents this name of a module, parameter or operator."""
         number, rest = self._placed(name)
         if number is None or not self.number < number < self.number + self.times:
             return name
         return f"{self.path}.{self.number}{rest}"
 
     def later(self, name: str, blocks: int) -> str:
-        """Return the name that corresponds to `name` in the block `blocks` later."""
+        """Return `name` with its block number increased by `blocks`; unchanged outside the representing block."""
         number, rest = self._placed(name)
         return name if number != self.number else f"{self.path}.{number + blocks}{rest}"
 
     def holds(self, name: str) -> bool:
-        """Return True if a module, parameter or operator is in the block that represents all."""
+        """Return True if a module, parameter or operator is in the representing block."""
         return self._placed(name)[0] == self.number
 
     def block(self, name: str) -> int | None:
-        """Return the block number of a module, parameter or operator, None outside the chain."""
+        """Return the block number of a module, parameter or operator; None if it is outside the chain."""
         return self._placed(name)[0]
 
     def _placed(self, name: str) -> tuple[int | None, str]:
@@ -59,24 +60,24 @@ class DeduplicatedBlock(NamedTuple):
 
 
 DeduplicatedBlocks = tuple[DeduplicatedBlock, ...]
-"""Deduplicated blocks of a trace. Two chains have no block in common."""
+"""Deduplicated blocks of a trace, with at most one chain per model block."""
 
 
 def original(folds: DeduplicatedBlocks, name: str) -> str:
-    """Return the name in the graph that represents this name."""
+    """Return the name in the graph that represents this name of a module, parameter or operator."""
     for fold in folds:
         name = fold.original(name)
     return name
 
 
 def names_of(folds: DeduplicatedBlocks, name: str) -> list[str]:
-    """Return all names that a name in the graph represents."""
+    """Return the names of the model that a name in the graph represents, one per represented block."""
     fold = next((fold for fold in folds if fold.holds(name)), None)
     return [name] if fold is None else [fold.later(name, i) for i in range(fold.times)]
 
 
 def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
-    """Return the name that corresponds to `name` in the block `blocks` later.
+    """Return `name` with its block number increased by `blocks`.
 
     A name outside of representing blocks is returned unchanged.
     """
@@ -88,14 +89,14 @@ def later(folds: DeduplicatedBlocks, name: str, blocks: int) -> str:
 def expand_blocks(
     folds: DeduplicatedBlocks, items: Sequence[T], name: Callable[[T], str], at: Callable[[T, int], T]
 ) -> Iterator[T]:
-    """Yield the items in order. Repeat those of a representing block for each block that it represents.
+    """Yield all items in order. Yield the items of a representing block once per represented block.
 
     Args:
         items: objects that each belong to a name in the graph.
         name: returns the name of an item.
-        at: returns the corresponding item in the block that many blocks later.
+        at: `at(item, i)` returns the item that corresponds to `item` in the i-th block after the representing one.
 
-    Raises NotDeduplicable if the items of such a block are not consecutive.
+    Raises NotDeduplicable if the items of a representing block are not consecutive.
     """
     fold_of_item = [next((fold for fold in folds if fold.holds(name(item))), None) for item in items]
     start, yielded = 0, set[DeduplicatedBlock]()

@@ -1,7 +1,7 @@
 """Buckets of parameters: one collective per block of a model, overlapped with compute.
 
-A bucket contains consecutive parameters of one repeated block, in the order in which a stage reads them. Blocks smaller
-than `LEAST_BYTES` share a bucket, and a larger block can be split. The parameters that are read first are split most:
+A bucket contains consecutive parameters of one repeated block, in the order of their use in a stage. Blocks smaller
+than `LEAST_BYTES` share a bucket, and a larger block can be split. The parameters that are used first are split most:
 their gradients come last, when little compute remains to overlap with. A large gradient that is all-reduced waits for
 no other gradient. (Li et al. 2020, arXiv:2006.15704, section 3.2, motivates buckets; Zhao et al. 2023,
 arXiv:2304.11277, section 3.3, blocks.)
@@ -21,7 +21,7 @@ LEAST_BYTES = 2**20
 """Least size of a bucket of several blocks. A smaller message takes hardly less time."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest bucket of gradients to reduce, or of parameters to gather for a step. These buckets are copied."""
+"""Largest bucket of gradients to reduce, or of parameters to gather for a step. A bucket is copied to one buffer."""
 
 ALONE_BYTES = 4 * LEAST_BYTES
 """Least size of a gradient that is reduced alone: as soon as it is computed, and in place."""
@@ -35,7 +35,7 @@ for an earlier one before it copies."""
 
 
 def by_first_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
-    """Return the `names` that a stage graph reads, by their first use."""
+    """Sort the parameters `names` by their first use in a stage graph; leave out those without a use."""
     wanted = set(names)
     read = (
         str(used.target)
@@ -56,7 +56,9 @@ def block_of(name: str) -> str:
 
 
 def block_runs(names: Iterable[str]) -> list[int]:
-    """Number the runs of consecutive parameters of one block. Return the run number of each parameter.
+    """Number the runs of consecutive parameters that belong to one block.
+
+    Returns the run number of each parameter.
 
     >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
     [0, 1, 1, 2, 3]
@@ -73,13 +75,13 @@ def bucketed(
     sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES,
     alone_bytes: float = math.inf,
 ) -> list[tuple[str, ...]]:  # fmt: skip
-    """Return the buckets of parameters.
+    """Split parameters into buckets, and return the names of each bucket.
 
     Args:
         sizes: {name: bytes}, in the order of use.
-        most_bytes: largest bucket. The first bucket has at most `least_bytes`, and each next one twice as much as the
-            one before. None: no block is split.
-        least_bytes: smallest bucket. If it is infinite, buckets continue from block to block.
+        most_bytes: size limit of a bucket. The first bucket has at most `least_bytes`; the limit of each next bucket is
+            twice that of the previous one, until it reaches `most_bytes`. None: no block is split.
+        least_bytes: blocks share a bucket until it has this size. If it is infinite, block boundaries do not matter.
         alone_bytes: a parameter of at least this size gets a bucket of its own.
 
     >>> mega = 2**20
@@ -108,7 +110,7 @@ def bucketed(
 
 
 def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
-    """Group names by their kind, by first appearance."""
+    """Group names by `kind[name]`. Groups are ordered by their first name."""
     rows: dict[object, list[str]] = {}
     for name in names:
         rows.setdefault(kind[name], []).append(name)
@@ -118,7 +120,10 @@ def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
 def alike(
     tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
 ) -> list[tuple[str, ...]]:
-    """Bucket tensors of equal dtype and `kind`, across block boundaries. Return the names of each bucket."""
+    """Split tensors into buckets of equal dtype and equal `kind[name]`, ignoring block boundaries.
+
+    Returns the names of each bucket.
+    """
     kind_and_dtype = {name: (kind[name] if kind else None, tensor.dtype) for name, tensor in tensors.items()}
     rows = list[tuple[str, ...]]()
     for names in kinds(list(tensors), kind_and_dtype):

@@ -18,7 +18,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype of compute (parameters and inputs), and dtype in which ranks reduce gradients."""
+    """Dtype of compute (for parameters and inputs), and dtype in which ranks reduce gradients."""
 
     compute: torch.dtype
     reduce: torch.dtype = torch.float32
@@ -41,14 +41,17 @@ class Precision:
         return _NAMES[self.reduce]
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the compute dtype of a parameter or input. Integers and complex numbers stay as they are."""
+        """Return the dtype in which a parameter or input of dtype `dtype` is used.
+
+        Integers and complex numbers keep their dtype.
+        """
         return self.compute if dtype.is_floating_point else dtype
 
     def cast(self, value: Tensor) -> Tensor:
-        """Cast an input to the dtype that the model gets."""
+        """Cast an input of the model to the compute dtype, if it is floating point."""
         return value.to(self.computed(value.dtype))
 
 
 def as_output(value: Tensor) -> Tensor:
-    """Cast an output to the dtype that the caller gets: float32."""
+    """Cast an output of the model to float32, in which the caller gets it, if it is floating point."""
     return value.float() if value.is_floating_point() else value

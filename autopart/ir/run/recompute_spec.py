@@ -30,7 +30,10 @@ RECOMPUTE_MODES = "'none', 'selective' (the core of attention) or 'full' (every 
 
 
 def parse_recompute(recompute: Any) -> Recompute:
-    """Parse a mode, or modes by pattern, as a mapping or as text. Raises OptionError for anything else."""
+    """Parse the value of `recompute=`: a mode, or modes by name pattern, as a mapping or as text.
+
+    Raises OptionError for anything else.
+    """
     if recompute in get_args(RecomputeMode):
         return recompute
     if isinstance(recompute, str) and "=" in recompute:
@@ -55,7 +58,7 @@ def recompute_mode_of(recompute: Recompute, block: str) -> RecomputeMode:
 
 
 def recompute_modes_of(recompute: Recompute) -> set[RecomputeMode]:
-    """Return the recompute modes used in a spec."""
+    """Return all recompute modes that occur in a value of `recompute=`."""
     return {recompute} if isinstance(recompute, str) else set(recompute.values())
 
 
@@ -75,7 +78,7 @@ def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") ->
 
 
 def _runs(blocks: Iterable[str]) -> list[str]:
-    """Return `transformer.h.0 to transformer.h.11`: the first and last block of every container."""
+    """Shorten block names to the first and last of each chain: `transformer.h.0 to transformer.h.11`."""
     by_container: dict[str, list[str]] = {}
     for block in blocks:
         by_container.setdefault(block.rpartition(".")[0], []).append(block)

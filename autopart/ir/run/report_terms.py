@@ -1,4 +1,4 @@
-"""Kinds of memory, kinds of time and collectives that plans and reports list."""
+"""Terms that plans and reports use: kinds of memory, kinds of time, and collectives."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in one module, counted over all repeated blocks.
+    """Collectives of one kind in one module, added up over all repeated blocks.
 
-    `count`: number of calls. `bytes`: bytes that one rank sends in all of them.
-    `per`: `"microbatch"`, or `"step"` for gradients of parameters.
+    `count`: number of calls. `bytes`: bytes that one rank sends in all of these calls. `per`: `"microbatch"`, or
+    `"step"` for gradients of parameters.
     """
 
     where: str

@@ -1,9 +1,9 @@
 """Scatter-gather sends between pipeline stages (Narayanan et al. 2021, arXiv:2104.04473, section 4.1).
 
-Without it, ranks that differ only on the feature axes would each send the same replicated value over the slow link
-between stages. With it, each sends one shard, and the receivers gather the shards over the fast link between them. `R`
-becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again after it (an all-gather, whose
-backward is a slice).
+Without them, ranks that differ only on the feature axes each send the same replicated value over the slow link between
+stages. With them, each of these ranks sends one shard, and the receivers gather the shards over the fast link between
+them. `R` becomes `S(d)` before the send (a slice, whose backward is an all-gather) and `R` again after it (an
+all-gather, whose backward is a slice).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from autopart.ir.mesh import Mesh
 
 
 def scatter_layout(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] | None:
-    """Return the layout in which a traced value is sent, None if it is sent in the layout that it has.
+    """Return the layout in which a traced value is sent as shards; None if it is not sent as shards.
 
-    A value is sent as it is if it is not replicated on a feature axis (`R(grad P)` would need a reduce-scatter), or if
-    no dim can be sharded. A dim can be sharded if no axis shards it yet, its size is static and the ranks divide it.
-    The last such dim is used.
+    The value must be replicated on all feature axes (`R(grad P)` would need a reduce-scatter). The last dim that can be
+    sharded is used: no axis shards it yet, its size is static, and the number of ranks divides it.
     """
     axes = mesh.along("features")
     if not axes or any(layout.get(axis, R) != R for axis in axes):

@@ -12,11 +12,11 @@ from autopart.ir.run.schedules import SINGLE_STAGE
 
 
 class Action(NamedTuple):
-    """One action on one microbatch.
+    """One action of a schedule: a forward or backward of one microbatch on one stage.
 
     `kind`: `"F"` forward, `"B"` full backward, `"I"` input backward, `"W"` weight backward.
 
-    `joined`: torch runs it together with the next action and sends its results after both (DualPipeV's pairs).
+    `joined`: torch runs the action together with the next one and sends the results of both afterwards (DualPipeV).
     """
 
     stage: int
@@ -27,9 +27,9 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=256)
 def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the ordered actions of each `pp` coordinate.
+    """Return the actions of the ranks at each `pp` coordinate, in order.
 
-    With one stage these are forward and backward of each microbatch.
+    With one stage they are the forward and backward of each microbatch.
 
     >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
     ['0F0', '0F1', '0B0', '0B1']
@@ -54,7 +54,7 @@ def _plain(order: list[Any]) -> Iterator[Action]:
 
 
 def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
-    """Renumber the microbatches in order, as the step does.
+    """Renumber the microbatches of each kind of action from 0, in order, as the runtime does.
 
     In torch's own 1F1B the forwards of the last stage start at 1.
     """
@@ -75,6 +75,7 @@ def peak_activations(
     """Return the peak memory that a rank saves for backward while it runs its actions.
 
     Args:
+        order: the actions of the rank.
         activations: {stage: bytes that a microbatch saves from its forward to the end of its backward}.
         delayed: {stage: bytes of gradients that wait for a separate weight backward}.
     """
@@ -89,7 +90,11 @@ def peak_activations(
 def _while_running(
     order: Iterable[Action], stages: Iterable[int]
 ) -> Iterator[tuple[Action, Mapping[int, int], Mapping[int, int]]]:
-    """Yield each action with the microbatches in flight by stage, and those awaiting weight backward."""
+    """Yield each action, with two counts per stage while the action runs.
+
+    The first counts microbatches whose activations are saved. The second counts microbatches that wait for their weight
+    backward.
+    """
     in_flight = dict.fromkeys(stages, 0)
     waiting = dict(in_flight)
     for action in order:
@@ -120,12 +125,12 @@ class StageBytes(NamedTuple):
 def peak_stage_bytes(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
     """Return the peak bytes of activations and gradients while a rank runs its actions.
 
-    The rank starts without gradients.
+    Before the first action no gradient is allocated.
 
     Args:
         order: the actions of the rank.
-        stages: memory of each stage.
-        gradients: bytes of the gradients of all the rank's weights. Two of its stages can share some.
+        stages: {stage: its memory}.
+        gradients: bytes of the gradients of all weights of the rank. Tied weights of two stages count once.
     """
     with_gradients: set[int] = set()
     peak = 0

@@ -1,4 +1,4 @@
-"""Pipeline schedules, and the numbers of stages and microbatches that each can run, without torch."""
+"""Pipeline schedules, and the numbers of stages and microbatches that each can run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ DELAYED = ("1f1b_2bw",)
 Narayanan et al. 2021, arXiv:2006.09503). They change training, so autopart never chooses them on its own."""
 FLUSHING = tuple(name for name in SCHEDULES if name not in DELAYED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
-"""Schedules that run the backward of the inputs and that of the weights separately."""
+"""Schedules that run the backward of inputs separately from the backward of weights."""
 SIMPLER = {"1f1b": "gpipe", "1f1b_2bw": "gpipe", "dualpipev": "zbv"}
-"""{schedule that needs many microbatches: schedule with the same stage placement that runs with one}."""
+"""{schedule that needs many microbatches: schedule with equal stage placement that can run one microbatch}."""
 
 
 def schedule_named(name: str) -> str:
-    """Return the schedule that a name in any case or spelling (torch, papers) means, else the name itself.
+    """Return the schedule that a name means, in any case and in the spelling of torch or of papers.
+
+    An unknown name is returned unchanged.
 
     >>> schedule_named("1F1B"), schedule_named("Interleaved-1F1B"), schedule_named("ScheduleGPipe")
     ('1f1b', 'interleaved_1f1b', 'gpipe')
@@ -37,7 +39,7 @@ def _letters(name: str) -> str:
 
 
 def versions_of(schedule: str | None) -> int:
-    """Return how many versions of its weights, and of a batch's inputs, a rank holds under a schedule."""
+    """Return how many versions of its weights and of a batch's inputs a rank stores under a schedule."""
     return 2 if schedule in DELAYED else 1
 
 
@@ -95,7 +97,7 @@ def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
 
 
 def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> str:
-    """Return the schedule, or its simpler replacement if a call has too few microbatches for it.
+    """Return the schedule; if a call has too few microbatches for it, return its simpler replacement.
 
     >>> schedule_for("1f1b", 4, 4, 8), schedule_for("1f1b", 4, 4, 3)
     ('1f1b', 'gpipe')
@@ -105,7 +107,7 @@ def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pipeline schedule and its numbers of microbatches and stages per rank.
+    """Pipeline schedule, its number of microbatches and its number of stages per rank.
 
     `name` is None if there is one stage.
     """

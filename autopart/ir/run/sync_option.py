@@ -26,9 +26,9 @@ SYNC_NAMES = (
 
 
 class Exchange(NamedTuple):
-    """Collective of one kind (`"send"`: point to point) over `size_bytes` bytes, `often` times a step.
+    """Collective of one kind (`"send"`: point to point) of `size_bytes` bytes, run `often` times a step.
 
-    Sizes may be sympy expressions.
+    `size_bytes` and `often` can be sympy expressions.
     """
 
     kind: str
@@ -37,9 +37,10 @@ class Exchange(NamedTuple):
 
 
 class MethodParameters(NamedTuple):
-    """The parameters of a data-parallel method on a rank.
+    """Bytes of the parameters that one `dp_sync` method synchronises on a rank.
 
     Args:
+        method: the method.
         size_bytes: bytes of the parameters.
         made_bytes: bytes of the compressed form that a rank sends.
         factor_bytes: bytes of the factors that PowerSGD sends instead of matrices.
@@ -65,13 +66,19 @@ class SyncMethod(Protocol):
         """Return the bytes of the low-rank factors that a rank sends of its shard of a parameter."""
 
     def exchanges(self, of: MethodParameters, num_ranks: Any, several: int) -> Sequence[Exchange]:
-        """Return the collectives of a step. `several`: number of ranks, if `num_ranks` is an expression."""
+        """Return the collectives of a step.
+
+        Args:
+            of: bytes of the parameters that the method synchronises.
+            num_ranks: number of ranks, or a sympy expression of it.
+            several: number of ranks as an integer.
+        """
 
     def passes(self, num_ranks: int) -> float:
-        """Return the memory traffic of a step besides communication, as a multiple of the gradients' bytes."""
+        """Return the local memory traffic of a step, as a multiple of the gradients' bytes."""
 
     def state_bytes(self, of: MethodParameters, num_ranks: int) -> float:
-        """Return the bytes of state that a rank keeps from step to step."""
+        """Return the bytes of state that a rank stores between steps."""
 
 
 class SyncOption(Protocol):
@@ -92,10 +99,10 @@ class SyncOption(Protocol):
         """Return the method of a parameter, None if its gradient is all-reduced."""
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the mesh axis that methods communicate over, "" if there is none. Raises OptionError."""
+        """Return the mesh axis that methods communicate over, "" without methods. Raises OptionError."""
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError if the storage of a parameter excludes its method."""
+        """Raise OptionError if a method does not support how a parameter is stored."""
 
     def check_program(self, program: Program) -> None:
         """Raise OptionError if a method needs a full gradient that the program does not compute."""
@@ -121,10 +128,10 @@ class AllReduce:
         return next(iter(mesh.along("rows")), "")
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """All storage works."""
+        """Accept all storage."""
 
     def check_program(self, program: Program) -> None:
-        """All programs work."""
+        """Accept all programs."""
 
 
 ALL_REDUCE = AllReduce()

@@ -1,4 +1,4 @@
-"""Unshard policy: which parameters stay unsharded for a step, and which are gathered together."""
+"""Unshard policy: which sharded parameters stay gathered for a step, and which are gathered together."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GATHERS = {"all_gather": False, "all_gather_sum": True}
 
 
 def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
-    """Return True if a node all-gathers a parameter over one of these axes.
+    """Return True if a node all-gathers a stored parameter over one of these axes.
 
-    In a bound graph the axes are process groups.
+    In a graph that is bound to a rank, process groups take the place of axes.
     """
     gathers = autopart_operator(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None
@@ -61,7 +61,8 @@ def gather_of(node: fx.Node) -> ParameterGather:
 def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, ParameterGather]:
     """Return {parameter: its all-gather} for parameters that stay unsharded for a step (ZeRO 1 and 2).
 
-    They are those that these stages always read through the same all-gather, unsharded over the storing axes.
+    A parameter stays unsharded if every use in these stages reads it through one and the same all-gather over the axis
+    that stores it sharded.
     """
     if program.zero not in (1, 2):
         return {}
@@ -81,7 +82,7 @@ def unsharded_for_step(program: Program, stages: Sequence[Stage]) -> dict[str, P
 def gather_groups(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False) -> list[list[fx.Node]]:
     """Group the parameter gathers that run as one collective, in order.
 
-    A group contains consecutive gathers of one block, operator, axis, kind and recompute region.
+    A group contains consecutive gathers with the same block, operator, axis, kind and recompute region.
 
     Args:
         nodes: the gathers.

@@ -1,4 +1,4 @@
-"""Changes of trained parameters before a forward, as data."""
+"""Updates that a forward makes to trained parameters before it uses them, as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHRINK = 1e-7  # torch adds this to a norm before it divides by it (aten::embed
 
 @dataclass(frozen=True)
 class ByElement:
-    """Elementwise change. `graph` maps any shard of the parameter to its new value."""
+    """Elementwise update. `graph` maps any shard of the parameter to its new value."""
 
     graph: fx.GraphModule
 
@@ -44,7 +44,7 @@ class RowNorms:
 
     @property
     def reads(self) -> list[int]:
-        """Positions of the inputs that decide which rows are looked up."""
+        """Positions of the model inputs that determine which rows are looked up."""
         placeholders = self.looked_up.graph.find_nodes(op="placeholder")
         return [position for position, node in enumerate(placeholders) if node.users]
 
@@ -58,10 +58,10 @@ class RowNorms:
         return part.abs().pow(self.norm_type).sum(1)
 
     def scaled(self, part: Tensor, powers: Tensor, is_chosen: Tensor) -> Tensor:
-        """Return the new value of a shard.
+        """Return a shard of the table in which looked-up rows are scaled to at most `max_norm`.
 
         Args:
-            part: rows of the table, all or some columns.
+            part: rows of the table, with all or some columns.
             powers: sum of |w|^p of each row over all columns.
             is_chosen: True for rows that are looked up.
         """
