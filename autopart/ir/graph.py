@@ -106,7 +106,7 @@ def _add_nodes(arguments: Iterable[Any], nodes: list[fx.Node]) -> None:
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that computes a value (skipping `getitem`), and the index of the value in its outputs."""
+    """Return the node that computes a value, and the index of the value in its outputs. Skips `getitem`."""
     index = 0
     while node.target is operator.getitem:
         node, index = node.args
@@ -125,7 +125,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return the innermost line of user or transformers code that created the node: `modeling_gpt2.py:312`."""
+    """Return the innermost line of user or transformers code that created the node: `model.py:312`."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', facts(node).get("stack_trace") or "")
     lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""

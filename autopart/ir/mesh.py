@@ -149,7 +149,7 @@ class Mesh:
 
     @property
     def solving_order(self) -> tuple[str, ...]:
-        """The axes of `chosen` in the order in which the solver processes them: innermost (fastest links) first."""
+        """The axes of `chosen` in the order in which the solver solves them: innermost (fastest links) first."""
         return self.chosen[::-1]
 
     @property

@@ -60,7 +60,7 @@ class KeyRanges(NamedTuple):
         return (first, end) if are_equal and (end > first).all() else None
 
     def runs(self) -> list[QueryRun]:
-        """Split the queries into runs whose ranges move by one key per query (`QueryRun`). [] if samples differ."""
+        """Split the queries into runs whose key ranges move by one key per query; [] if samples differ."""
         bounds = self.equal_for_samples()
         if bounds is None:
             return []

@@ -1,1 +1,1 @@
-"""Planning: trace, choose, write the program, count its cost."""
+"""Planning of a model: trace it, choose layouts and stages, write the program, count its cost."""

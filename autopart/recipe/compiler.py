@@ -46,11 +46,15 @@ LossFn = Callable[..., Tensor]
 
 @dataclass
 class _Traced:
-    """One traced call: the plan's decisions for it, and the programs written so far, by purpose.
+    """One traced call of the model, with the plan's decisions for this call.
 
-    `with_outputs`: the trace of a model with a `loss_fn` includes the model's own outputs. `row_inputs`: as in
-    `Program`. `guards`: the Python values that the trace depends on. `first_guards`: those of the first trace of such
-    a call. `changed_values`: the differences between the two, as ranks compare them.
+    Attributes:
+        with_outputs: for a model with a `loss_fn`: the trace includes the model's own outputs.
+        guards: the Python values that the trace depends on.
+        first_guards: guards of the first trace with the same shapes, dtypes and options.
+        changed_values: text of the differences between `first_guards` and `guards`, which ranks compare.
+        row_inputs: as in `Program`.
+        programs: {purpose: program} of the programs written so far.
     """
 
     trace: Trace
@@ -66,10 +70,10 @@ class _Traced:
 
 
 class Compiler:
-    """Programs for the calls of one model on one mesh, traced when first needed.
+    """Compiler of the calls of one model on one mesh: traces each kind of call when it first occurs.
 
-    One plan, made at the first trace, serves all calls. A call with other shapes, dtypes or options, in the other mode
-    or with another loss is traced again. The `MAX_CALLS` most recently used traces are kept.
+    The plan is made at the first trace and serves all calls. A call is traced again if its shapes, dtypes, options,
+    loss or mode (train, eval) are new. The `MAX_CALLS` most recently used traces are kept.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
@@ -103,7 +107,7 @@ class Compiler:
 
     @property
     def precision(self) -> Precision | None:
-        """Mixed precision by the plan, else by the options; None for the model's own dtypes."""
+        """Mixed precision by the plan, or by the options before there is a plan. None: the model's own dtypes."""
         settings = self._plan or self.options
         return Precision.parse(settings.precision, settings.reduce_dtype)
 
@@ -114,10 +118,10 @@ class Compiler:
 
     @property
     def plan(self) -> Plan:
-        """The plan, once the model was traced or a plan was given.
+        """The plan. Available after the model was traced or a plan was given.
 
-        If the last training call ran under another `torch.autocast` than the plan was made for, its figures are of
-        that call.
+        If the last training call ran under another `torch.autocast` than the call that the plan was made for, the
+        figures are those of the last call.
         """
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
@@ -129,7 +133,7 @@ class Compiler:
         return self._last.plan
 
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
-        """Return the plan with the figures of a call that follows it."""
+        """Return the plan with its figures (time, memory, FLOPs) counted for a given call."""
         outputs = plan_outputs(call.trace, call.with_outputs)
         whole = None
         program, walks = written(call.trace, call.decisions, outputs, "fast", plan.compile)
@@ -145,17 +149,17 @@ class Compiler:
         return replace(plan_of(class_of(self.model), draft, options, figures, plan.reasons), pins=plan.pins)
 
     def ready(self) -> Program | None:
-        """Return the program of the model's outputs, if the model was traced at construction."""
+        """Return the forward program of the example call, None if no example call was given at construction."""
         return None if self._example is None else self._write(self._example, "forward")
 
     def agreed(self) -> dict[str, str]:
-        """Return the texts of versions, options and the plan that must be equal on all ranks: {subject: text}."""
+        """Return {subject: text} of versions, options and the plan. Each text must be equal on all ranks."""
         call = self._example.trace.call if self._example is not None else None
         example = {} if call is None else {EXAMPLE: format_call(call.names, call.tensors).replace(", ", "\n")}
         return {**example, **agreed(self.options, self._plan)}
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Trace and plan for an example call."""
+        """Trace an example call, and make the plan for it."""
         settings = settings_of(self.model)
         self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, settings, None)[0]
 
@@ -163,7 +167,7 @@ class Compiler:
         self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
-        """Return the program for a call and its tensors. Traces a new call."""
+        """Return the program for a call, and the tensors of the call. A new kind of call is traced."""
         arguments = self._bound(args, kwargs)
         if not torch.is_grad_enabled() and purpose == "forward":
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
@@ -200,7 +204,7 @@ class Compiler:
         self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
         with_outputs: bool = False,
     ) -> tuple[_Traced, Call]:  # fmt: skip
-        """Return the trace of a call and the call's tensors. Traces a new call."""
+        """Return the trace of a call, and the tensors of the call. A new kind of call is traced."""
         call = flatten_call(arguments)
         check_values(call)
         inference = any(tensor.is_inference() for tensor in call.tensors)
@@ -252,7 +256,7 @@ class Compiler:
         return traced_as(key, arguments, {}), call
 
     def _changed_values(self, first: Guards) -> str:
-        """Return the Python values that differ from those of an earlier trace. Warns of the first change."""
+        """Return the Python values that differ from those of an earlier trace. Warn at the first difference."""
         changes = [*first.changes()]
         if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
@@ -308,13 +312,16 @@ class Compiler:
         return traced, guards
 
     def _check_written(self, traced: Trace) -> None:
-        """Raise TraceError if a call is the first to write a frozen parameter, which may be sharded already."""
+        """Raise TraceError if the model first writes a frozen parameter after the first trace.
+
+        Earlier traces may have stored that parameter sharded, as a parameter that is only read.
+        """
         late = [name for name in sorted(traced.written - self.written) if self._num_traces]
         self.written |= traced.written
         if late:
             raise TraceError(
                 f"this call of {type(self.model).__name__} writes to its frozen parameter '{late[0]}'",
-                why="calls before it did not, and by these it is stored as what is only read",
+                why="earlier calls only read it, so it may be stored sharded",
                 hint="parallelize(model, mesh, example_kwargs=batch) with a call that writes it, in train mode",
             )
 
@@ -352,7 +359,7 @@ def _holds(traced: _Traced) -> bool:
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
-    """Return an error if the output of a `loss_fn` is not a scalar loss."""
+    """Return an error if a `loss_fn` does not return a scalar loss, else None."""
     if loss_fn is None:
         return None
     returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]

@@ -68,7 +68,8 @@ LIFTED_HALF = "what the model computes in half precision (autocast, half weights
 def _without_collections() -> Iterator[None]:
     """Disable Python's cyclic garbage collection for a `with` block.
 
-    A graph is many small objects that stay alive. Scanning them again and again takes a tenth of the planning time.
+    A graph consists of many small objects that stay alive. Repeated scans of them would take a tenth of the planning
+    time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -87,10 +88,11 @@ def prepare(
     """Trace, normalize and annotate a model for a call.
 
     Args:
+        double: make the graph compute in float64, even where the model casts to a smaller dtype.
         written: frozen parameters that another call writes.
-        double: make the graph compute in float64, also where the model casts down or is not in float64 itself.
-        precision: compute dtype in place of the model's own dtypes. With `double` the casts become identities.
-        fold: let one block represent equal blocks (`Trace.folds`), for planning only: such a program is not run.
+        precision: mixed precision, in place of the model's own dtypes. With `double` its casts become identities.
+        fold: deduplicate blocks: one block represents equal blocks (`Trace.folds`). For planning only; such a graph is
+            not run.
     """
     check_folder()
     with compute_dtype_context(model, precision, written):
@@ -120,7 +122,7 @@ def _prepared(
 
 
 def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
-    """Normalize and annotate a trace, and compare its gradients with the model's."""
+    """Normalize and annotate a trace, and check that the model's gradients and the graph's agree."""
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
@@ -140,16 +142,16 @@ def _find_facts(traced: Trace) -> None:
 
 
 def unfolded(traced: Trace) -> Trace:
-    """Return the annotated trace with every block in its graph."""
+    """Return the annotated trace before block deduplication, with every block in its graph."""
     if traced.whole is None:
         return traced
     return _annotated_as(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
 
 
 def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
-    """Return the annotated trace, deduplicated only within stages.
+    """Return the annotated trace with equal blocks deduplicated, but only within a pipeline stage.
 
-    No block represents a block of another stage, or one in which a stage begins.
+    A block that contains a stage boundary is not merged with any other block.
     """
     if mesh.size("pp") == 1 or traced.whole is None:
         return traced
@@ -162,7 +164,7 @@ def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
 
 
 def _annotated_as(known: Trace, other: Trace) -> Trace:
-    """Annotate another trace of the same call with the annotations of a known one."""
+    """Annotate `other`, another trace of the call that `known` is a trace of, with the same passes."""
     run_passes(other.graph, AS_TRACED)
     run_passes(other.graph, NORMALIZE)
     other = replace(other, notes=known.notes, precision=known.precision)
@@ -171,7 +173,7 @@ def _annotated_as(known: Trace, other: Trace) -> Trace:
 
 
 def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
-    """Return a note of the embeddings with `sparse=True`, whose gradients are dense here."""
+    """Return a note that names embeddings with `sparse=True`: autopart computes dense gradients for them."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     names = [f"'{name}'" for name, parameter in traced.parameters.items() if id(parameter) in tables]
     if not names:
@@ -184,8 +186,8 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace.
 
-    If one block can represent all equal blocks, the plan of the deduplicated trace equals that of the full trace. In
-    all other cases, and to raise an error that names the real block, the full trace is planned.
+    If the trace is deduplicated, it is planned in place of the full trace, and gives an equal plan. The full trace is
+    planned if deduplication is not possible, or to raise an error that names the right block.
     """
     if traced.folds and not traced.checkpointed and can_be_folded(mesh, options):
         try:
@@ -196,9 +198,9 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
 
 
 def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Return the plan of the first candidate whose fullest rank fits into the memory limit.
+    """Return the plan of the first of `candidates` whose largest rank memory is within the limit.
 
-    Raises MemoryLimitError, with settings that need less, if none fits.
+    Raises MemoryLimitError, with settings that need less memory, if no candidate fits.
     """
     traced = traced.without_values()
     options, notes = _with_checkpoints(traced, options)
@@ -228,9 +230,10 @@ def _best_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) ->
 
 
 def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
-    """Return the settings of options left open that a memory limit may choose from, fastest first.
+    """Return the settings to try under a memory limit, fastest first: {option: value} each.
 
-    Sequence parallelism comes first, then `zero=3`.
+    Only options that the user left open are set. The first candidate sets none, the next ones sequence parallelism,
+    `zero=3`, and both.
     """
     cuts: list[dict[str, Any]] = [{}]
     if options.sequence_parallel == "auto" and mesh.tensor_parallel_size > 1:
@@ -242,7 +245,7 @@ def candidates(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
 
 
 def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, needed: RankMemory) -> AutopartError:
-    """Return the error of a memory limit below the first candidate's memory, with settings that need less."""
+    """Return the error for a memory limit that no candidate meets, with settings that need less memory."""
     if traced.folds:
         return NotDeduplicable("settings that need less memory are estimated for the full trace")
     assert options.memory is not None
@@ -253,9 +256,10 @@ def _memory_error(traced: Trace, mesh: Mesh, options: Options, draft: Draft, nee
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Return True if no option distinguishes blocks: no pins, no recomputation or gradient method by name.
+    """Return True if blocks can be deduplicated, because no option treats equal blocks differently.
 
-    Dumps of passes show the full graph, so they disable deduplication.
+    Pins, recomputation by block name and `dp_sync` methods by parameter name do. Dumps of passes also exclude
+    deduplication, because they show the full graph.
     """
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
     sync_is_plain = parse_sync(options.dp_sync).is_default
@@ -279,7 +283,10 @@ def _worst_bytes(draft: Draft, is_compiled: bool) -> int | None:
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Return the options with the model's own checkpoints, if `recompute` is not given, and notes on them."""
+    """Return the options with the model's own activation checkpoints, and notes on them for the user.
+
+    The options are unchanged if `recompute` is given.
+    """
     if not traced.checkpointed:
         return options, ()
     if options.recompute is not None:
@@ -293,7 +300,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """Choose placements and stages, and write the program.
 
     Args:
-        known: an earlier draft for as many ranks of `tp`, whose placements are reused.
+        known: an earlier draft for an equal number of `tp` ranks. Its placements are reused, only stages are chosen.
     """
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
@@ -318,14 +325,14 @@ def _check_options(problem: Problem, options: Options) -> None:
         hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
         raise OptionError(
             f"compile=True cannot be on {mesh}",
-            why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
+            why="a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time",
             hint=f"leave compile out, or {hint}",
         )
     check_named(problem.trace, options.sequence_dims or {})
 
 
 def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, Solved], options: Options) -> Draft:
-    """Write the program of the decisions, with scatter-gather sends if they are cheaper."""
+    """Write the program of the decisions, with scatter-gather sends between stages if these are cheaper."""
     traced, outputs = problem.trace, plan_outputs(problem.trace)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     decisions = replace(decisions, scatter_sends=False)
@@ -341,7 +348,7 @@ def _with_program(problem: Problem, decisions: Decisions, solved: Mapping[str, S
 def written(
     traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng, is_compiled: bool = False
 ) -> Written:  # fmt: skip
-    """Write the program of a training step, and analyse the liveness of its stages, for a plan's figures."""
+    """Write the program of a training step, and analyse the liveness of its stages, to count its cost."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
     for stage in program.stages:
         check_written(stage.graph.graph, traced.folds)
@@ -350,7 +357,10 @@ def written(
 
 
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
-    """Return the planning problem of a trace. `schedule`: None chooses what the options leave open."""
+    """Return the planning problem of a trace.
+
+    `schedule`: None takes it from the options, or a default.
+    """
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
@@ -359,9 +369,9 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
 
 
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
-    """Return a function that estimates the memory of other settings.
+    """Return a function of (mesh, changed options) that estimates the memory of each rank.
 
-    It reuses the draft's placements for an equal `tp`.
+    It reuses the placements of `draft` if the sizes of the feature axes are equal.
     """
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
@@ -377,7 +387,7 @@ def _feature_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def left_open(options: Options) -> dict[str, Any]:
-    """Return the given values of the options that may be changed to save memory."""
+    """Return {option: given value} of the options that can be changed to save memory."""
     return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 
@@ -386,7 +396,7 @@ def class_of(model: nn.Module) -> str:
 
 
 def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
-    """Return the given schedule, or 1F1B with up to four microbatches per stage."""
+    """Return the given schedule, or 1F1B with up to four microbatches per stage if none is given."""
     pp = mesh.size("pp")
     name, virtual = options.schedule, options.virtual_stages
     if pp == 1:
@@ -421,16 +431,16 @@ def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: i
 
 
 def plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
-    """Return the outputs that a plan is made for: the loss if there is one, else all outputs."""
+    """Return the outputs for which a plan is made: the loss alone if there is one, else all outputs."""
     loss = find_loss(traced, with_outputs)
     return [loss] if loss is not None else list(traced.graph.output_node().args[0])
 
 
 def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
-    """Return the outputs' loss (`loss_entry`) if it is a scalar.
+    """Return the node of the loss among the outputs (`loss_entry`), None if there is no scalar loss.
 
     Args:
-        with_outputs: the trace is of a WithLossAndOutputs.
+        with_outputs: the traced model is a `WithLossAndOutputs`, whose first output is the loss.
     """
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)

@@ -45,9 +45,9 @@ _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForCond
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and one call of it, by keyword.
+    """A model and one example call of it, as {input name: value}.
 
-    `example` is None if the callable returned none. `note` describes the chosen example.
+    `example` is None if the callable returned none. `note` describes the example for the user.
     """
 
     model: nn.Module
@@ -59,10 +59,13 @@ class ModelSource:
 class SourceOptions:
     """Options to build the model and its example.
 
-    `meta`: weights with shapes but no values. `dtype`: a key of `DTYPES`; None keeps the callable's dtype, the
-    config's own on `meta`, else float32. `batch`, `sequence`: size of the example for configs; None means 8 rows with
-    as many tokens as the config has positions. `short`: at most 128 tokens, for commands that compute and not only
-    plan.
+    Attributes:
+        meta: create weights on the meta device, with shapes but no values.
+        dtype: a key of `DTYPES`. None: the dtype of the callable, or for a config its own dtype on `meta`, else
+            float32.
+        batch, sequence: rows and tokens of the example, for configs. None: 8 rows, and as many tokens as the config
+            allows.
+        short: use at most 128 tokens, for commands that run the model instead of only planning it.
     """
 
     meta: bool = False
@@ -76,8 +79,9 @@ class SourceOptions:
 def from_callable(name: str, options: SourceOptions) -> ModelSource:
     """Return the model of `package.module:callable`, with an example if it returns `(model, kwargs)`.
 
-    Modules are found as Python finds them, and in the current directory.
-    Raises InputError if there is no such callable or it returns something else, OptionError for batch and sequence.
+    The module is found on Python's path or in the current directory. Raises InputError if there is no such callable or
+    it returns something else, and OptionError if the options set a batch or sequence, because the callable makes its
+    own example.
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:
@@ -141,7 +145,7 @@ def _find(name: str) -> Any:
 
 @contextmanager
 def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Build modules on `meta` and in this dtype inside a `with` block, if requested."""
+    """Create modules on the meta device, if requested, and with default dtype `dtype`, in a `with` block."""
     with default_dtype(dtype), torch.device("meta" if meta else "cpu"):
         yield
 
@@ -152,9 +156,9 @@ def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
 def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     """Return a transformers model built from its `config.json`, with random tokens as its example call.
 
-    Weights are random, or absent on `meta`. The class is the first of the config's `architectures`, else the language
-    model that fits the config.
-    Raises InputError if the file, its `model_type` or its class is unknown, or the model does not take tokens.
+    Weights are random, or have no values on `meta`. The class is the first of the config's `architectures`, else the
+    language model class for the config's `model_type`. Raises InputError if the file, its `model_type` or its class is
+    unknown, or the model does not take tokens.
     """
     phase("reading the config")  # imports transformers, of which a model takes a large part
     config = _read_config(_config_path(path))
@@ -185,7 +189,7 @@ def _config_path(named: str | Path) -> Path:
         return CONFIGS / f"{named}.json"
     raise InputError(
         f"there is no config at {named}",
-        why="it is neither a file nor one of the configs that autopart has; none is fetched from a hub",
+        why="it is neither a file nor a config that autopart ships; configs are not downloaded",
         hint=f"one of {', '.join(config_names())}, or the path of a config.json",
     )
 
@@ -205,7 +209,7 @@ def _sequence(config: Any, options: SourceOptions) -> int:
 
 
 def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) -> str:
-    """Return `8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; ...`."""
+    """Describe the example: `8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; ...`."""
     rows, tokens = example["input_ids"].shape
     longest = _longest(config)
     allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
@@ -270,7 +274,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
-    """Return the class of a config: that of `architectures`, else a fitting language model."""
+    """Return the class that the config's `architectures` names, else the language model class of its type."""
     transformers = _transformers()
     names = config.architectures or []
     if names:
@@ -297,7 +301,7 @@ def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
 
 
 def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, Tensor]:
-    """Return random tokens, with the same tokens as labels (other random tokens for encoder-decoders)."""
+    """Return random tokens as inputs, and as labels the same tokens (for encoder-decoders, other tokens)."""
     name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
     if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Checks of a given plan against the mesh, the options, the model and the memory of this machine."""
+"""Checks that a given plan fits the mesh, the options, the model and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError if a plan is for another mesh."""
+    """Raise PlanError if a plan was made for another mesh."""
     of_plan = Mesh.parse(plan.mesh, mesh.axes)
     if any(of_plan.size(axis.name) != mesh.size(axis.name) for axis in mesh.axes):
         raise PlanError(
@@ -39,7 +39,7 @@ def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def check_plan_options(options: Options, plan: Plan) -> None:
-    """Raise OptionError if an option contradicts the plan."""
+    """Raise OptionError if a given option contradicts the plan."""
     for name, option in OPTIONS.items():
         if not option.in_plan:
             continue
@@ -72,7 +72,7 @@ def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
     if limit is None:
         return
     if not plan.memory:
-        raise OptionError("memory= asks what the plan does not say", why="it was made by an older version of autopart",
+        raise OptionError("memory= cannot be checked: the plan has no memory figures", why="an older version made it",
                           hint="make a new plan, or leave memory out")  # fmt: skip
     row = max(plan.memory, key=lambda row: row["total"])
     if row["total"] > int(limit):
@@ -84,7 +84,7 @@ def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raise PlanError if a plan is for another model."""
+    """Raise PlanError if a plan was made for another model."""
     identity = identity_of(parameters)
     if plan.model["fingerprint"] != identity["fingerprint"]:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Assembly of a plan from decisions: its entries, and the figures of its program."""
+"""Assembly of a plan from decisions: its entries, and its figures (time, memory, FLOPs)."""
 
 from __future__ import annotations
 
@@ -37,16 +37,22 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """A program, and the liveness analysis of each stage."""
+    """A program, and the liveness analysis of each of its stages."""
 
     program: Program
     walks: Sequence[Liveness]
 
 
 class Draft(NamedTuple):
-    """Decisions for a problem, their program, the solver's results and the liveness of each stage.
+    """Decisions for a planning problem, with the program and its figures' inputs.
 
-    `whole`: the variant without scatter-gather sends, which operators are counted in; None if it is the same program.
+    Attributes:
+        problem: the planning problem.
+        program: the program of the decisions.
+        solved: {axis: result of the layout solver}.
+        walks: liveness analysis of each stage.
+        whole: variant without scatter-gather sends between stages, on which operators are counted. None: the program
+            has no such sends.
     """
 
     problem: Problem
@@ -58,7 +64,7 @@ class Draft(NamedTuple):
 
 
 def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
-    """Count the operators of a draft, at the sizes of its plan."""
+    """Count FLOPs, bytes and collectives of the operators of a draft, on its mesh and schedule."""
     problem, decisions, program, _, walks, whole = draft
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(problem.trace, counted.program, counted.walks, {}, is_compiled)
@@ -68,7 +74,7 @@ def figures_of(draft: Draft, is_compiled: bool) -> TableCost:
 
 
 def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_even: Partition | None) -> list[str]:
-    """Return a note if stages could be more even, but would send more."""
+    """Return a note if stages with less imbalance exist, but were not chosen because they send more."""
     pinned = problem.pins.cuts or problem.pins.together
     if most_even is None or pinned:
         return []

@@ -195,4 +195,4 @@ def test_hub_names_are_not_fetched(name):
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
     assert f"there is no config at {name} why it is neither a file nor one" in said
-    assert "none is fetched from a hub" in said and all(known in said for known in model_source.config_names())
+    assert "configs are not downloaded" in said and all(known in said for known in model_source.config_names())

@@ -283,7 +283,7 @@ REFUSED = {
         "  try    'stages': {'cut_before': [...]}"),
     "compiled": ("tp2", folded(["tp"]), {"compile": True},
         "OptionError: compile=True cannot be on tp2\n"
-        "  why    a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there\n"
+        "  why    a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time\n"
         "  try    leave compile out, or the pins that cut experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
         "OptionError: balance=5 is too large for ep2,tp2\n"

@@ -122,7 +122,7 @@ def test_a_call_that_writes_what_was_only_read_is_refused():
     for text in dist.run_ranks(first_in_eval_mode, 2):
         assert text == (
             "this call of Twins writes to its frozen parameter 'teacher.0.bias'\n"
-            "  why    calls before it did not, and by these it is stored as what is only read\n"
+            "  why    earlier calls only read it, so it may be stored sharded\n"
             "  try    parallelize(model, mesh, example_kwargs=batch) with a call that writes it, in train mode"
         )
 

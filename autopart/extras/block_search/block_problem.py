@@ -1,12 +1,14 @@
-"""Choices per block: recomputation, parameter sharding and stage of each repeated block.
+"""Optimization problem: choose recomputation, parameter sharding and stage of each repeated block.
 
-There are 6 ** blocks combinations, times those of stage boundaries. `BlockProblem` is what the methods of
-`search_methods.py` search: seconds and bytes of every block under every option.
+A block has six options (three recomputation modes, with or without sharding), so there are 6 ** blocks combinations,
+times those of stage boundaries. `BlockProblem` contains the seconds and bytes of every block under every option. The
+methods of `search_methods.py` search it.
 
-The step of stages with `w` seconds per microbatch is `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
-arXiv:2201.12023, equation 2, for GPipe and 1F1B). A microbatch's seconds include its share of once-per-step work. The
-memory of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
-workspace of its blocks. This is an upper bound: only the last block of a stage runs while all others are saved.
+With stages of `w` seconds per microbatch, a step takes `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022,
+arXiv:2201.12023, equation 2, for GPipe and 1F1B). The seconds of a microbatch include its share of once-per-step work.
+The memory of a stage is its parameters, the saved tensors of its blocks for the microbatches in flight, and the largest
+workspace of its blocks. This is an upper bound, because the workspace of a block and the saved tensors of all blocks
+coincide only for the last block of a stage.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """Recomputation mode of a block, and whether its matrices are sharded (ZeRO-3)."""
+    """Option for one block: its recomputation mode, and whether its matrices are sharded (ZeRO-3)."""
 
     recompute: RecomputeMode
     cut: bool
 
 
 class Block(NamedTuple):
-    """A repeated block: its container, its index, and the range of its operators in the operator list."""
+    """A repeated block `path.number`, and the range of its operators in the list of all operators."""
 
     path: str
     number: int
@@ -53,14 +55,17 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """An option for every block, as index into `Blocks.options`, and the first block of each later stage."""
+    """Choice for all blocks: the option of each block, and the first block of each stage but the first.
+
+    `options` are indices into `Blocks.options`.
+    """
 
     options: tuple[int, ...]
     begins: tuple[int, ...] = ()
 
     @property
     def stage_of(self) -> np.ndarray:
-        """[blocks] Stage of every block."""
+        """Stage of every block, an array of shape [blocks]."""
         return np.searchsorted(self.begins, np.arange(len(self.options)), side="right")
 
 
@@ -69,14 +74,16 @@ class BlockProblem:
     """Seconds and bytes of every block under every option, and of every stage without its blocks.
 
     Args:
-        time_s: [blocks, options] seconds of a microbatch, forward and backward, and its share of once-per-step work.
-        state_bytes: [blocks, options] bytes of parameters with gradients and optimizer state.
-        kept_bytes: [blocks, options] bytes that a microbatch saves for backward.
-        temporary_bytes: [blocks, options] workspace while the block runs.
-        in_flight: [stages] microbatches in flight.
-        base_time_s, base_bytes, base_temporary_bytes: [stages] seconds and bytes outside blocks (embeddings, the
-            loss, buffers).
-        memory_bytes: memory of a rank.
+        time_s: array [blocks, options]: seconds of forward and backward of a microbatch, with its share of
+            once-per-step work.
+        state_bytes: array [blocks, options]: bytes of parameters, gradients and optimizer state.
+        kept_bytes: array [blocks, options]: bytes that a microbatch saves for backward.
+        temporary_bytes: array [blocks, options]: workspace while the block runs.
+        in_flight: array [stages]: microbatches in flight.
+        base_time_s, base_bytes, base_temporary_bytes: arrays [stages]: seconds, bytes and workspace of operators
+            outside blocks (embeddings, the loss).
+        microbatches: microbatches of a step.
+        memory_bytes: memory limit of a rank.
     """
 
     time_s: np.ndarray
@@ -104,20 +111,26 @@ class BlockProblem:
 
     @property
     def kinds(self) -> np.ndarray:
-        """[blocks] Index of the first block with the same costs."""
+        """Index of the first block with equal costs, for every block: an array of shape [blocks]."""
         rows = np.hstack([self.time_s, self.state_bytes, self.kept_bytes, self.temporary_bytes])
         _, first, kind = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return first[kind.reshape(-1)]
 
     def held_bytes(self, stage: int) -> np.ndarray:
-        """Return [blocks, options]: bytes that a block adds to a stage for the duration of a step."""
+        """Return the bytes that each block, under each option, occupies on a stage for the whole step.
+
+        The array has the shape [blocks, options].
+        """
         return self.state_bytes + self.in_flight[stage] * self.kept_bytes
 
     def price(self, options: np.ndarray, stage_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a step [choices] and the bytes of every stage [choices, stages].
+        """Return the cost of several choices: the seconds of a step, and the bytes of every stage.
 
         Args:
-            options, stage_of: [choices, blocks].
+            options: option of each block in each choice, an array of shape [choices, blocks].
+            stage_of: stage of each block in each choice, an array of shape [choices, blocks].
+        Returns:
+            Arrays of shape [choices] and [choices, stages].
         """
         at = np.arange(self.num_blocks), options
         times, states, kept, temporary = (
@@ -142,10 +155,9 @@ class BlockProblem:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
     def repaired(self, choice: BlockChoice) -> BlockChoice | None:
-        """Return a similar choice that fits into memory, or None.
+        """Return a similar choice that is within the memory limit, None if there is none.
 
-        In a stage that exceeds the memory, blocks change one by one to the option that saves the most bytes per
-        second.
+        In a stage above the limit, blocks change one by one to the option that saves the most bytes per added second.
         """
         options = np.array(choice.options)
         for stage in np.flatnonzero(self.stage_bytes(choice) > self.memory_bytes).tolist():
@@ -167,11 +179,11 @@ class BlockProblem:
 
 
 class Blocks:
-    """The repeated blocks of a model with their costs under every recomputation mode.
+    """The repeated blocks of a model, with their costs under every recomputation mode.
 
     Args:
-        tables: {recomputation mode: table of operator costs}, all with the same layouts.
-        setting: its `zero` (0 or 3) applies to parameters outside blocks.
+        tables: {recomputation mode: cost table of all operators}. All tables have equal layouts.
+        setting: mesh, schedule and ZeRO stage. `zero` (0 or 3) applies to parameters outside blocks.
 
     Raises OptionError for schedules with several stages per rank, and if there are too few blocks.
     """
@@ -201,7 +213,7 @@ class Blocks:
         self.priced = TableCost(self._all, replace(setting, zero=3), hardware)
 
     def problem(self, memory_bytes: float) -> BlockProblem:
-        """Return the costs of each option of each block, for ranks with `memory_bytes` bytes."""
+        """Build the BlockProblem for ranks with `memory_bytes` bytes of memory."""
         schedule, pp = self.setting.schedule, self.setting.mesh.size("pp")
         priced = [
             [self._part(self._order(option, block)) for option in self.options] for block in range(len(self.blocks))
@@ -230,7 +242,7 @@ class Blocks:
         )  # fmt: skip
 
     def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
-        """Return the operator table of the model under a choice, and its stage boundaries."""
+        """Return the operator cost table of the model under a choice, and the choice's stage boundaries."""
         outside = self._outside()
         order, starts = list(outside[0]), list[int]()
         for block, option in enumerate(choice.options):
@@ -239,7 +251,7 @@ class Blocks:
         return replace(self._all, order=tuple(order)), tuple(starts[block] for block in choice.begins)
 
     def simulation(self, choice: BlockChoice) -> Simulation:
-        """Return the simulated step of a choice."""
+        """Simulate the step of a choice."""
         table, cuts = self.table(choice)
         return predict(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
 
@@ -263,10 +275,11 @@ class Blocks:
     def _part(
         self, order: Sequence[tuple[int, str, int]], ends: Sequence[Sequence[tuple[int, str, int]]] = ()
     ) -> tuple[float, float, float, float]:
-        """Return the cost of operators: seconds, and bytes of states, saved tensors and workspace.
+        """Return the cost of some operators: seconds, and bytes of states, of saved tensors and of workspace.
 
         Args:
-            ends: operators of all stages, to find parameters that several stages store.
+            order: the operators.
+            ends: operators of each stage outside blocks, to find parameters that several stages store.
         """
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)
@@ -281,9 +294,9 @@ class Blocks:
         return time + sum(once.values()) / schedule.microbatches, states, saved, temporary
 
     def _hidden(self, rows: np.ndarray) -> float:
-        """Return the seconds of ZeRO's collectives that overlap with these operators.
+        """Return the seconds of ZeRO's collectives that overlap with the compute of these operators.
 
-        In a stage, the collectives of the first block overlap with nothing.
+        The collectives of the first block of a stage overlap with nothing.
         """
         number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
         hidden = 0.0
@@ -295,7 +308,7 @@ class Blocks:
 
 
 def _blocks(table: Table) -> list[Block]:
-    """Return the contiguous operators of each repeated block."""
+    """Find the repeated blocks whose operators are contiguous in a cost table."""
     blocks, start = list[Block](), 0
     for (path, number), run in groupby(table.order, key=lambda at: at[1:]):
         stop = start + len(list(run))
@@ -305,9 +318,9 @@ def _blocks(table: Table) -> list[Block]:
 
 
 def _joined(tables: Mapping[RecomputeMode, Table]) -> tuple[Table, dict[BlockOption, int]]:
-    """Concatenate the rows of all tables, once with sharded and once with unsharded parameters.
+    """Concatenate the rows of all cost tables, each once with sharded and once with unsharded parameters.
 
-    Returns the table, and the first row of each option.
+    Returns the combined table, and for each option the index of its first row.
     """
     rows, first, parameters = list[OperatorRow](), dict[BlockOption, int](), dict[str, Parameter]()
     for word, table in tables.items():

@@ -1,4 +1,4 @@
-"""Search, block by block, for recomputation, sharding of weights and stage boundaries."""
+"""Choice of recomputation, weight sharding and stage boundaries, block by block (`search_blocks`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from autopart.tuning.search import LayoutKind, Space, space_of
 
 @dataclass(frozen=True)
 class BlockSearch:
-    """Result of `search_blocks`, with its step simulated from the tables of the search.
+    """Result of `search_blocks`, with its step simulated from the cost tables of the search.
 
-    A plan made from it has a prediction of its own. `found`: the method's result.
+    The prediction of a plan made from it can differ slightly. `found`: the result of the search method.
     """
 
     blocks: Blocks = field(repr=False)
@@ -53,7 +53,7 @@ class BlockSearch:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """Pins of the parameters that stay replicated while others are sharded, and of stage boundaries."""
+        """Pins of stage boundaries, and of parameters that stay replicated while other parameters are sharded."""
         pins: dict[str, Any] = {}
         if self._is_cut:
             whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
@@ -68,7 +68,7 @@ class BlockSearch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `autopart.plan` and `parallelize` for this choice."""
+        """{option: value} that makes `autopart.plan` and `parallelize` use this choice."""
         mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
         options: dict[str, Any] = {
             "microbatches": schedule.microbatches,
@@ -122,20 +122,20 @@ def search_blocks(
 ) -> BlockSearch:
     """Find the fastest step that fits into memory, block by block.
 
-    For each repeated block the search chooses what it recomputes and whether its weights are sharded over `dp`. It also
-    chooses the blocks with which pipeline stages begin.
+    The search chooses for each repeated block what the block recomputes, and whether its weights are sharded over `dp`.
+    It also chooses the blocks with which pipeline stages begin.
 
     Args:
-        model: can be on `meta`.
-        mesh: as `plan`.
+        model: the model; can be on `meta`.
+        mesh: as in `plan`.
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
-        microbatches: None: as many as divide the batch, up to four per stage.
-        sequence_parallel: for a mesh with `tp`.
+        microbatches: microbatches per step. None: as many as divide the batch, up to four per stage.
+        sequence_parallel: use sequence parallelism over `tp`.
         zero: 3 also shards parameters outside of blocks (embeddings, the head).
-        hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
-        method, seed, budget: as in `autopart.extras.block_search.search_methods`.
+        hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as in `search`.
+        method, seed, budget: search method and its parameters, see `autopart.extras.block_search.search_methods`.
     Returns:
-        The choice. `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
+        The choice. `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` makes its plan.
     Raises:
         MemoryLimitError if nothing fits, OptionError with fewer blocks than stages, and the errors of `search`.
 
@@ -163,7 +163,10 @@ def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: b
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
-    """Return the schedule with defaults filled in. Raises OptionError if the batch does not divide."""
+    """Return the schedule, with defaults for values that are None.
+
+    Raises OptionError if the batch does not divide into the microbatches.
+    """
     dp, pp = mesh.data_parallel_size, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"

@@ -14,13 +14,17 @@ from autopart.extras.block_search.block_problem import BlockChoice, BlockProblem
 
 
 def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Solve a problem exactly, except that memory is rounded.
+    """Solve a problem by dynamic programming: exactly, except that memory is rounded.
 
-    The memory limit is divided into `budget` equal steps, and each block's memory is rounded up to whole steps. So the
-    result fits. It is no slower than the best choice under a limit that is smaller by one step per block, plus one.
+    The memory limit is divided into `budget` equal units, and the memory of each block is rounded up to whole units. So
+    the result fits. It is no slower than the best choice under a limit that is smaller by one unit per block, plus one
+    unit.
 
-    A stage of blocks i to j is a knapsack: the least seconds for each number of memory steps. Stages are chained by
+    For each stage of blocks i to j, a knapsack gives the least seconds for each number of units. Stages are chained by
     Pareto fronts of (slowest stage, sum of stages).
+
+    Returns:
+        The choice (None if nothing fits), the number of evaluations, and 0.0, because no lower bound is known.
     """
     fill = _Fill(problem, budget)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages
@@ -58,7 +62,7 @@ def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[floa
 
 
 class _Fill:
-    """Knapsack of one stage: the fastest options of its blocks that fit."""
+    """Knapsack of one stage: the fastest options of its blocks that fit into memory."""
 
     def __init__(self, problem: BlockProblem, quanta: int):
         self.problem, self.kinds, self.count = problem, problem.kinds, 0
@@ -66,7 +70,10 @@ class _Fill:
         self.extras = np.unique(problem.temporary_bytes)
 
     def times(self, stage: int) -> np.ndarray:
-        """Return [start, stop]: seconds of the stage with these blocks, infinite if they do not fit."""
+        """Return the seconds of a stage for each range of blocks, infinite if the blocks do not fit.
+
+        The array is indexed by [start, stop] of the range.
+        """
         size = self.problem.num_blocks + 1
         least_s = np.full((size, size), np.inf)
         for extra in self.extras:
@@ -88,7 +95,7 @@ class _Fill:
         return least_s + self.problem.base_time_s[stage]
 
     def options(self, stage: int, start: int, stop: int) -> list[int]:
-        """Return the fastest options of these blocks."""
+        """Return the fastest options that fit, for the blocks `start` to `stop - 1` on a stage."""
         best: tuple[float, list[int]] = (np.inf, [])
         for extra in self.extras:
             room, quanta, seconds = self._under(stage, extra)
@@ -107,9 +114,10 @@ class _Fill:
         return best[1]
 
     def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the knapsack for blocks that need at most `extra` bytes of workspace.
+        """Return the knapsack of a stage if blocks may need at most `extra` bytes of workspace.
 
-        Returns the free memory steps, the steps [blocks, options] and the seconds [blocks, options].
+        Returns:
+            The free units of memory, and two arrays of shape [blocks, options]: units and seconds.
         """
         problem = self.problem
         temporary = max(extra, problem.base_temporary_bytes[stage])
@@ -121,11 +129,11 @@ class _Fill:
 def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Add a block to a dynamic program over memory, which is counted in equal units.
 
-    Returns, for each number of units, the least seconds with the block, and the block's option that gives it.
-
     Args:
         before: the least seconds without the block, for each number of units.
         quanta, seconds: units and seconds of the block under each option.
+    Returns:
+        The least seconds with the block, and the option of the block that gives them, for each number of units.
     """
     ways = np.full((len(quanta), len(before)), np.inf)
     for option, (used, time_s) in enumerate(zip(quanta, seconds, strict=True)):
@@ -140,8 +148,10 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Solve a problem exactly with HiGHS. Variables are numbers of blocks per run, option and stage.
 
-    A run is a sequence of equal blocks. They are interchangeable, so counting them removes symmetric solutions. The
-    lower bound is that of HiGHS.
+    A run is a sequence of equal blocks. Equal blocks are interchangeable, so counting them removes symmetric solutions.
+
+    Returns:
+        The choice (None if nothing fits), the number of nodes that HiGHS explored, and its lower bound.
     """
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
     for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's tolerance may violate the first limit
@@ -158,10 +168,14 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
 
 
 class _Counts:
-    """The integer program.
+    """Integer program over numbers of blocks.
 
-    Variables: `n[stage, run, option]` blocks; `used`, 1 if there are any; `done[stage, run]`, 1 if a run has ended
-    by the end of a stage; `extra[stage]`, the largest workspace; `slowest`, the seconds of the slowest stage.
+    Variables:
+        n[stage, run, option]: number of blocks.
+        used: 1 if a stage has any of them.
+        done[stage, run]: 1 if a run has ended by the end of a stage.
+        extra[stage]: largest workspace.
+        slowest: seconds of the slowest stage.
 
     Seconds are relative to the slowest block, bytes to the memory limit.
     """
@@ -193,7 +207,7 @@ class _Counts:
         return solution
 
     def _rows(self, limit: float, seconds: np.ndarray, base_s: np.ndarray) -> Iterator[ProgramRow]:
-        """Yield every constraint as (column, factor) pairs, lower and upper bound."""
+        """Yield every constraint: its (column, factor) pairs, its lower bound and its upper bound."""
         problem, memory, free = self.problem, self.problem.memory_bytes, np.inf
         temporary = problem.temporary_bytes[self.runs] / memory
         for run, length in enumerate(self.lengths):

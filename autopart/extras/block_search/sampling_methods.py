@@ -1,4 +1,4 @@
-"""Methods for a `BlockProblem` that only evaluate choices: evolution strategies and a learned policy."""
+"""Methods for a `BlockProblem` that only evaluate choices: evolution strategies, and a learned policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXCESS = 4.0
 
 
 class Best:
-    """The best choice so far. A choice that does not fit is repaired."""
+    """The best choice found so far that fits into memory. A choice that does not fit is repaired first."""
 
     def __init__(self, problem: BlockProblem):
         self.problem, self.evaluations = problem, 0
@@ -24,12 +24,13 @@ class Best:
         self.step_time_s = np.inf
 
     def see(self, options: np.ndarray, stage_of: np.ndarray) -> np.ndarray:
-        """Return [choices]: the cost of choices, with a penalty for memory beyond the limit.
-
-        The best choice is remembered.
+        """Return the cost of several choices, and remember the best of them.
 
         Args:
-            options, stage_of: [choices, blocks].
+            options: option of each block in each choice, an array of shape [choices, blocks].
+            stage_of: stage of each block in each choice, an array of shape [choices, blocks].
+        Returns:
+            Seconds of each choice, with a penalty for memory above the limit: an array of shape [choices].
         """
         problem = self.problem
         times, sizes = problem.price(options, stage_of)
@@ -51,9 +52,9 @@ POPULATION, SPREAD, RATE = 64, 0.1, 0.1
 
 
 def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Follow a gradient that is estimated from the cost ranks of perturbed points.
+    """Descend along a gradient that is estimated from the cost ranking of perturbed points.
 
-    A point has one number per option and block, and one for the size of every stage.
+    A point is a vector with one number per block and option, and one number for the size of every stage.
     """
     draws = np.random.default_rng(seed)
     num_blocks, num_stages = problem.num_blocks, problem.num_stages
@@ -84,10 +85,10 @@ EPISODES, HIDDEN, LEARNING_RATE, ENTROPY = 64, 32, 0.01, 0.003
 
 
 def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
-    """Train a policy that chooses, block by block, an option and whether a stage begins.
+    """Train a policy that chooses, block by block, an option and whether a new stage begins.
 
-    Its state is the position and the time and memory of the stage so far. The baseline is the mean cost of a batch
-    of choices, and the cost is scaled by their standard deviation.
+    The policy sees the position of the block, and time and memory of the stage so far. The reward baseline is the mean
+    cost of a batch of choices, and costs are scaled by their standard deviation.
     """
     generator = torch.Generator().manual_seed(seed)
     policy = _Policy(problem, generator)
@@ -105,7 +106,7 @@ def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tup
 
 
 class _Policy:
-    """A two-layer network from 5 features of a state to a logit per option and one for a stage to begin."""
+    """A two-layer network: from 5 features of a state to one logit per option and one for a new stage."""
 
     def __init__(self, problem: BlockProblem, generator: torch.Generator):
         self.problem, self.generator = problem, generator
@@ -120,7 +121,7 @@ class _Policy:
         self.base = torch.from_numpy(problem.base_bytes / problem.memory_bytes)
 
     def episodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return options and stages [episodes, blocks], the negative log-likelihood, and the entropy."""
+        """Sample choices. Return options and stages [episodes, blocks], negative log-likelihood, and entropy."""
         problem, (first, bias, second, last) = self.problem, self.weights
         num_blocks, num_stages = problem.num_blocks, problem.num_stages
         stage = torch.zeros(EPISODES, dtype=torch.long)

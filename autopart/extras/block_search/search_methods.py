@@ -29,11 +29,13 @@ Method = Literal["dynamic_programming", "integer_programming", "evolution_strate
 
 @dataclass(frozen=True)
 class BlockSearchResult:
-    """Result of a method.
+    """Result of a search method.
 
     Args:
-        step_time_s: seconds of a step.
-        evaluations: as in the module's table.
+        method: name of the method.
+        choice: the best choice that it found.
+        step_time_s: seconds of a step under the choice.
+        evaluations: see the table at the top of this file.
         seconds: duration of the search.
         lower_bound_s: proven lower bound of the step in seconds; 0.0 if there is none.
     """
@@ -46,7 +48,7 @@ class BlockSearchResult:
     lower_bound_s: float = 0.0
 
     def gap(self, best_s: float) -> float:
-        """Return how much slower it is than the best known step, as a share of that step."""
+        """Return how much slower the step is than the best known step, as a share of the latter."""
         return self.step_time_s / best_s - 1
 
 
@@ -61,9 +63,9 @@ _METHODS: dict[Method, tuple[Callable[[BlockProblem, int, int], tuple[BlockChoic
 def solve(
     problem: BlockProblem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None
 ) -> BlockSearchResult:
-    """Return the best choice that a method finds.
+    """Search a problem with a method, and return its best choice.
 
-    Raises OptionError for an unknown method, MemoryLimitError if it finds nothing that fits.
+    Raises OptionError for an unknown method, MemoryLimitError if the method finds nothing that fits.
     """
     if method not in get_args(Method):
         raise OptionError(f"unknown method={method!r}", hint=", ".join(get_args(Method)))

@@ -27,8 +27,8 @@ _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in pla
 class Calibration:
     """Result of `calibrate`. Print it for a table of predictions and measurements.
 
-    `profile`: content of the profile's file, each number with its unit and source. `hardware`: the profile as an
-    object. `measured`: every measurement.
+    `profile`: content of the profile's file, each number with its unit and source. `device`: the measured device.
+    `measured`: every measurement. `hardware`: the profile as an object.
     """
 
     profile: Mapping[str, Any]
@@ -42,10 +42,10 @@ class Calibration:
         _write(Path(path), _as_text(self.profile))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return predictions and measurements for JSON.
+        """Return predictions and measurements for JSON, one mapping per measurement.
 
-        Each row is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`; the last is True if no
-        number of the profile is fitted to the row.
+        A mapping is `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`. `is_held_out` is True if no
+        number of the profile is fitted to the measurement.
         """
         predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured if row.kind != ISSUE]
         return [
@@ -55,10 +55,10 @@ class Calibration:
         ]  # fmt: skip
 
     def errors(self, held_out: bool = False) -> dict[str, dict[str, float]]:
-        """Return the mean and the largest relative error of each kind of measurement.
+        """Return the mean and the largest relative error of the predictions, by kind of measurement.
 
         Args:
-            held_out: only measurements that no number of the profile is fitted to.
+            held_out: count only measurements to which no number of the profile is fitted.
         """
         by_kind: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows():
@@ -143,7 +143,7 @@ def calibrate(
 
 
 def check_path(path: str | Path) -> None:
-    """Raise OptionError if a profile cannot be written there."""
+    """Raise OptionError if a profile cannot be written to a path."""
     path = Path(path)
     if path.suffix != ".json":
         raise OptionError(f"a profile cannot be written to {path}", why="its name must end in .json",
@@ -184,7 +184,7 @@ def _without_defaults(row: Measured) -> dict[str, Any]:
 
 
 def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
-    """Read a file that `calibrate(raw=path)` wrote. Raises OptionError for another content."""
+    """Read a file that `calibrate(raw=path)` wrote. Raises OptionError for any other file."""
     text = read_text(Path(path), "measurements", OptionError, _FORM)
     try:
         data = json.loads(text)

@@ -1,4 +1,4 @@
-"""Calibration of a hardware profile from measurements, and its prediction error."""
+"""Calibration: fit a hardware profile to measurements, and compute its prediction errors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Entry = dict[str, Any]
 
 
 def profile(name: str, device: Device, measurements: Sequence[Measured], date: str, base: Hardware) -> Entry:
-    """Return a hardware profile, as its file stores it, from measurements.
+    """Fit a hardware profile to measurements, and return it as its file stores it.
 
     Args:
         date: date of the measurements.
-        base: profile for values that were not measured.
+        base: profile that supplies values that were not measured.
     """
     ranks = f"{device.num_ranks} processes at once" if device.num_ranks > 1 else "one process"
     source = f"measured on {device.name}, {device.software}, {ranks}, {date}"
@@ -61,7 +61,7 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
 
 
 def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Return the profile entries of operators that the host launches one after another."""
+    """Fit the profile entries of a device on which the host launches operators one after another."""
     launch_s = min(row.time_s for row in by_kind["launch"])
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
@@ -80,7 +80,7 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
 
 
 def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
-    """Return the profile entries of kernels that are recorded in CUDA graphs."""
+    """Fit the profile entries of a GPU, from kernels that were recorded in CUDA graphs."""
     memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
     usual, launch_s = _usual(peaks), min(row.time_s for row in by_kind["launch"])
 
@@ -132,7 +132,7 @@ def _peak_entries(peaks: Mapping[str, float], source: str) -> Entry:
 
 
 def predicted_s(row: Measured, hardware: Hardware) -> float:
-    """Return the seconds that the profile predicts for a measured call."""
+    """Return the seconds that a profile predicts for a measured call."""
     if row.kind in ("matmul", "sustained", "between"):
         moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
         return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.odd(row))
@@ -152,7 +152,7 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
 
 
 def _overlap(device: Device, base: Hardware) -> tuple[float, str, str]:
-    """Return the share of communication that overlaps with compute, its unit and its source."""
+    """Return the share of communication that overlaps with compute, its unit, and its source."""
     if device.kind == "cpu":
         return 0.0, "share of communication", "the processor that computes also sends"
     return base.overlap, "share of communication", f"not measured: from profile {base.name}"
@@ -167,7 +167,7 @@ def _usual(peaks: Mapping[str, float]) -> str:
 
 
 def _products(rows: Sequence[Measured], usual: str, peak: float) -> list[list[float]]:
-    """Fit the efficiency curve of matrix products in the usual training dtype."""
+    """Fit the efficiency curve of matrix products in the dtype that models are usually trained in."""
     from scipy.optimize import isotonic_regression
 
     shares = defaultdict(list)
@@ -198,7 +198,7 @@ def _not_measured(link: str, base: Hardware) -> Entry:
 
 
 def _link(link: str, rows: Sequence[Measured], source: str) -> Entry:
-    """Fit the bandwidth and latency of a link to the collectives' formulas, by relative errors."""
+    """Fit bandwidth and latency of a link: least relative errors of the cost formulas of collectives."""
     from scipy.optimize import nnls
 
     hops, moved = zip(*(_hops_and_bytes(row) for row in rows), strict=True)

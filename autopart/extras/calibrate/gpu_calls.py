@@ -1,7 +1,7 @@
-"""Calls that are measured on a GPU in addition to those of all devices.
+"""Calls that are measured only on a GPU: products with the shapes of models, attention, norms, ...
 
-They are products with the shapes of models, attention, copies, norms and optimizers. Each has a description, and a
-function that creates the callable to time on a device.
+Each item has a description of the call (`Measured`) and a maker: a function that, for a device, creates the operands
+and returns the callable to time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gra
 def shapes() -> list[Shape]:
     """Return more than 300 shapes (m, k, n) of matrix products.
 
-    They are linear layers of several hidden sizes as `tp` shards them, products that are skinny in one dim, sizes next
-    to those of kernel tiles, and vocabulary heads.
+    They are linear layers of several hidden sizes as `tp` shards them, products with one small dim, sizes next to those
+    of kernel tiles, and vocabulary heads.
     """
     layers = [
         shape for tokens in TOKENS for hidden in HIDDEN for ranks in TENSOR_RANKS
@@ -58,7 +58,7 @@ def shapes() -> list[Shape]:
 
 
 def around(size: int, usual: int = 4096) -> Iterator[Shape]:
-    """Yield three shapes of matrix products. In each, one dim has this size, the others the usual."""
+    """Yield three shapes of matrix products: in each, one dim is `size` and the other two are `usual`."""
     yield from ((size, usual, usual), (usual, size, usual), (usual, usual, size))
 
 
@@ -69,9 +69,9 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
 
 
 def between() -> Iterator[tuple[Measured, Maker, Maker]]:
-    """Yield products that follow a memory-bound operator, during which the GPU's power recovers.
+    """Yield matrix products that each follow a memory-bound operator, in which the GPU's power recovers.
 
-    Each item has the product, and the other operator alone.
+    Each item has the description of the product, the maker of the product, and the maker of the memory-bound operator.
     """
     for tokens in (8192, 16384):
         for hidden in (1024, 2048, 4096, 8192):
@@ -107,7 +107,15 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
-    """Return a maker of a linear layer's product, or of its backward, which has transposed operands."""
+    """Return a maker of a linear layer's matrix product, or of a product in its backward.
+
+    A maker is a function that, for a device, creates the operands and returns the callable to time.
+
+    Args:
+        shape: (m, k, n) of the product.
+        dtype: dtype of the operands.
+        form: "" for the forward, else `INPUT_GRADIENT` or `WEIGHT_GRADIENT`, whose operands are stored transposed.
+    """
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -124,7 +132,7 @@ def product(shape: Shape, dtype: torch.dtype, form: str = "") -> Maker:
 
 
 def scaled_product(shape: Shape) -> Maker:
-    """Return a maker of a float8 product with one scale per tensor."""
+    """Return a maker of a float8 matrix product with one scale per operand."""
     m, k, n = shape
 
     def make(device: torch.device) -> Call:
@@ -136,7 +144,7 @@ def scaled_product(shape: Shape) -> Maker:
 
 
 def attention() -> Iterator[tuple[Measured, Maker]]:
-    """Yield attention forward and backward, with about 16,384 tokens and 2,048 features."""
+    """Yield calls of attention, forward and backward, with about 16,384 tokens and 2,048 features."""
     for width in (64, 128):
         for tokens in (1024, 2048, 4096, 8192, 16384, 32768):
             for form in (CAUSAL, ""):
@@ -166,9 +174,9 @@ def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool,
 
 
 def pointwise() -> Iterator[tuple[Measured, Maker]]:
-    """Yield operators in bfloat16 by the bytes that they read and write.
+    """Yield memory-bound operators in bfloat16 and float32, with the bytes that each reads and writes.
 
-    "copy": elementwise operators. "norm": operators over rows, forward and backward.
+    Kind "copy" are elementwise operators and transpositions. Kind "norm" are operators with reductions over rows.
     """
     bf16, f32 = torch.bfloat16, torch.float32
     for elements in (2**16, 2**20, 2**22, 2**24, 2**26, 2**28):
@@ -204,7 +212,7 @@ def scaled(x: Tensor) -> Tensor:
 def of_matrix(
     rows: int, dtype: torch.dtype, function: Callable[..., object], count: int = 1, columns: int = 4096
 ) -> Maker:
-    """Return a maker of a call of `function` on `count` matrices."""
+    """Return a maker of a call of `function` on `count` matrices of shape [rows, columns]."""
 
     def make(device: torch.device) -> Call:
         matrices = [random(device, dtype, rows, columns) for _ in range(count)]
@@ -219,7 +227,7 @@ def heads_in_front(x: Tensor) -> Tensor:
 
 
 def norm_backward(rows: int) -> Maker:
-    """Return a maker of the backward of a layer norm with a weight and a bias."""
+    """Return a maker of the backward of a layer norm with weight and bias."""
 
     def make(device: torch.device) -> Call:
         x = random(device, torch.bfloat16, rows, 4096).requires_grad_()
@@ -236,7 +244,7 @@ def log_softmax_backward(gradient: Tensor, out: Tensor) -> Tensor:
 
 
 def optimizers() -> Iterator[tuple[Measured, Maker]]:
-    """Yield fused AdamW over tensors of 2,048 x 2,048."""
+    """Yield updates of fused AdamW, of several numbers of parameters of shape 2,048 x 2,048."""
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 8, 64):
             size, name = float(count * 2**22 * dtype.itemsize), str(dtype).removeprefix("torch.")

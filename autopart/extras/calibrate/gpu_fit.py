@@ -1,8 +1,8 @@
 """Fits of a GPU's hardware profile to calls recorded as CUDA graphs (`extras/calibrate/gpu_calls.py`).
 
-The duration of the smallest kernel is subtracted from every call, because a profile adds it to every operator.
-Rates in 16 bits hardly rise beyond 10 GFLOP, because the device's power limits them. Below, small inner dims
-and narrow heads cost most.
+The duration of the smallest kernel is subtracted from every call, because a profile adds that duration to every
+operator. In 16-bit dtypes, FLOP/s hardly rise for products of more than 10 GFLOP, because the GPU's power limits them.
+For smaller products, a small inner dim and narrow heads reduce FLOP/s most.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_in_order(row: Measured) -> bool:
 
 
 def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """Split calls into pointwise ones on contiguous tensors and all others."""
+    """Split calls into pointwise operators on contiguous tensors, and all other calls."""
     in_order, others = list[Measured](), list[Measured]()
     for row in rows:
         (in_order if is_in_order(row) else others).append(row)
@@ -51,31 +51,31 @@ def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
 
 
 def last_dims(row: Measured) -> tuple[int, ...]:
-    """Return the row lengths of a product's operands and result in memory."""
+    """Return the last dims of the operands and result of a product, as they are stored in memory."""
     rows, inner, columns = row.shape
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
 
 def odd(row: Measured) -> int:
-    """Return `unaligned` of a 16-bit product's row lengths, and 0 in other dtypes."""
+    """Return `unaligned` of the last dims of a 16-bit product's tensors; 0 in other dtypes."""
     return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
 def depth(row: Measured) -> float:
-    """Return the inner dim of a product, or 0 if it sums over batch and sequence."""
+    """Return the inner dim of a product; 0 for a weight gradient, which sums over batch and sequence."""
     return 0.0 if row.form == BY_GRADIENT else float(row.shape[1])
 
 
 def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> tuple[list[list[float]], float, float]:
     """Fit the efficiency of matrix products.
 
-    Returns three values: the reached share of peak FLOP/s as a curve over the FLOPs of the product, the inner dim at
-    which half of it is reached, and the factor of the rate if rows have an odd length.
-
     Args:
-        usual: the dtype of the curve.
+        usual: dtype of the products to fit.
         peak: peak FLOP/s in that dtype.
         rate: memory bandwidth in bytes/s.
+    Returns:
+        The reached share of peak FLOP/s, as points of a curve over the FLOPs of a product; the inner dim at which half
+        of that share is reached; and the factor of the share if last dims are not aligned.
     """
     from scipy.optimize import minimize_scalar
 
@@ -98,9 +98,9 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
 
 def _shares(rows: Iterable[Measured], peak: float, half: float) -> list[list[float]]:
-    """Return points [FLOPs, share of the peak], as means over products of similar FLOPs.
+    """Return points (FLOPs, share of the peak), each the mean over products of similar FLOPs.
 
-    Shares rise with FLOPs, and no larger product takes less time.
+    Points are adjusted so that no larger product takes less time than a smaller one.
     """
     from scipy.optimize import isotonic_regression
 
@@ -124,13 +124,14 @@ def _share_at(flops: float, points: Sequence[Sequence[float]]) -> float:
 
 
 def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Fit the head width at which attention has half the rate of products, and the causal tile size.
+    """Fit two numbers of attention: the head width of half efficiency, and the tile size of causal masks.
 
-    The tile size is a number of queries. The fit is least squares of relative errors over forward and backward.
+    At the head width, attention reaches half of the FLOP/s of matrix products. The tile size is a number of queries.
+    The fit is least squares of relative errors over forward and backward.
 
     Args:
         peak: peak FLOP/s.
-        points: efficiency curve of products.
+        points: efficiency curve of matrix products.
     """
     from scipy.optimize import least_squares
 
@@ -150,9 +151,9 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 
 
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
-    """Subtract the launch from the seconds of calls. Each keeps at least a tenth of its time.
+    """Subtract the launch overhead from the seconds of calls, but at most nine tenths of the seconds.
 
-    A small operator of a library can take less than the measured launch.
+    A small operator of a library can take less time than the measured launch.
     """
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
@@ -160,7 +161,7 @@ def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
 def optimizer(rows: Iterable[Measured], rate: float) -> float:
     """Return the share of memory bandwidth that the update of many parameters reaches.
 
-    It is the mean over dtypes.
+    The result is the mean over dtypes.
 
     Args:
         rate: memory bandwidth in bytes/s.
@@ -170,9 +171,7 @@ def optimizer(rows: Iterable[Measured], rate: float) -> float:
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """Return points [bytes, share of memory bandwidth] of memory-bound operators.
-
-    They are means over kinds of operators.
+    """Return points (bytes, share of memory bandwidth) of memory-bound operators, as means over operators.
 
     Args:
         rate: memory bandwidth in bytes/s.
@@ -184,15 +183,15 @@ def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
 
 
 def operand_bytes(row: Measured, itemsize: int) -> float:
-    """Return the bytes that a product reads and writes."""
+    """Return the bytes of the operands and the result of a matrix product."""
     rows, inner, columns = row.shape
     return (rows * inner + inner * columns + rows * columns) * itemsize
 
 
 def curve(points: Iterable[Sequence[float]], most: float = math.inf) -> list[list[float]]:
-    """Return the points of an efficiency curve on which no larger amount takes less time.
+    """Adjust the points (amount, share) of an efficiency curve, and return them sorted by amount.
 
-    Shares are raised from the largest amount down until this holds.
+    Shares are raised, from the largest amount down, until no larger amount takes less time than a smaller one.
     """
     found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(map(tuple, points))]
     for smaller, larger in reversed([*pairwise(found)]):

@@ -1,10 +1,10 @@
 """Measurements of this machine: matrix products, memory, launch overhead and collectives.
 
-All ranks measure simultaneously, as they compute simultaneously in a step.
+All ranks measure simultaneously, because they compute simultaneously in a step.
 
-`torch.utils.benchmark.Timer` times what one rank does alone on a CPU. With one thread it uses that thread's CPU time,
-which other processes do not affect. On a GPU many calls run in a row, as a CUDA graph. Every measurement is repeated
-after some time, and the fastest counts, because other work can only slow it down.
+On a CPU, `torch.utils.benchmark.Timer` times calls that do not communicate. With one thread it reads the CPU time of
+that thread, which other processes do not affect. On a GPU, many calls run in a row as a CUDA graph. Every measurement
+is repeated after some time, and the fastest counts, because other work can only slow it down.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Task = tuple[Measured, Callable[[], float]]
 
 @dataclass(frozen=True)
 class Bench:
-    """The device of this rank, and how its work is timed."""
+    """Benchmarks on the device of this rank."""
 
     process: Process
     effort: Effort
@@ -89,11 +89,11 @@ class Bench:
         return self.process.device
 
     def tasks(self) -> list[Task]:
-        """Return all measurements, equal on every rank, each with a function that runs it once."""
+        """Return all measurements, each with a function that runs it once. The list is equal on every rank."""
         return [*self.products(), *self.memory(), *self.launches(), *self.of_gpus(), *self.collectives()]
 
     def alone(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call without communication. All ranks start it simultaneously."""
+        """Return the seconds of a call without communication. All ranks start the call simultaneously."""
         if self.device.type == "cuda":
             return self.on_gpu(lambda _: call, self.effort.run_s)
         self.barrier()
@@ -103,15 +103,15 @@ class Bench:
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def issued(self, call: Callable[[], Any]) -> float:
-        """Return the seconds per call of many calls: kernel time or host issue time, whichever is longer."""
+        """Return the seconds per call of many calls in a row: the longer of kernel time and host time."""
         self.barrier()
         seconds(call, 2)  # warm-up: torch selects and loads kernels
         return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
 
     def on_gpu(self, maker: Maker, run_s: float) -> float:
-        """Return the GPU seconds per call of many calls in a row, recorded as a CUDA graph and replayed.
+        """Return the GPU seconds per call of many calls in a row, replayed as a CUDA graph.
 
-        Infinite if the device does not support the call, as float8 before Hopper, or lacks the memory.
+        Infinite if the GPU does not support the call (float8 before Hopper) or has too little memory.
         """
         self.barrier()
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -137,11 +137,11 @@ class Bench:
                 yield what, partial(self.after, other, maker)
 
     def after(self, other: Maker, maker: Maker) -> float:
-        """Return the seconds of a call that always runs after another call."""
+        """Return the seconds of a call (`maker`) that alternates with another, without the other's seconds."""
         return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call that all ranks take part in."""
+        """Return the seconds of a call in which all ranks take part, such as a collective."""
         return min(self._together_once(call) for _ in range(self.effort.repeats))
 
     def _together_once(self, call: Callable[[], Any]) -> float:
@@ -159,7 +159,7 @@ class Bench:
             dist.barrier(group=self.process.host_group)
 
     def wait(self) -> None:
-        """Wait for kernels on a GPU."""
+        """Wait for all kernels on a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -191,10 +191,10 @@ class Bench:
         yield Measured("memory in place", size_bytes=3.0 * size), self.in_place(size)
 
     def fresh(self, size: int) -> Callable[[], float]:
-        """Return a measurement of elementwise operators that allocate their results.
+        """Return a measurement of elementwise operators that write into newly allocated memory.
 
-        They multiply by a number and add two tensors in turn, with 2.5 values read or written on average. All results
-        stay allocated, as in a forward.
+        They alternate between a product with a number and a sum of two tensors, which read and write 2.5 values per
+        element on average. All results stay allocated, as in a forward.
         """
         count = 2 * max(1, min(500, self.effort.kept_bytes // size // 2))
 
@@ -219,7 +219,7 @@ class Bench:
         return run
 
     def launches(self) -> Iterator[Task]:
-        """Yield measurements of an operator on one value, forward and backward, as autograd launches it."""
+        """Yield measurements of the launch of one operator, as mean over forward and backward in autograd."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device, requires_grad=True)
@@ -240,7 +240,7 @@ class Bench:
         yield Measured("launch"), self.smallest()
 
     def smallest(self) -> Callable[[], float]:
-        """Return a measurement of an operator on one value, alone."""
+        """Return a measurement of one operator on a tensor of one element."""
 
         def run() -> float:
             x = torch.ones(1, device=self.device)
@@ -270,9 +270,9 @@ class Bench:
         return run
 
     def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """Return a measurement of one send: half of a round trip between neighbours.
+        """Return a measurement of one send, as half of a round trip between neighbouring ranks.
 
-        If the group uses gloo, values of a GPU go through the host, as in pipeline stages.
+        If the group uses gloo, values of a GPU go through the host, as between pipeline stages.
         """
         through_host = self.device.type == "cuda" and is_gloo(group, self.device)
 
@@ -310,15 +310,15 @@ def most_calls(in_s: float, one_s: float) -> int:
 
 
 def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, list[Measured]]:
-    """Measure this machine: one process, or all processes of torchrun.
+    """Measure this machine, in one process or in all processes of torchrun.
 
-    All processes return the same figures, means over the ranks.
+    All processes return equal figures, means over the ranks.
 
     Args:
-        quick: few sizes, once.
+        quick: measure few sizes, once.
         progress: wraps the sequence of measurements, as tqdm does.
     Returns:
-        The device, and the finite measurements.
+        The device, and the measurements that are finite.
     """
     process = connect(_nodes(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     effort = Effort.of(quick, process.device.type == "cuda")
@@ -339,7 +339,7 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
 
 
 def device_of(process: Process) -> Device:
-    """Return the description of this rank's device."""
+    """Describe the device of this rank."""
     local = process.mesh.size("tp")
     if process.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(process.device)
@@ -352,20 +352,20 @@ def device_of(process: Process) -> Device:
 
 
 def _nodes() -> Mesh:
-    """Return the processes of torchrun as a mesh: processes of one node on `tp`, nodes on `dp`."""
+    """Return torchrun's processes as a mesh: ranks of one node along `tp`, nodes along `dp`."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     return Mesh.parse({"dp": ranks // local, "tp": local})
 
 
 def _shapes(width: int) -> list[tuple[int, int, int]]:
-    """Return shapes with equal FLOPs: square, tall, wide, deep."""
+    """Return four shapes (m, k, n) of matrix products with equal FLOPs: square, tall, wide and deep."""
     half, four = width // 2, 4 * width
     return [(width, width, width), (four, half, half), (half, half, four), (half, four, half)]
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the dtypes to measure. CPUs often emulate 16-bit dtypes, so those are left out."""
+    """Return the dtypes to measure. CPUs often emulate 16-bit dtypes, so a CPU is not measured in them."""
     if device.type != "cuda":
         return [torch.float32, torch.float64]
     bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []

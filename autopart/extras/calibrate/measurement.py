@@ -1,4 +1,4 @@
-"""Measurements of a device as data."""
+"""Measurements of a device, as data."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the call.
+        """FLOPs of the call: a multiplication and an addition count as two.
 
-        A multiplication and an addition count as two. Attention counts all keys, causal or not, and the five products
-        of a fused kernel's backward.
+        Attention counts all keys, even if it is causal. Its backward counts the five matrix products of a fused kernel.
         """
         first, second, third = self.shape or (0, 0, 0)
         if self.kind.startswith("attention"):

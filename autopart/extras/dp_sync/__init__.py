@@ -17,12 +17,12 @@ __all__ = ["make_sync", "parse"]
 
 
 def parse(value: Any) -> DpSync:
-    """Return a value of `dp_sync=`, given as text or as a mapping. Raises OptionError."""
+    """Parse a value of `dp_sync=`, given as text or as a mapping. Raises OptionError."""
     return DpSync.parse(value)
 
 
 def make_sync(process: Process) -> DataSync:
-    """Return the synchronisation of a module on this rank."""
+    """Create the data-parallel synchronisation of one module on this rank."""
     from autopart.extras.dp_sync.data_sync import DataSync  # not for a plan
 
     return DataSync(process)

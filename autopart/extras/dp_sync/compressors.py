@@ -1,7 +1,7 @@
-"""Compressors: encode a vector to the bytes that are sent, and decode them.
+"""Compressors: encode a vector to the bytes that are sent, and decode these bytes.
 
-Each is deterministic except for the random numbers that it is passed. `Compressor.size_bytes` returns the bytes sent
-for a vector. Plans count the same bytes (`method_costs.py`).
+A compressor is deterministic, except for random numbers that it is passed. Plans count the bytes that
+`Compressor.size_bytes` returns (`method_costs.py`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Draw = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Lossy or lossless encoding of vectors [d]."""
+    """Lossy or lossless encoding of vectors of length d."""
 
     method: Method
 
     @abstractmethod
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
-        """Encode [d] to uint8 [bytes]."""
+        """Encode a vector to bytes (a uint8 vector). `draw` returns random numbers."""
 
     @abstractmethod
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Decode uint8 [bytes] to [d], with the dtype and length of `like`."""
+        """Decode the bytes `sent` to a vector with the dtype and length of `like`."""
 
     def size_bytes(self, like: Tensor) -> int:
-        """Return the bytes sent for a vector like this one."""
+        """Return the number of bytes that are sent for a vector of the dtype and length of `like`."""
         return sent_bytes(self.method, like.numel(), like.dtype.itemsize)
 
 
 class Uncompressed(Compressor):
-    """Identity: sends every element."""
+    """Identity: send every element."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         return _bytes(x)
@@ -51,7 +51,7 @@ class Uncompressed(Compressor):
 
 
 class TopK(Compressor):
-    """The k = max(1, round(ratio d)) elements of largest magnitude, with indices; ties go to the first."""
+    """Send the k = max(1, round(ratio d)) largest magnitudes, with indices; ties go to the first."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         indices = _largest(x.abs(), sent_elements(self.method, x.numel()))
@@ -64,7 +64,7 @@ class TopK(Compressor):
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """Return the sorted indices of the `count` largest of [d]; ties go to the first."""
+    """Return the sorted indices of the `count` largest elements of a vector; ties go to the first."""
     if count >= sizes.numel():
         return torch.arange(sizes.numel(), device=sizes.device)
     least = sizes.topk(count).values[-1]
@@ -76,7 +76,7 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
 
 
 class Sign(Compressor):
-    """Signs times |x|_2 / sqrt(d); the sign of zero is +."""
+    """Send the signs and one scale: x becomes sign(x) |x|_2 / sqrt(d). The sign of zero is +."""
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         scale = torch.linalg.vector_norm(x) / math.sqrt(x.numel())
@@ -88,10 +88,10 @@ class Sign(Compressor):
 
 
 class Qsgd(Compressor):
-    """|x|_2 sign(x) l / s with s = 2^(bits-1) - 1 levels.
+    """Send a sign and a level per element, and one scale: x becomes |x|_2 sign(x) l / s.
 
-    l = s |x| / |x|_2 is rounded stochastically to an integer, so that the mean is x (Alistarh et al. 2017,
-    arXiv:1610.02132, section 3.1, without the Elias code).
+    There are s = 2^(bits-1) - 1 levels. The level l is s |x| / |x|_2, rounded stochastically to an integer so that its
+    mean is exact (Alistarh et al. 2017, arXiv:1610.02132, section 3.1, without the Elias code).
     """
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
@@ -112,9 +112,9 @@ class Qsgd(Compressor):
 
 @dataclass(frozen=True)
 class RepeatedCompressor(Compressor):
-    """Repeated compression of the residual (Huang et al. 2022, arXiv:2206.03665, section 4).
+    """Compress a vector, then repeatedly compress what the compressions so far have lost.
 
-    The method has `rounds` compressions in all.
+    There are `rounds` compressions (Huang et al. 2022, arXiv:2206.03665, section 4).
     """
 
     once: Compressor
@@ -147,12 +147,15 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _read(sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret bytes as elements. The copy aligns them: they may start anywhere in the received buffer."""
+    """Reinterpret bytes as elements of a dtype.
+
+    The bytes are copied, because elements must be aligned and the bytes may start anywhere in a buffer.
+    """
     return sent.clone().view(dtype)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 [d] below 2^bits into uint8 [ceil(d bits / 8)]."""
+    """Pack codes below 2^bits, one per byte, into `bits` bits each."""
     each = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
     flat = torch.nn.functional.pad(each.view(-1), (0, -each.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Data-parallel synchronisation of one module: runs its `dp_sync` methods and keeps their state.
+"""Data-parallel synchronisation of one module: runs its `dp_sync` methods and stores their state.
 
 If parameters are stored sharded (`zero=1`), a method still gets full gradients, and each rank keeps its shard of the
 result. So the state and the random numbers of methods do not depend on ZeRO.
@@ -35,10 +35,14 @@ from autopart.runtime.shards.shard_state import splits_of
 
 
 class DataSync(GradientSync):
-    """Data-parallel synchronisation of one module on this rank by methods.
+    """Data-parallel synchronisation of one module on this rank, by `dp_sync` methods.
 
-    `steps`: number of gradient synchronisations. `updates`: number of steps of the attached optimizer. `state`: state
-    of the methods. `stored`: {name: this rank's parameter}. `parameters`: the same, with those in `unsharded` replaced.
+    Attributes:
+        steps: number of gradient synchronisations so far.
+        updates: number of steps of the attached optimizer so far.
+        state: state of the methods.
+        stored: {name: this rank's parameter}.
+        parameters: like `stored`, but with the entries of `unsharded` in place of sharded parameters.
     """
 
     methods: dict[str, Method]
@@ -51,7 +55,7 @@ class DataSync(GradientSync):
         self.cuts: dict[str, tuple[DimSharding, int]] = {}
         """{name: how its full tensor is sharded, and the index of this rank's shard}"""
         self.layouts: dict[str, StoredTensor] = {}
-        """Storage of parameters, of those in `unsharded` as if they were unsharded."""
+        """{name: storage of the parameter}. Parameters in `unsharded` count as stored unsharded."""
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
         self.powersgd: dict[int, Any] = {}
@@ -84,7 +88,7 @@ class DataSync(GradientSync):
         self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
 
     def _create_unsharded(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
-        """Create the unsharded stand-in of a sharded parameter."""
+        """Create a parameter without storage that receives the full gradient of a sharded parameter."""
         zero_axis = mesh.stored_over(stored.layout)
         cut, shard = dict(splits_of(stored, mesh))[str(zero_axis)], self.stored[name]
         self.cuts[name] = cut, mesh.index(self.process.coordinates, str(zero_axis))
@@ -148,7 +152,7 @@ class DataSync(GradientSync):
         self.steps += 1
 
     def _store_gradient(self, name: str, value: Tensor) -> None:
-        """Store the synchronised gradient."""
+        """Store the synchronised gradient of a parameter in `.grad`, or this rank's shard of it."""
         gradient = self.parameters[name].grad
         assert gradient is not None
         if name not in self.unsharded:
@@ -202,7 +206,7 @@ class DataSync(GradientSync):
         return synchronised(method, [parts], [self.state], self.wire, draws)[0]
 
     def _powersgd(self, method: Method) -> tuple[Any, Hook]:
-        """Return torch's PowerSGD, which starts with at least two exact steps (it does not support fewer)."""
+        """Return the state and hook of torch's PowerSGD, which needs at least two uncompressed steps at first."""
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         assert self.wire is not None
@@ -214,10 +218,10 @@ class DataSync(GradientSync):
         return self.powersgd[method.rank], powerSGD_hook.powerSGD_hook
 
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
-        """Return the gradients to synchronise, by method and dtype.
+        """Return the parameters whose gradients are synchronised together: (method, names) of each bucket.
 
-        A parameter that has state but no gradient counts as zero. A hook gets all parameters at once, the last
-        parameter first, as in DDP.
+        A bucket has one method and one dtype. A parameter that has state but no gradient counts as zero. A hook gets
+        all parameters at once, the last parameter first, as in DDP.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
@@ -230,7 +234,7 @@ class DataSync(GradientSync):
         return buckets
 
     def served(self) -> set[str]:
-        """Return the parameters whose server this rank is."""
+        """Return the parameters for which this rank is the server that sums and sends gradients."""
         if self.wire is None:
             return set()
         parameters, names = self._parameters_with_method(), set[str]()
@@ -247,7 +251,10 @@ class DataSync(GradientSync):
     # --- Models
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Hook an optimizer's steps to average the replicas. Raises UsageError for a second optimizer."""
+        """Hook the steps of an optimizer, so that each step averages the replicas.
+
+        Raises UsageError for a second optimizer.
+        """
         if self.is_attached:
             raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
                              hint="one optimizer for all parameters")  # fmt: skip
@@ -289,9 +296,9 @@ class DataSync(GradientSync):
     # --- Hooks and checkpoints
 
     def register_hook(self, program: Program, parameters: Mapping[str, Tensor], state: Any, hook: Hook) -> Program:
-        """Register the user's hook, and return the program whose method of every parameter is the hook.
+        """Register the user's communication hook as the method of every parameter. Return the new program.
 
-        Raises UsageError or OptionError if the hook, or the program, does not allow it.
+        Raises UsageError or OptionError if a partitioned model cannot run the hook, or if the program excludes hooks.
         """
         check_hook(hook)
         if self.hook is not None:

@@ -25,14 +25,14 @@ NEEDS_DDP = ("optimizer_overlap_hooks", "ddp_zero_hook", "mixed_precision_hooks"
 
 
 class HookBucket:
-    """Gradients that are sent together, with the interface of `torch.distributed.GradBucket`."""
+    """Gradients that one hook call reduces together, with the interface of `torch.distributed.GradBucket`."""
 
     def __init__(self, index: int, is_last: bool, parameters: Sequence[Tensor], gradients: Sequence[Tensor]):
         self._index, self._is_last, self._parameters = index, is_last, list(parameters)
         self._buffer = flatten(gradients)
 
     def index(self) -> int:
-        """Return its number, from 0."""
+        """Return the number of this bucket in the step, from 0."""
         return self._index
 
     def is_last(self) -> bool:
@@ -40,7 +40,7 @@ class HookBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """Return all gradients, flattened and concatenated: one dim."""
+        """Return all gradients as one vector: flattened and concatenated."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -90,9 +90,9 @@ def check_hookable(program: Program) -> None:
 
 
 def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
-    """Return the hook's state, with the data-parallel process group if it has none.
+    """Return the hook's state, with the data-parallel process group if its process group is None.
 
-    For a DDP hook the group None means all ranks of the world, which would be wrong.
+    DDP hooks interpret None as the group of all ranks, which would be wrong on a mesh.
     """
     first = next(iter(inspect.signature(hook).parameters), "")
     if state is None and first == "process_group":
@@ -105,14 +105,14 @@ def in_group(state: Any, hook: Hook, group: dist.ProcessGroup) -> Any:
 def run_hook(
     state: Any, hook: Hook, buckets: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor], num_ranks: int
 ) -> dict[str, Tensor]:
-    """Return {name: new gradient} after running the hook on every bucket.
+    """Run the hook on every bucket, and return {name: new gradient}.
 
     Hooks divide by the number of ranks, so they get `num_ranks` times the partial gradient. Buckets run one at a time,
     because gloo could mix up concurrent collectives of different buckets.
 
     Args:
-        state, hook: the state and hook.
-        buckets: {name: this rank's partial gradient} for each bucket.
+        state, hook: the user's hook, and the state that it is called with.
+        buckets: {name: this rank's partial gradient} of each bucket.
         parameters: {name: parameter}.
         num_ranks: data-parallel size.
     """

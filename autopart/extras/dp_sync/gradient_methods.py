@@ -1,9 +1,9 @@
 """Methods that change gradients only: every data rank ends with bitwise identical gradients.
 
-A rank's input is its partial gradient, so `"all_reduce"` returns the exact sum over ranks. In the papers a rank has the
-gradient of the mean over its own samples, n times this partial gradient, and the method returns the mean. Both
-agree, because all compressors here are scale-equivariant. Partial gradients avoid the rounding of the factor. `State`
-has what a method keeps for a parameter on a rank, in units of partial gradients.
+The input of a rank is its partial gradient, so `"all_reduce"` returns the exact sum over ranks. In the papers, a rank
+has the mean gradient of its own samples, which is n times the partial gradient, and the method returns the mean over
+ranks. Both are equal, because all compressors here scale with their input. Partial gradients avoid the rounding of the
+factor n. `State` contains what a method stores for a parameter on a rank, in units of partial gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class MethodSeeds:
-    """Seeds of a method's random numbers.
+    """Seeds of the random numbers of a method.
 
-    Each rank draws its own numbers. For one shard of a parameter they are equal on all ranks that replicate it.
-    `parts`: {parameter: name of its local shard}.
+    Each data rank draws different numbers. Ranks that replicate a shard of a parameter (over `tp`) draw equal numbers
+    for it. `parts`: {parameter: name of its local shard}.
     """
 
     seed: int
@@ -39,7 +39,7 @@ class MethodSeeds:
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str, rank: int) -> Draw:
-        """Return the random numbers of a parameter on a rank."""
+        """Return a source of random numbers for a parameter on a data rank."""
         text = f"{self.seed} {self.step} {name} {self.parts.get(name, '')} {rank}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
@@ -52,7 +52,7 @@ class MethodSeeds:
 def synchronised(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Return the gradient that each local rank passes to its optimizer. Updates `states`."""
+    """Run a method. Return {name: synchronised gradient} for each local rank, and update `states`."""
     flat = [{name: gradient.reshape(-1) for name, gradient in of.items()} for of in gradients]
     if method.name in ("double_squeeze", "neolithic", "parameter_server"):
         sums = _double_squeeze(method, flat, states, wire, draws)
@@ -67,7 +67,7 @@ def synchronised(
 
 
 def summed(vectors: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[dict[str, Tensor]]:
-    """Return the exact sums of vectors of one dtype."""
+    """Return the exact sums over ranks of {name: vector}; all vectors have one dtype."""
     sizes = [vector.numel() for vector in vectors[0].values()]
     totals = wire.sum([torch.cat(list(of.values())) for of in vectors])
     return [dict(zip(of, total.split(sizes), strict=True)) for of, total in zip(vectors, totals, strict=True)]
@@ -76,7 +76,11 @@ def summed(vectors: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list
 def _compress_and_sum(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Sum compressed gradients with error feedback: send C(p) for p = e + g, and save e = p - C(p)."""
+    """Sum compressed gradients with error feedback.
+
+    With the gradient g and the error e of earlier steps, a rank sends C(e + g) and stores the new error e + g - C(e +
+    g).
+    """
     compressor = compressor_of(method)
     remembers = method.name != "qsgd" and bool(method.memory)
     sent = []
@@ -90,9 +94,9 @@ def _compress_and_sum(
 def _encode_with_feedback(
     x: Tensor, memory: dict[str, Tensor] | None, error: str, compressor: Compressor, draw: Draw
 ) -> Tensor:
-    """Encode a vector plus its earlier error `known[error]`, and store the new error.
+    """Encode a vector plus its earlier error `memory[error]`, and store the new error there.
 
-    If `known` is None, there is no error feedback.
+    If `memory` is None, there is no error feedback.
     """
     corrected = x + memory[error] if memory and error in memory else x
     sent = compressor.encode(corrected, draw)
@@ -104,7 +108,7 @@ def _encode_with_feedback(
 def _sum_decoded(
     sent: Sequence[Sequence[Tensor]], like: Sequence[Gradients], compressor: Compressor, wire: SyncTransport
 ) -> list[dict[str, Tensor]]:
-    """Return the sum over ranks, in rank order, of what they sent of every parameter."""
+    """Exchange the encoded vectors of all ranks, decode them, and return their sums in rank order."""
     received = wire.all_gather_equal([torch.cat(list(parts)) for parts in sent])
     sums_of_rows: dict[int, dict[str, Tensor]] = {}
     sums = []
@@ -123,9 +127,9 @@ def _sum_decoded(
 def _ef21(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Run EF21: h = h + C(g - h) tracks the gradient of each rank, and the sum of all h is returned.
+    """Run EF21: each rank tracks its gradient g by h = h + C(g - h). Return the sum of h over ranks.
 
-    The first h is g, sent uncompressed. With momentum h tracks v = (1 - eta) v + eta g.
+    The first h is g, sent uncompressed. With momentum, h tracks v = (1 - eta) v + eta g instead of g.
     """
     compressor = compressor_of(method)
     if any("tracked" not in states[0].get(name, {}) for name in gradients[0]):
@@ -156,7 +160,7 @@ def _ef21(
 
 
 def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Return {parameter: rank of its server}: each parameter goes to the least loaded rank.
+    """Return {parameter: rank that is its server}. Each parameter is assigned to the least loaded rank.
 
     For `"parameter_server"` the first rank serves all parameters.
     """
@@ -172,9 +176,10 @@ def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[st
 def _double_squeeze(
     method: Method, gradients: Sequence[Gradients], states: Sequence[State], wire: SyncTransport, draws: MethodSeeds
 ) -> list[dict[str, Tensor]]:
-    """Run DoubleSqueeze: the server of a parameter gets q = C(g + e) and sends u = C(sum of all q + E).
+    """Run DoubleSqueeze: workers send compressed gradients to a server, which sends their compressed sum.
 
-    Worker and server both save their compression error. Each parameter has one server, so that C sees all of it.
+    With the compression errors e of a worker and E of the server, the worker sends q = C(g + e) and the server sends
+    C(sum of all q + E). Both store their new errors. Each parameter has one server, so that C gets the full vector.
     """
     compressor = compressor_of(method)
     is_lossy = method.name != "parameter_server"
@@ -212,7 +217,10 @@ def _gather_answers(
     method: Method, answers: Sequence[Tensor], gradients: Sequence[Gradients], server_of: Mapping[str, int],
     compressor: Compressor, wire: SyncTransport,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Return the answers of all servers on every rank, padded to the longest. Their lengths are similar."""
+    """Gather the compressed sums of all servers on every rank, and return the decoded sums.
+
+    They are padded to the longest. Their lengths are similar.
+    """
     names = [[name for name in gradients[0] if server_of[name] == server] for server in range(wire.num_ranks)]
     like = gradients[0]
     lengths = [sum(compressor.size_bytes(like[name]) for name in of_server) for of_server in names]

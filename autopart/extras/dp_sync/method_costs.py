@@ -6,16 +6,17 @@ With `n` ranks, a gradient or model of `S` bytes, and `C` bytes of its compresse
 |---|---|---|---|
 | parameter_server | a rank receives and sends `(n - 1) S`, one after the other | 2 | 0 |
 | qsgd | all-gather of `n C` | 3 + n | 0 |
-| top_k, sign | the same | 6 + n | S |
-| ef21, ef21_sgdm | the same | 8 + n | 2 S, 3 S |
+| top_k, sign | all-gather of `n C` | 6 + n | S |
+| ef21, ef21_sgdm | all-gather of `n C` | 8 + n | 2 S, 3 S |
 | double_squeeze, neolithic | all-to-all of `n C`, all-gather of `C` | 10, 10 a round | S + S/n |
 | powersgd | three all-reduces: of both factors, and of what is not compressed | 10 | S + factors |
 | gossip, exact_diffusion | a send of `S` to every neighbour | 2 and one a neighbour | 0, S |
 | gradient_tracking | a send of `2 S` to every neighbour | 2 and one a neighbour | 2 S |
 | local, diloco | an all-reduce of `S` every `every` steps | 2, 8 in such a step | 0, 2 S |
 
-A pass is a read or a write of `S` bytes by the runtime (`data_sync.py`). Periodic averaging of gossip adds its
-all-reduce every `every` steps. Patarasuk and Yuan 2009 has the ring's bytes, Yuan's lecture the server's.
+A pass is a read or a write of `S` bytes by the runtime (`data_sync.py`). Periodic averaging of gossip adds an
+all-reduce of `S` every `every` steps. Sources: Patarasuk and Yuan 2009 for the bytes of a ring all-reduce; Yuan's
+lecture for the parameter server.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def neighbours(graph: str, num_ranks: int) -> int:
-    """Return the largest number of ranks that one rank exchanges with.
+    """Return the largest number of ranks with which one rank exchanges values on a gossip graph.
 
     >>> [neighbours(graph, 8) for graph in ("ring", "grid", "exp", "one_peer", "complete")]
     [2, 3, 3, 1, 7]
@@ -44,7 +45,7 @@ def neighbours(graph: str, num_ranks: int) -> int:
 
 
 def sent_elements(method: Method, numel: int) -> int:
-    """Return k of a method that sends the k largest elements: max(1, round(ratio * numel)).
+    """Return the number of elements that `top_k` sends of `numel` elements: max(1, round(ratio * numel)).
 
     With `"top_k:0.01"` these are 10 of 1000 elements, and 1 of 4.
     """
@@ -54,7 +55,7 @@ def sent_elements(method: Method, numel: int) -> int:
 def sent_bytes(method: Method, numel: int, itemsize: int) -> int:
     """Return the bytes that a rank sends for a vector of `numel` elements.
 
-    They are values with 32-bit indices, or a scale and a number of bits per element.
+    `top_k` sends values with 32-bit indices. Other compressors send a scale and some bits per element.
     """
     if method.name == "double_squeeze":
         return sent_bytes(method.compressor, numel, itemsize)
@@ -68,9 +69,10 @@ def sent_bytes(method: Method, numel: int, itemsize: int) -> int:
 
 
 def factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
-    """Return the bytes that PowerSGD sends of a rank's shard.
+    """Return the bytes that PowerSGD sends for a rank's shard of a parameter.
 
-    This is r (m + n') of a matrix if it is at most half of the matrix, else all of it.
+    For a matrix [m, n'] and rank r these are r (m + n') elements if that is at most half of the matrix, else the
+    matrix.
     """
     if method.name != "powersgd" or len(shape) < 2 or not elements:
         return elements * itemsize
@@ -82,8 +84,10 @@ def factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[in
 def exchanges(method: Method, of: MethodParameters, num_ranks: Any, several: int) -> list[Exchange]:
     """Return the collectives of a step on two or more ranks.
 
-    All sizes may be expressions. `several` is the number of ranks for the neighbours on a graph, if `num_ranks` is
-    an expression.
+    Args:
+        of: bytes of the parameters that the method synchronises.
+        num_ranks: number of ranks; like all sizes, it can be a sympy expression.
+        several: number of ranks as an integer, to count the neighbours on a gossip graph.
     """
     size, sent = of.size_bytes, of.made_bytes
     if method.name == "parameter_server":
@@ -107,7 +111,7 @@ def exchanges(method: Method, of: MethodParameters, num_ranks: Any, several: int
 
 
 def passes(method: Method, num_ranks: int) -> float:
-    """Return how often a step reads or writes as many bytes as there are gradients, besides communication."""
+    """Return the number of passes over the gradients' memory in a step (see the table above in this file)."""
     several = {"qsgd": 3, "top_k": 6, "sign": 6, "ef21": 8, "ef21_sgdm": 10}
     if method.name in several:
         return several[method.name] + num_ranks
@@ -123,7 +127,7 @@ def passes(method: Method, num_ranks: int) -> float:
 
 
 def state_bytes(method: Method, of: MethodParameters, num_ranks: int) -> float:
-    """Return the bytes of state that a rank keeps from step to step."""
+    """Return the bytes of state that a rank stores between steps."""
     size = of.size_bytes
     times = {"sign": 1.0, "ef21": 2.0, "ef21_sgdm": 3.0, "double_squeeze": 1 + 1 / num_ranks,
              "neolithic": 1 + 1 / num_ranks, "exact_diffusion": 1.0, "gradient_tracking": 2.0,

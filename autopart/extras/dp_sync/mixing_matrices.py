@@ -1,8 +1,8 @@
 """Doubly stochastic mixing matrices of gossip, by row.
 
-`w[i]` is what rank i averages, ((rank, weight), ...), in rank order. Sources of the exponential graphs: Assran et al.
-2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363); of the Metropolis weights of the grid: Xiao and Boyd
-2004.
+Row i of a matrix is ((rank, weight), ...) in rank order: the values that rank i averages. Sources of the exponential
+graphs: Assran et al. 2019 (arXiv:1811.10792) and Ying et al. 2021 (arXiv:2110.13363); of the Metropolis weights of the
+grid: Xiao and Boyd 2004.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopart.extras.dp_sync.transports import Weights
 
 
 def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
-    """Return the rows of a graph's matrix at a step (from 0). Only `one_peer` depends on the step."""
+    """Return the rows of a graph's mixing matrix at a step (from 0). Only `one_peer` depends on the step."""
     if num_ranks == 1:
         return [((0, 1.0),)]
     if graph == "complete":
@@ -33,7 +33,7 @@ def mixing_rows(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
 
 
 def receivers(rows: list[Weights]) -> list[list[int]]:
-    """Return the ranks to which each rank sends its values: those that average them."""
+    """Return, for each rank, the ranks that average its value, to which it must be sent."""
     num_ranks = len(rows)
     return [[i for i in range(num_ranks) if i != rank and rank in dict(rows[i])] for rank in range(num_ranks)]
 
@@ -51,9 +51,9 @@ def _offsets(graph: str, num_ranks: int, step: int) -> list[int]:
 
 
 def _grid(num_ranks: int) -> list[Weights]:
-    """Return Metropolis weights of a nearly square grid without wrap-around.
+    """Return the rows of Metropolis weights for a nearly square grid of ranks without wrap-around.
 
-    They are 1 / max(|N_i|, |N_j|), where neighbourhoods include the rank itself.
+    The weight between ranks i and j is 1 / max(|N_i|, |N_j|). A neighbourhood N includes the rank itself.
     """
     height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
     width = num_ranks // height

@@ -1,7 +1,7 @@
 """Methods of models: every data rank has its own model, averaged before or after an optimizer step.
 
-Each method is one function over all local replicas, so it is the same for processes and for one process. `State` is as
-in `gradient_methods.py`. Parameters are changed in place.
+Each method is one function of all replicas in this process: one replica per process, or all replicas in a single
+process. `State` is that of `gradient_methods.py`. Parameters are changed in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parameters = Mapping[str, Tensor]
 def before_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
-    """Run the method before optimizer step number `step` (from 0), when `.grad` is complete."""
+    """Run the part of a method that precedes optimizer step `step` (from 0). All gradients are in `.grad`."""
     if method.name == "gradient_tracking":
         _gradient_tracking(method, parameters, states, wire)
     elif method.name == "exact_diffusion":
@@ -41,7 +41,7 @@ def before_step(
 def after_step(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport, step: int
 ) -> None:
-    """Run the method after optimizer step number `step` (from 0)."""
+    """Run the part of a method that follows optimizer step `step` (from 0)."""
     if method.name == "gossip":
         is_global = method.every and (step + 1) % method.every == 0
         _mix("complete" if is_global else method.graph, parameters, wire, step)
@@ -69,7 +69,7 @@ def means(values: Sequence[Mapping[str, Tensor]], wire: SyncTransport) -> list[d
 
 
 def _mix(graph: str, parameters: Sequence[Parameters], wire: SyncTransport, step: int, halfway: bool = False) -> None:
-    """Set x_i = sum_j w_ij x_j; with `halfway`, use (I + W) / 2 instead of W."""
+    """Average x_i = sum_j w_ij x_j in place. With `halfway`, use (I + W) / 2 as weights instead of W."""
     for replica, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
         for name, parameter in replica.items():
             parameter.copy_((parameter + mixed[name]) / 2 if halfway else mixed[name])
@@ -78,7 +78,7 @@ def _mix(graph: str, parameters: Sequence[Parameters], wire: SyncTransport, step
 def _mixed(
     graph: str, values: Sequence[Mapping[str, Tensor]], wire: SyncTransport, step: int
 ) -> list[dict[str, Tensor]]:
-    """Return sum_j w_ij v_j on every rank i. The complete graph uses an all-reduce, which is cheaper."""
+    """Return the average sum_j w_ij v_j of each local rank i. For the complete graph it is an all-reduce."""
     if graph == "complete":
         return means(values, wire)
     rows = mixing_rows(graph, wire.num_ranks, step)
@@ -91,9 +91,10 @@ def _mixed(
 def _gradient_tracking(
     method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport
 ) -> None:
-    """Run gradient tracking: x = W x - step(q), q = W q + g - (g of the step before), and q = g at first.
+    """Run gradient tracking: x = W x - step(q) and q = W q + g - (previous g), starting with q = g.
 
-    The optimizer gets q in place of g, and W x - x is added after its step. Parameters and q are sent in one message.
+    The optimizer gets q in place of the gradient g. After its step, W x - x is added to x. Parameters and q are sent in
+    one message.
     """
     sent: list[dict[str, Tensor]] = []
     for replica, state in zip(parameters, states, strict=True):
@@ -114,9 +115,10 @@ def _gradient_tracking(
 
 
 def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: SyncTransport) -> None:
-    """Run the outer optimizer of DiLoCo, SGD with Nesterov momentum.
+    """Run the outer optimizer of DiLoCo: SGD with Nesterov momentum.
 
-    Its gradient is the mean distance that replicas have moved from the anchor. All replicas restart at the new anchor.
+    Its gradient is the mean distance between the replicas and the anchor, the model after the previous outer step. All
+    replicas continue from the new anchor.
     """
     moved = [
         {name: state[name]["anchor"].view(parameter.shape) - parameter for name, parameter in model.items()}

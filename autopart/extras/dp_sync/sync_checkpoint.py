@@ -1,9 +1,9 @@
 """State of `dp_sync` methods as tensors that a distributed checkpoint saves and loads on any mesh.
 
-State that differs between data ranks is a full tensor [data ranks, *the parameter's shape]. State of gradients is saved
-in the units of the papers, gradients of the mean over a rank's samples. When another number of data ranks loads it,
-each rank takes the mean of all. The proofs of these methods only need that mean (error memory e: the mean of x - e is
-unchanged).
+State that differs between data ranks becomes a full tensor of shape [data ranks, *the parameter's shape]. State of
+gradient methods is saved in the units of the papers: gradients of the mean over a rank's samples. If another number of
+data ranks loads the state, each rank takes the mean over all saved ranks. The convergence proofs of these methods need
+only that mean (with error feedback e, the mean of x - e is unchanged).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ALIKE = {"ef21": ("sum",), "ef21_sgdm": ("sum",), "diloco": ("anchor", "velocity
 """{method: state of a parameter that is replicated over the data ranks}."""
 
 SERVED = {"double_squeeze": ("server_error",), "neolithic": ("server_error",)}
-"""{method: state of a parameter on its server}."""
+"""{method: state of a parameter that only its server has}."""
 
 COUNTS = ("steps", "updates", "data_ranks")
 
 
 def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
-    """Return the result of `ParallelModule.dp_sync_state_dict`."""
+    """Return the state of the methods (`ParallelModule.dp_sync_state_dict`)."""
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     entries: dict[str, Any] = {
         "steps": sync.steps, "updates": sync.updates, "data_ranks": ranks, "begun": bool(sync.state)
@@ -62,7 +62,7 @@ def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
 
 
 def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
-    """Load the state, for `ParallelModule.load_dp_sync_state_dict`."""
+    """Load the state of the methods (`ParallelModule.load_dp_sync_state_dict`)."""
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     expected = state_of(sync)
     missing = [key for key in expected if key not in saved and not key.startswith("powersgd.")]
@@ -90,7 +90,10 @@ def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
 
 
 def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -> None:
-    """Load torch's PowerSGD state. It is keyed by buckets, so it loads only on the mesh that saved it."""
+    """Load torch's PowerSGD state.
+
+    It is keyed by buckets, so only the mesh that saved it can load it.
+    """
     for name, state in saved.items():
         if name.startswith("powersgd.") and name.endswith(f".of_rank_{sync.process.rank}"):
             assert sync.wire is not None
@@ -104,7 +107,7 @@ def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -
 
 
 def _units(method: Method, ranks: int) -> int:
-    """Return the factor from partial gradients to the gradients of the papers."""
+    """Return the factor between partial gradients and the gradients of the papers (means over a rank)."""
     return ranks if method.changes == "gradients" else 1
 
 
@@ -118,17 +121,18 @@ def _as_shard(sync: DataSync, name: str, value: Tensor) -> Tensor:
 
 
 def _shard_place(sync: DataSync, name: str) -> ShardOffsets:
-    """Return the shard of the model's parameter for which a method has state on this rank."""
+    """Return the offsets of the shard of a parameter for which a method has state on this rank."""
     owner = shard_info_of(sync.stored[name])
     assert owner is not None
     return shard_offsets_of(replace(owner, stored=sync.layouts[name]))
 
 
 def _as_rank_shard(sync: DataSync, name: str, value: Tensor, data_ranks: int | None) -> Tensor:
-    """Return this data rank's value as a shard of [data ranks, ...].
+    """Return this data rank's value as a shard of the full tensor [data ranks, *the parameter's shape].
 
     Args:
-        data_ranks: allocate a full dim of this size instead, to load what another number of ranks saved.
+        data_ranks: number of data ranks that saved the checkpoint to load. If it differs from the current number, a
+            buffer for the values of all saved ranks is returned.
     """
     assert sync.wire is not None
     place, ranks = _shard_place(sync, name), sync.wire.num_ranks
@@ -141,7 +145,10 @@ def _as_rank_shard(sync: DataSync, name: str, value: Tensor, data_ranks: int | N
 
 
 def _local_value(saved: Any, key: str, parameter: Tensor) -> Tensor:
-    """Return this data rank's value from a checkpoint; from another number of data ranks, their mean."""
+    """Return this data rank's value from a checkpoint.
+
+    If another number of data ranks saved it, return the mean of all saved values.
+    """
     value = to_plain(saved)
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[1:] != parameter.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

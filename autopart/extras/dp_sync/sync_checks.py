@@ -1,4 +1,4 @@
-"""Programs and storage of parameters that `dp_sync` methods do not support."""
+"""Checks that parameter storage and programs support the `dp_sync` methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
-    """Raise OptionError if the storage of a parameter excludes its method."""
+    """Raise OptionError if a method does not support how a parameter is stored."""
     mesh = decisions.mesh
     axis = sync.axis(mesh)
     trained = [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
@@ -42,7 +42,7 @@ def check_storage(sync: DpSync, trace: Trace, decisions: Decisions) -> None:
 
 
 def check_full_gradients(sync: DpSync, program: Program) -> None:
-    """Raise OptionError if a `dp_sync` method needs the full gradient of a parameter gathered per use."""
+    """Raise OptionError if a method needs the full gradient of a parameter that is gathered at each use."""
     needs_full_gradient = [name for name, one in program.parameters.items() if one.unsharded_to_sync(program.mesh)]
     if not needs_full_gradient:
         return

@@ -45,9 +45,9 @@ FORM = "dp_sync='top_k:0.01', or {'strategy': 'top_k', 'ratio': 0.01, 'only': {'
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: what it changes, and its parameters in order.
+    """Specification of a method: whether it changes gradients or models, and its parameters in order.
 
-    `takes`: {parameter: default}; None marks a required parameter.
+    `takes`: {parameter: default value}. None marks a required parameter.
     """
 
     changes: Literal["gradients", "models"]
@@ -97,7 +97,7 @@ _NUMBERS: dict[str, tuple[type, Any, str]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One method with all its parameters, `{"ratio": 0.01}`.
+    """A method and the values of all its parameters, such as `{"ratio": 0.01}`.
 
     >>> str(Method.parse("neolithic:0.05,2")), Method.parse("double_squeeze:sign").compressor
     ('neolithic:0.05', Method(name='sign', numbers=(('memory', True),)))
@@ -141,7 +141,7 @@ class Method:
 
     @staticmethod
     def parse(method: Any) -> Method:
-        """Return the method of `"top_k:0.01"` or `{"strategy": "top_k", "ratio": 0.01}`. Raises OptionError."""
+        """Parse a method: `"top_k:0.01"` or `{"strategy": "top_k", "ratio": 0.01}`. Raises OptionError."""
         if isinstance(method, Method):
             return method
         if isinstance(method, str):
@@ -173,7 +173,10 @@ def _kind_of(name: str) -> MethodSpec:
 
 
 def _numbers_of(name: str, text: str) -> dict[str, Any]:
-    """Parse the parameters after a method's name: `0.05,2`; for `double_squeeze` a compressor."""
+    """Parse the text after the name of a method, `0.05,2`, to {parameter: value}.
+
+    For `double_squeeze` the text is a compressor.
+    """
     parameters = list(_kind_of(name).takes)
     if not text:
         return {}
@@ -228,10 +231,10 @@ HOOK = Method("hook")
 
 @dataclass(frozen=True)
 class DpSync:
-    """A method for all parameters, and exceptions by parameter name.
+    """The method of each parameter: one for all parameters, and exceptions by parameter name.
 
-    `only`: (pattern of names (`fnmatch`), method); the first match applies. `from_step`: number of first steps that
-    all-reduce gradients exactly. `seed`: seed of the random numbers of methods.
+    `only`: (name pattern as in `fnmatch`, method) of the exceptions; the first match applies. `from_step`: number of
+    steps at the start that all-reduce gradients exactly. `seed`: seed of the methods' random numbers.
     """
 
     method: Method = EXACT
@@ -295,7 +298,7 @@ class DpSync:
         return self.method.changes == "models"
 
     def axis(self, mesh: Mesh) -> str:
-        """Return the axis that the method communicates over, "" if there is none.
+        """Return the mesh axis that the method communicates over, "" if there are no data ranks.
 
         Raises OptionError if `across` needs an axis that the mesh lacks.
         """
@@ -314,14 +317,14 @@ class DpSync:
         return None if method == EXACT else method
 
     def check_storage(self, trace: Trace, decisions: Decisions) -> None:
-        """Raise OptionError for an unknown name, or if the storage of a parameter excludes its method."""
+        """Raise OptionError for a pattern without a match, or for storage that a method does not support."""
         from autopart.extras.dp_sync.sync_checks import check_storage  # imports torch
 
         self.check_names(trace.parameters)
         check_storage(self, trace, decisions)
 
     def check_program(self, program: Program) -> None:
-        """Raise OptionError if a method needs the full gradient of a parameter that is gathered per use."""
+        """Raise OptionError if a method needs the full gradient of a parameter that is gathered at each use."""
         from autopart.extras.dp_sync.sync_checks import check_full_gradients
 
         check_full_gradients(self, program)
@@ -338,7 +341,7 @@ class DpSync:
 
 
 def _complete(sync: DpSync) -> DpSync:
-    """Return `sync` if its methods are compatible with each other; raise OptionError if they are not."""
+    """Return `sync` unchanged if its methods can be combined. Raises OptionError if they cannot."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
         raise OptionError(
             f"dp_sync='{sync}' mixes methods of models and of gradients",

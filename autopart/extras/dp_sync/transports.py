@@ -1,6 +1,6 @@
-"""Transports of `dp_sync` messages: process groups, or lists if all ranks are in one process.
+"""Transports of `dp_sync` messages: a process group, or lists if all ranks are in one process.
 
-A method is written once, for a list of the ranks that this process runs: one, or all of them.
+A method is written once, as a function of lists with one entry for each rank that this process runs.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Weights = Sequence[tuple[int, float]]
 
 
 class SyncTransport(Protocol):
-    """Transport between the `num_ranks` ranks of a method, of which this process runs `here`.
+    """Transport between the `num_ranks` data ranks of a method. This process runs the ranks `here`.
 
-    All calls are collective. They take and return lists with one entry per local rank.
+    All methods are collective. They take and return lists with one entry per local rank.
     """
 
     num_ranks: int
     here: Sequence[int]
 
     def all_gather_equal(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
-        """All-gather equal-shaped tensors: return those of all ranks, in rank order."""
+        """All-gather tensors of equal shape. Returns the tensors of all ranks, in rank order."""
 
     def all_to_all_vectors(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """All-to-all: `sent[i][r]` goes to rank r and has the same length on every rank i."""
+        """Send `sent[i][r]` from the i-th local rank to rank r. Its length must be equal for all i."""
 
     def broadcast_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Broadcast from the first rank. Other ranks pass a tensor of equal shape and dtype."""
+        """Broadcast the first rank's tensor. Other ranks pass a tensor of equal shape and dtype."""
 
     def exchange(
         self, values: Sequence[Tensor], weights: Sequence[Weights], to: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Return every rank's weighted average, in rank order.
+        """Exchange values between neighbours, and return the weighted average of each local rank.
 
         Args:
-            values: the value of each local rank.
-            weights: what each local rank averages.
-            to: the ranks that need each local rank's value.
+            values: value of each local rank.
+            weights: for each local rank, the (rank, weight) pairs that it averages.
+            to: for each local rank, the ranks that need its value.
         """
 
     def sum(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -53,7 +53,7 @@ class SyncTransport(Protocol):
 
 
 class ListTransport:
-    """All ranks, in one process."""
+    """Transport between all ranks in one process."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -79,7 +79,7 @@ class ListTransport:
 
 
 class GroupTransport:
-    """The ranks of a process group, one of which is local."""
+    """Transport between the ranks of a process group, of which one is local."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.num_ranks = group, group.size()
@@ -131,14 +131,14 @@ class GroupTransport:
         return [total]
 
     def _to_transport(self, values: Tensor) -> Tensor:
-        """Return the values on a device from which the group sends: gloo only supports reductions on a GPU."""
+        """Return the values on a device from which the group can send. On GPUs, gloo supports only reductions."""
         return (
             values.contiguous().cpu() if values.is_cuda and is_gloo(self.group, values.device) else values.contiguous()
         )
 
 
 def weighted(values: Sequence[Tensor], weights: Weights) -> Tensor:
-    """Return the weighted sum of tensors, added in their order."""
+    """Return the weighted sum of tensors, added in the order of `weights`."""
     total = values[0] * weights[0][1]
     for value, (_, weight) in zip(values[1:], weights[1:], strict=True):
         total = total + value * weight

@@ -7,8 +7,9 @@
 | `pipelining` | `split_spec` of `torch.distributed.pipelining.pipeline` | stages |
 | `megatron` | `--pipeline-model-parallel-layout` of Megatron-LM | stages |
 
-These formats name modules, not operators. What they cannot express (a fused projection sharded section by section, a
-stage boundary inside a module, unequal shards) is an error that names the place in the plan.
+These formats name modules, not operators. A plan can contain more than they can express: a fused projection sharded
+section by section, a stage boundary inside a module, unequal shards. Exporting such a plan raises an error that names
+the line of the plan.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ if TYPE_CHECKING:
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"
 GATHERED = "gathered"
-"""A column-parallel module whose output is brought together behind it."""
+"""Role of a column-parallel module whose output is gathered."""
 
 _STYLES = {
     (nn.Linear, COLUMN): "colwise", (nn.Linear, GATHERED): "colwise_gather_output", (nn.Linear, ROW): "rowwise",
     (nn.Linear, WHOLE): "replicate", (nn.Embedding, ROW): "embedding_rowwise",
     (nn.Embedding, COLUMN): "embedding_colwise", (nn.Embedding, WHOLE): "replicate",
 }  # fmt: skip
-"""How transformers calls what happens to a module."""
+"""{(class of a module, its role): style of the module in transformers}."""
 
 _WEIGHTS = {
     "colwise": shard(0), "colwise_gather_output": shard(0), "colwise_rep": shard(0), "rowwise": shard(1),
     "rowwise_split_input": shard(1), "rowwise_rep": shard(1), "embedding_rowwise": shard(0),
     "embedding_colwise": shard(1), "replicate": R,
 }  # fmt: skip
-"""How the weight of a module is placed under each style of transformers."""
+"""{style of transformers: placement of the module's weight}."""
 
 
 def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
-    """Return a plan in the format of another tool: a dict, for "megatron" a string.
+    """Convert a plan to the format of another tool: a string for "megatron", else a dict.
 
     The plan must be made by autopart, not edited by hand: its collectives and stages must match its layouts.
 
     Args:
         to: "transformers", "parallelize_module", "pipelining" or "megatron".
-        model: the plan's model, possibly on `meta`. The first two formats need it, to see the class of each module.
+        model: the plan's model, possibly on `meta`. The first two formats need the class of each of its modules.
     Raises OptionError for another format; LayoutError or StageError for a plan that the format cannot express.
     """
     if to not in _FORMATS:
@@ -79,7 +80,11 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
 
 
 def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """Return {module: COLUMN, GATHERED, ROW or WHOLE (replicated)} of every linear and embedding module."""
+    """Return the role of every linear and embedding module: COLUMN, GATHERED, ROW or WHOLE.
+
+    COLUMN and ROW are column- and row-parallel. GATHERED is column-parallel with a gathered output. WHOLE is
+    replicated.
+    """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
@@ -122,9 +127,10 @@ def _check_sayable(
 
 
 def _check_collectives(plan: Plan) -> None:
-    """Raise LayoutError if activations are gathered or exchanged.
+    """Raise LayoutError if the plan gathers or exchanges activations.
 
-    These formats can only express all-reduces of row-parallel outputs and of gradients of column-parallel inputs.
+    These formats can only express all-reduces: of outputs of row-parallel modules, and of input gradients of
+    column-parallel modules.
     """
     for row in plan.collectives:
         other = [kind for kind in (row.forward, row.backward) if kind not in ("", "all_reduce")]
@@ -138,9 +144,9 @@ def _check_collectives(plan: Plan) -> None:
 
 
 def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
-    """Return the column-parallel modules whose output stays sharded for a row-parallel module.
+    """Return the column-parallel modules whose output stays sharded for the next row-parallel module.
 
-    That is the next module that is not column-parallel itself.
+    Other column-parallel modules can be between the two.
     """
     blocks: dict[str, list[str]] = defaultdict(list)
     for path in roles:
@@ -155,14 +161,17 @@ def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
 
 
 def _block(path: str) -> str:
-    """Return the innermost numbered block of a module: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
+    """Return the path of the innermost numbered block that contains a module.
+
+    For example, `model.layers.3` contains `model.layers.3.mlp.up_proj`.
+    """
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
 
 
 def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
-    """Return roles by pattern, or by full name if modules of one pattern differ."""
+    """Return {name pattern: role of the modules}; modules with different roles are named in full."""
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for path, role in roles.items():
         groups[pattern_of(path)][path] = role
@@ -201,7 +210,7 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _gather(kind: type, role: str) -> str:
-    """Return COLUMN for an embedding with the role GATHERED, because its output is always gathered."""
+    """Return the role, but COLUMN for a GATHERED embedding, because the format always gathers its output."""
     return COLUMN if kind is nn.Embedding and role == GATHERED else role
 
 
@@ -231,7 +240,7 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
-    """Return name patterns of modules with replicated parameters that run on shards (a norm per head)."""
+    """Return name patterns of modules with replicated parameters and sharded inputs (a norm per head)."""
     patterns: dict[str, None] = {}
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -248,9 +257,9 @@ def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def stage_modules(plan: Plan) -> list[str]:
-    """Return the first module of every stage but the first.
+    """Return the name of the first module of every stage but the first.
 
-    Raises StageError for a boundary inside a module.
+    Raises StageError for a stage boundary inside a module.
     """
     if tuple(stage["first"] for stage in plan.stages[1:]) != tuple(plan.cuts):
         raise StageError(
@@ -277,7 +286,7 @@ def stage_modules(plan: Plan) -> list[str]:
 
 
 def _blocks_of(stage: Mapping[str, Any]) -> list[str]:
-    """Return the blocks with operators in a stage, by layer number."""
+    """Return the repeated blocks with operators in a stage, sorted by layer number."""
     return [
         block["block"].replace("*", str(number), 1)
         for block in stage.get("blocks", ())
@@ -292,7 +301,10 @@ def _to_pipelining(plan: Plan) -> dict[str, Any]:
 
 
 def _to_megatron(plan: Plan) -> str:
-    """Return `Et*3|t*4L`: E the embedding, t a layer, L head and loss; stages in order, separated by `|`."""
+    """Return the stages in Megatron's notation, `Et*3|t*4L`.
+
+    E is the embedding, t a layer, L head and loss; `|` separates stages.
+    """
     if plan.schedule.name in ("zbv", "dualpipev"):
         raise StageError(
             f"the format cannot express the schedule {plan.schedule.name}",
@@ -328,7 +340,7 @@ def _times(number: int) -> str:
 
 
 def _layers(plan: Plan) -> tuple[set[str], dict[int, list[int]]]:
-    """Return the patterns of repeated layers, and the layer numbers of every stage."""
+    """Return the name patterns of repeated layers, and {stage: its layer numbers}."""
     stacks: set[str] = set()
     layers: dict[int, list[int]] = defaultdict(list)
     for stage in plan.stages:
@@ -360,12 +372,12 @@ _FORMATS: dict[str, Callable[..., Any]] = {
 
 
 def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return another tool's plan as `pins=`.
+    """Convert another tool's plan to a value of `pins=`.
 
     Args:
         given: `{module or pattern: style}`: transformers' `tp_plan`, the dict of `parallelize_module`, or the
             `split_spec` of `pipeline`.
-        model: the model whose modules it names; possibly on `meta`.
+        model: the model whose modules `given` names; possibly on `meta`.
     Raises OptionError for a style that does more than place weights.
 
     Example:
@@ -393,7 +405,7 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _place_of_style(name: str, style: Any, model: nn.Module) -> Placement | None:
-    """Return the placement of a module's weight in `parallelize_module`."""
+    """Return the placement of a module's weight under a style of `parallelize_module`."""
     kind = type(style).__name__
     module = next((m for path, m in model.named_modules() if name in (path, pattern_of(path))), None)
     if module is None:

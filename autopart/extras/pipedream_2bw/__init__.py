@@ -20,7 +20,7 @@ __all__ = ["check_program", "make_batches"]
 
 
 def make_batches(schedule: str, process: Process, parameters: Mapping[str, Tensor]) -> InFlight:
-    """Return the batches in flight of a module, none yet. See `OverlappedBatches`."""
+    """Create the object that runs steps with a batch in flight; no batch is in flight yet."""
     from autopart.extras.pipedream_2bw.batches_in_flight import InFlight  # not for a plan
 
     return InFlight(schedule, process, parameters)

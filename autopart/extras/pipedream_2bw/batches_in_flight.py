@@ -1,9 +1,9 @@
 """`schedule="1f1b_2bw"`: asynchronous 1F1B (PipeDream-2BW), without a flush between batches.
 
-`step(batch k)` starts the first microbatches of batch k after the last ones of batch k - 1. It finishes the backwards
-of batch k - 1, and leaves the gradient of batch k - 1 in `.grad`. All stages compute a batch with one version of the
-weights, the version at its `step`. While the batch is in flight the optimizer changes the other version, so that batch
-k + 1 is computed with
+`step(batch k)` starts the first microbatches of batch k after the last microbatches of batch k - 1. It finishes the
+backwards of batch k - 1, and adds the gradient of batch k - 1 to `.grad`. All stages compute a batch with one version
+of the weights, which is current when its `step` begins. While the batch is in flight, the optimizer changes the other
+version. So batch k + 1 is computed with
 
     W(k + 1) = W(k) - step size x gradient of batch k - 1 at W(k - 1)
 
@@ -37,7 +37,7 @@ from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
 class WeightVersions:
-    """Two versions of this rank's weights, each {name: tensor}, which graphs use and differentiate.
+    """Two versions of this rank's weights, each {name: tensor}. Graphs compute with these tensors.
 
     The module's parameters share the memory of version `current`, which optimizers change.
     """
@@ -49,7 +49,10 @@ class WeightVersions:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Create both versions of every parameter, and update the current version from the parameters."""
+        """Create both versions of new parameters.
+
+        If the user has moved a parameter to other memory, copy its values into the current version.
+        """
         current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
             if name not in current:
@@ -62,7 +65,7 @@ class WeightVersions:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Copy the parameters into the other version and make it current."""
+        """Copy the parameters into the other version, and make that version current."""
         current, other = self.tensors[self.current], self.tensors[1 - self.current]
         for name, parameter in self.parameters.items():
             other[name].data.copy_(parameter.data)
@@ -74,7 +77,7 @@ class WeightVersions:
 class StageExchange:
     """Sends and receives between neighbouring stages.
 
-    A rank waits for a receive immediately. It waits for a send after it has started the next send.
+    A rank waits for a receive when it starts it. It waits for a send only after it has started the next send.
     """
 
     def __init__(self) -> None:
@@ -83,7 +86,7 @@ class StageExchange:
         self.broadcasts: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, receives: Sequence[dist.P2POp]) -> None:
-        """Start the pending sends, and wait for these receives."""
+        """Start these receives together with the pending sends, and wait for the receives."""
         earlier, self.in_flight = self.in_flight, []
         for work in (*self._begin(receives), *(work for work, _ in earlier)):
             work.wait()
@@ -99,7 +102,11 @@ class StageExchange:
         self.receive(())
 
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """Start sends and receives. Return the work objects to wait for immediately."""
+        """Start the pending sends and these receives. Return the work objects that the caller must wait for.
+
+        They are those of the receives. If the backend returns one work object for all (nccl), it is that one. Sends are
+        otherwise waited for later.
+        """
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
         num_sends = (
@@ -129,7 +136,7 @@ class StageExchange:
 
 
 class ExecutablePair:
-    """One program, bound to both versions of the weights."""
+    """Two executables of one program, one for each version of the weights."""
 
     def __init__(self, program: Program, in_flight: InFlight, make: Callable[..., Executable]):
         assert in_flight.schedule is not None
@@ -149,7 +156,7 @@ class ExecutablePair:
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Run a step as `Executable.step` does, but return the loss of the batch before."""
+        """Run a step as `Executable.step` does, but return the loss of the previous batch."""
         assert scaling is None and not options.outputs
         return self.in_flight.step(self, inputs, options, comparison), []
 
@@ -160,7 +167,7 @@ def pipeline_of(executable: Executable) -> Pipeline:
 
 
 class BatchInFlight:
-    """A batch that has been started and is not finished."""
+    """A batch whose first microbatches have started, and whose last backwards have not finished."""
 
     def __init__(
         self, pair: ExecutablePair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison
@@ -186,7 +193,7 @@ class BatchInFlight:
         self._loaded.close()
 
     def finish(self, exchange: StageExchange) -> None:
-        """Complete the gradients and compute the loss, after all backwards have run."""
+        """Complete the gradients, and compute the loss. Called when all backwards of the batch have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
         sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
@@ -218,10 +225,10 @@ class InFlight(OverlappedBatches):
         return ExecutablePair(program, self, make)
 
     def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
-        """Start a batch, finish the batch before, and store its gradients. Return its loss, or NaN.
+        """Start a batch, finish the previous batch, and add the gradients of the previous batch to `.grad`.
 
-        Raises InputError if the ranks were called differently. Then the batch before is finished, and the next call
-        stores its gradients.
+        Returns the loss of the previous batch, NaN if there is none. Raises InputError if the ranks were called
+        differently. Then the previous batch is finished, and the next call stores its gradients.
         """
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
@@ -273,7 +280,7 @@ class InFlight(OverlappedBatches):
         """Start a batch and finish the batch in flight; either can be None.
 
         The ranks compare their calls (`meet`) before the first microbatch of the new batch. If the calls differ, the
-        new batch is dropped, the batch in flight is finished, and the error is raised.
+        new batch is dropped, the batch in flight is finished, and then the error is raised.
         """
         if self.is_broken:
             raise UsageError(
@@ -301,7 +308,10 @@ class InFlight(OverlappedBatches):
     def _run(
         self, finishing: BatchInFlight | None, beginning: BatchInFlight | None, meet: Callable[[], None]
     ) -> AutopartError | None:
-        """Run one period of 1F1B. Return the error that kept `beginning` from starting."""
+        """Run one period of 1F1B: the end of batch `finishing` and the begin of batch `beginning`.
+
+        Returns the error that kept `beginning` from starting, or None.
+        """
         error: AutopartError | None = None
         num_warmup = self.process.mesh.size("pp") - 1 - self.process.pp
         remaining = [(finishing, index) for index in range(num_warmup, finishing.microbatches)] if finishing else []

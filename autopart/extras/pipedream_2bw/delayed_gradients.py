@@ -1,4 +1,4 @@
-"""Requirements of a schedule whose step returns the gradient of the previous batch (PipeDream-2BW)."""
+"""Checks for a schedule whose step returns the gradient of the previous batch (PipeDream-2BW)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLUSHING = "schedule='1f1b', which finishes each batch"
 
 
 def check_delayed(schedule: str, program: Program) -> None:
-    """Raise StageError if a program does not allow a schedule that overlaps two batches."""
+    """Raise StageError if a program cannot run under a schedule that overlaps two batches."""
     check_schedule(schedule, len(program.stages), program.mesh.size("pp"), program.microbatches)
     sharding_axes = storing_axes(program)
     if sharding_axes:
