@@ -18,7 +18,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class LocalSamples:
-    """A rank's local samples in place of a global value. A prologue must pass them on unchanged."""
+    """A rank's local samples, passed to a prologue in place of the global value of an input.
+
+    The prologue must return them unchanged.
+    """
 
     rows: Tensor
 
@@ -26,7 +29,7 @@ class LocalSamples:
 def stage_arguments(
     program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int]
 ) -> list[Arguments]:
-    """Return the keyword arguments of one stage graph on one rank, per microbatch.
+    """Return the keyword arguments of one stage graph on one rank, one mapping per microbatch.
 
     `values` are the outputs of the stage's prologue for the global batch. A value with a batch dim is split into
     contiguous blocks of samples, first over ranks, then over microbatches.
@@ -57,11 +60,14 @@ def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: 
 
 
 def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return one tensor per output of the last stage's graph, merged over microbatches (outer sequence).
+    """Merge the outputs of all microbatches to one tensor per output of the last stage's graph.
 
-    A microbatch's output has one block of samples per data rank. The batch is split over data ranks first. So block by
-    block, samples follow those of earlier microbatches of the same rank. If every rank passes local samples
+    An output of a microbatch has one block of samples per data rank, because the batch is split over data ranks first.
+    The merged output has, for each data rank, its samples of all microbatches. If every rank passes local samples
     (`local_batch=True`), outputs are local too.
+
+    Args:
+        outputs: for each microbatch, its outputs.
     """
     placements = _placements(program)
     num_blocks = program.data_parallel_size if program.row_inputs is None else 1

@@ -25,11 +25,11 @@ NewBuffers = Mapping[str, Tensor]
 def buffer_updates_of(
     stage: Stage, program: Program, prologue: Sequence[Tensor], graph: Sequence[Sequence[Tensor]]
 ) -> NewBuffers:
-    """Return the new values that a stage computes.
+    """Return {buffer: new value} for the buffers that a stage updates.
 
     Args:
         prologue: outputs of the stage's prologue that are buffer updates.
-        graph: outputs of the stage's graph that are buffer updates, per microbatch.
+        graph: for each microbatch, outputs of the stage's graph that are buffer updates.
     """
     new = {update.name: value for update, value in zip(stage.prologue_updates, prologue, strict=True)}
     columns = zip(*graph, strict=True) if graph else ()
@@ -45,7 +45,10 @@ def write_buffers(
     process: Process,
     stage_style: str,
 ) -> None:
-    """Write new values into this rank's `buffers`. `by_stage`: values of the stages that run on this rank."""
+    """Write the new values of all stages into this rank's `buffers`.
+
+    `by_stage`: {stage: {buffer: new value}} of the stages that run on this rank. Other stages' values are broadcast.
+    """
     for stage in program.stages:
         if not stage.updates:
             continue
@@ -61,7 +64,7 @@ def write_buffers(
 def _from_owner(
     buffers: Mapping[str, Tensor], values: NewBuffers, updates: Sequence[BufferUpdate], owner: int, process: Process
 ) -> NewBuffers:
-    """Broadcast the values of the stage at `pp` coordinate `owner` along `pp`."""
+    """Broadcast the new buffer values of a stage from `pp` coordinate `owner` to all ranks along `pp`."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for update in updates:
         by_dtype.setdefault(buffers[update.name].dtype, []).append(update.name)

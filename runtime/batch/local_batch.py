@@ -1,8 +1,8 @@
-"""Gather the batch if every rank passes its own samples (`local_batch=True`).
+"""Gather the global batch if every rank passes only its own samples (`local_batch=True`).
 
-A prologue computes masks, positions and label counts from the global batch. So the inputs that it uses, tokens and
-labels, are all-gathered over the data ranks in one collective. Inputs that a prologue only splits into samples, such as
-images in most models, stay local.
+A prologue computes masks, positions and label counts from the global batch. So the inputs that it uses, such as tokens
+and labels, are all-gathered over the data ranks in one collective. Inputs that a prologue only splits into samples,
+such as images in most models, stay local.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopart.runtime.comm.process_mesh import Process
 def globally_used_inputs(program: Program) -> frozenset[str]:
     """Return the inputs whose global value a prologue or a weight update uses.
 
-    Prologues pass the local samples of all other inputs on unchanged.
+    For all other inputs, prologues return the local samples unchanged.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}
@@ -42,7 +42,7 @@ def globally_used_inputs(program: Program) -> frozenset[str]:
 
 
 class LocalBatch:
-    """Gathers the samples of all ranks for the calls of one program."""
+    """Gathers the samples of all ranks, for the calls of one program."""
 
     def __init__(self, program: Program, process: Process):
         assert program.row_inputs is None or not program.copied, "rows of equal number divide over the ranks"
@@ -66,7 +66,7 @@ class LocalBatch:
         return [gathered.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def as_loss_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a differentiable call, with gradients that are reduced over all ranks."""
+        """Return the outputs of a differentiable call. Their backward reduces gradients over all ranks."""
         if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
             return list(outputs)
         kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
@@ -89,7 +89,7 @@ class LocalBatch:
 
 
 def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> list[Tensor]:
-    """Return the samples of all ranks in rank order, per tensor: one all-gather of bytes per axis."""
+    """All-gather the samples of each tensor in rank order: one all-gather of bytes per axis."""
     packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     rows, gathered = 1, packed
     for axis in reversed(axes):  # innermost first: its ranks are adjacent
@@ -105,7 +105,7 @@ def _gather(parts: Sequence[Tensor], axes: Sequence[str], process: Process) -> l
 
 
 class _GlobalValue(Function):
-    """Global value of a local input. Backward returns the gradient of the local samples."""
+    """Autograd function: global value of a local input. Backward returns the local samples' gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ class _GlobalValue(Function):
 
 
 class _LocalSlice(Function):
-    """One rank's samples of a global value. Backward gathers their gradients on all ranks."""
+    """Autograd function: one rank's samples of a global value. Backward all-gathers the gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:

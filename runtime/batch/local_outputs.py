@@ -1,14 +1,14 @@
-"""Outputs if every rank has its own samples (`local_batch=True`), and gradients of losses on them.
+"""Outputs if every rank passes its own samples (`local_batch=True`), and gradients of losses on them.
 
 There are three kinds of outputs:
 
 - `ROWS`: the samples of this rank.
 - `VALUE`: depends on no sample, such as a parameter that the model returns. It is replicated.
-- `SUM`: depends on the samples of all ranks, such as a loss or a count. It is replicated too.
+- `SUM`: depends on the samples of all ranks, such as a loss or a count. It is replicated.
 
-If a user's loss reads samples or values, it is this rank's term of the loss, and the gradients of replicated outputs
-are summed over all ranks. If it reads only sums, it is the loss of the global batch, which every rank computes, and its
-gradient is not summed.
+A loss that the user computes from `ROWS` or `VALUE` outputs is this rank's term of the total loss. The gradients of
+replicated outputs are then summed over all ranks. A loss computed only from `SUM` outputs is the loss of the global
+batch, which every rank computes. Its gradient is not summed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OutputKind = Enum("OutputKind", ["ROWS", "VALUE", "SUM"])
 
 
 def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind:
-    """Return the kind of an output if samples are split over these axes."""
+    """Return the kind of an output (see the list above in this file) if samples are split over `axes`."""
     if any(axis in output.layout and output.layout[axis].is_shard for axis in axes):
         return OutputKind.ROWS
     return OutputKind.SUM if output.made_of & (program.row_inputs or frozenset()) else OutputKind.VALUE
@@ -37,7 +37,7 @@ def kind_of(output: Output, program: Program, axes: Sequence[str]) -> OutputKind
 def as_loss_terms(
     outputs: Sequence[Tensor], kinds: Sequence[OutputKind], groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
-    """Return the outputs, with gradients that include the loss terms of all ranks in these groups."""
+    """Return the outputs. Their backward sums gradients over the loss terms of all ranks in the groups."""
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
     if all(kinds[i] is OutputKind.ROWS for i in differentiable):
         return list(outputs)

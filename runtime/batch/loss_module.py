@@ -1,4 +1,4 @@
-"""Tensors of a loss module (`loss_fn`): buffers of a step's program, updated before each call."""
+"""Parameters and buffers of a loss module (`loss_fn`), which a step's program treats as its buffers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SMALL = 2**16
 
 
 def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return {name in the program: tensor} of a loss function; {} if it is not a module."""
+    """Return {name in the program: tensor} of a loss module; {} if `loss_fn` is not a module."""
     name = loss_name(model)
     return {f"{name}.{inside}": tensor.detach() for inside, tensor in criterion_tensors(loss_fn, model).items()}
 
 
 class Criterion:
-    """Copies of a loss module's tensors on this rank's device, which graphs use."""
+    """Copies of a loss module's tensors on this rank's device, for stage graphs."""
 
     def __init__(self, given: Mapping[str, Tensor], device: torch.device):
         with torch.inference_mode(False):
@@ -29,9 +29,9 @@ class Criterion:
         self._marks = {name: _mark(tensor) for name, tensor in given.items()}
 
     def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
-        """Copy changed values from the loss module.
+        """Copy values that have changed in the loss module since the last call.
 
-        `before_change` is called first if any value differs, because a step can be in flight.
+        `before_change` is called before the first copy, because a step that uses the old values can be in flight.
         """
         changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
         if changed:

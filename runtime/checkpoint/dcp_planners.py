@@ -1,4 +1,4 @@
-"""Hooks into `torch.distributed.checkpoint` and torch's optimizers for sharded tensors.
+"""Hooks into `torch.distributed.checkpoint` (DCP) and into torch's optimizers, for sharded tensors.
 
 Each hook is installed once per process. It wraps a function of torch and calls the original.
 """
@@ -23,13 +23,13 @@ def plan_checkpoints_with(
     absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
     before_saving: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Make torch's default planner load tensors that are shards of saved tensors.
+    """Patch torch's default planner to load tensors that are shards of saved tensors.
 
     Args:
         kind: class of the shards.
         check_loaded: called with (key, saved size, tensor), in place of the planner's comparison of sizes.
         check_saved: called with (key, value) for every saved entry.
-        absent: maps (state dict, saved keys) to the keys that a checkpoint can lack.
+        absent: maps (state dict, saved keys) to the keys of the state dict that a checkpoint can lack.
         before_saving: called first, with the state dict, on every rank that saves.
     """
     from torch.distributed.checkpoint import default_planner
@@ -63,7 +63,7 @@ def plan_checkpoints_with(
 
 
 class _PartOfSaved:
-    """Stand-in for a shard while a load is planned. It has no size, so the planner does not compare sizes."""
+    """Stand-in for a shard while a load is planned. It has no size, so that the planner compares no sizes."""
 
     def __init__(self, tensor: Any):
         self.__create_chunk_list__ = tensor.__create_chunk_list__
@@ -73,7 +73,7 @@ class _PartOfSaved:
 def reject_chunks_in_safetensors() -> None:
     """Make the safetensors writer raise CheckpointError if a rank has several chunks of one tensor.
 
-    A safetensors file has one tensor per name, and torch's writer keeps only the last chunk.
+    A safetensors file has one tensor per name, so torch's writer would keep only the last chunk.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -98,7 +98,7 @@ def reject_chunks_in_safetensors() -> None:
 
 @functools.cache
 def call_with_optimizers(call: Callable[[Optimizer], None]) -> None:
-    """Call `call` with every optimizer that is created or copied, or to which parameters are added."""
+    """Call `call` with every optimizer that is created, is copied, or gets new parameters from now on."""
     add, set_state = Optimizer.add_param_group, Optimizer.__setstate__
 
     @functools.wraps(add)

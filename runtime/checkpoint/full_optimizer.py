@@ -30,7 +30,7 @@ FullState = dict[str, Any]
 
 @dataclass(frozen=True)
 class ShardedMarker:
-    """Marks a sharded tensor in the metadata that pipeline stages exchange."""
+    """Stand-in for a sharded tensor in the metadata that pipeline stages exchange."""
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
@@ -77,7 +77,7 @@ def full_state(
 
 
 def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
-    """Return {stored name: {key: value, or ShardedMarker}} of every parameter with state, of all stages."""
+    """Exchange the state of all stages: {stored parameter name: {key: value, or ShardedMarker}}."""
     local: dict[str, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
         shard_info = shard_info_of(parameter)
@@ -169,7 +169,10 @@ def _options(
     group_by_name: Mapping[str, int],
     saved: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the options for an optimizer's group, from the saved group with the same parameters."""
+    """Return the options (learning rate, ...) of an optimizer's group.
+
+    They are those of the saved group with its parameters. Raises CheckpointError if there is no such group.
+    """
     missing = [name for name in names if name not in group_by_name]
     if missing:
         raise CheckpointError(

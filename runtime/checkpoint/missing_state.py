@@ -1,8 +1,8 @@
-"""Optimizer state that a checkpoint lacks, because its parameter never had a gradient before the save.
+"""Parameters without optimizer state in a checkpoint, because they had no gradient before the save.
 
 torch's `get_state_dict` creates state for every parameter before a load, and `torch.distributed.checkpoint` then
-requires all of it. This module leaves out parameters for which the checkpoint has no state. They have no state after
-`optimizer.load_state_dict`, as when the checkpoint was saved.
+requires all of it in the checkpoint. This module leaves out parameters for which the checkpoint has no state. After
+`optimizer.load_state_dict` they have no state, as when the checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def belongs_to(value: Tensor, name: str) -> None:
 
 
 def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[str]:
-    """Return the optimizer state keys of parameters without state in a checkpoint; mark their tensors.
+    """Return the optimizer state keys of all parameters without state in a checkpoint. Mark their tensors.
 
     Args:
         state_dict: the state dict to load, flat.
-        saved: the keys of the checkpoint. If it has no optimizer state at all, torch reports the error.
+        saved: the keys of the checkpoint. If it has no optimizer state at all, the result is empty, and torch reports
+            the error.
     """
     by_head: dict[tuple[str, str], dict[str, Any]] = {}
     for key, value in state_dict.items():
@@ -49,7 +50,7 @@ def keys_without_state(state_dict: Mapping[str, Any], saved: Collection[str]) ->
 
 
 def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
-    """Split an optimizer state key into the prefixes of the optimizer and of the parameter.
+    """Split an optimizer state key into the prefix of the optimizer and the prefix of the parameter.
 
     `optimizer.state.layer.weight.exp_avg` gives (`optimizer.state.`, `optimizer.state.layer.weight.`).
     """
@@ -62,7 +63,7 @@ def _split_key(key: str, value: Tensor) -> tuple[str, str] | None:
 
 
 def without_absent(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state without parameters for which the checkpoint had no state."""
+    """Return an optimizer's state dict entries, without parameters whose state the checkpoint lacked."""
     return {index: values for index, values in state.items() if not _is_absent(values)}
 
 

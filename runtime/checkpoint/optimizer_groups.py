@@ -1,4 +1,4 @@
-"""Optimizer groups with parameter names, merged over all pipeline stages."""
+"""Parameter groups of an optimizer, with parameter names, merged over all pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ParameterGroup:
     """A parameter group of an optimizer.
 
     Attributes:
-        names: the model's names of the parameters.
-        user_names: the names that the user passed to the optimizer, if any.
-        options: such as the learning rate.
+        names: names of the parameters in the model.
+        user_names: names that the user passed to the optimizer, if any.
+        options: learning rate and other options of the group.
     """
 
     names: list[str]
@@ -31,7 +31,10 @@ class ParameterGroup:
 
 
 def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
-    """Return a group of an optimizer on this rank. Raises CheckpointError for another module's parameter."""
+    """Describe a parameter group of an optimizer on this rank.
+
+    Raises CheckpointError for a parameter that belongs to another module.
+    """
     names, labels = [], []
     for index, parameter in enumerate(group[PARAMS]):
         shard_info = shard_info_of(parameter)
@@ -91,7 +94,7 @@ def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
 
 
 def _merged(groups: Sequence[ParameterGroup]) -> ParameterGroup:
-    """Merge one group of several stages. A tied parameter appears once."""
+    """Merge the groups of several stages into one group. A tied parameter appears once."""
     labels: dict[str, str] = {}
     for group in groups:
         for name, label in zip(group.names, group.user_names or [""] * len(group.names), strict=True):

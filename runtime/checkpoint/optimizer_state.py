@@ -1,6 +1,6 @@
 """Optimizer state of a partitioned model: shards in state dicts, and full tensors by name.
 
-Optimizer state in the shape of its parameter (moments, momentum) is sharded as the parameter is. Scalars (steps) are
+State with the shape of its parameter (moments, momentum) is sharded as the parameter is. Scalars (steps) are
 replicated.
 """
 
@@ -40,9 +40,10 @@ _HOOKED: WeakSet[Optimizer] = WeakSet()
 
 
 def connect_state_dicts() -> None:
-    """Make optimizers save and load state dicts with shard offsets, and register shards with DCP.
+    """Patch optimizers to save and load state dicts with shard offsets, and register shards with DCP.
 
-    This affects the state of partitioned models' parameters, in optimizers that are created after this call.
+    This affects only the state of partitioned models' parameters, in optimizers that are created after this call. DCP
+    is `torch.distributed.checkpoint`.
     """
     connect_checkpoints()
     full_state_dicts_through(gather_state_dict, reject_unloaded_shards)
@@ -58,7 +59,7 @@ def _add_hooks(optimizer: Optimizer) -> None:
 
 @on_local_values
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with offsets for sharded tensors and for tensors of one stage."""
+    """Add shard offsets to an optimizer's state dict, for sharded tensors and for tensors of one stage."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
     if process is None:
@@ -76,7 +77,7 @@ def _converted(
     parameters: Mapping[Any, nn.Parameter],
     convert: Callable[[str, Any, Tensor, ShardInfo], Any],
 ) -> dict[Any, Any]:
-    """Convert the state of partitioned models' parameters, entry by entry.
+    """Apply `convert` to the state of partitioned models' parameters, entry by entry.
 
     `parameters`: {key in `state`: parameter}.
     """
@@ -91,7 +92,7 @@ def _converted(
 
 
 def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return a value of a parameter's state, with offsets if other ranks have other shards or parameters."""
+    """Add shard offsets to a value of a parameter's state, if other ranks have other shards or parameters."""
     if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
         return value
     if value.dim() == 0 or shard_offsets_of(shard_info).is_whole:
@@ -111,7 +112,10 @@ def _placed_state(value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
 
 @on_local_values
 def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace full tensors in a state dict by this rank's shards. Raises CheckpointError on a mismatch."""
+    """Replace full tensors in an optimizer's state dict by this rank's shards.
+
+    Raises CheckpointError if a tensor does not fit its parameter.
+    """
     saved = state_dict["param_groups"]
     parameters = parameters_of(optimizer)
     if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch reports the latter
@@ -128,8 +132,8 @@ def _with_local_shards(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce a saved group to the names of this rank's parameters, in this optimizer's order.
 
-    A group without names is returned unchanged. Raises CheckpointError for a group without options: torch found none of
-    these names in the checkpoint.
+    A group without names is returned unchanged. A group without options raises CheckpointError: torch found none of its
+    names in the checkpoint.
     """
     options = {key: value for key, value in saved.items() if key != PARAMS}
     keys = [_names(parameter) for parameter in group[PARAMS]]
@@ -165,7 +169,7 @@ def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) 
 
 
 class _Exchange:
-    """Parameter names in an optimizer's groups on every stage, exchanged on first use of a state dict."""
+    """Parameter names in an optimizer's groups on every stage. Stages exchange them at the first use."""
 
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
@@ -173,17 +177,17 @@ class _Exchange:
         self._merged: list[ParameterGroup] | None = None
 
     def names(self, index: int) -> list[str]:
-        """Return the names in a group on all stages. The first call is collective along `pp`."""
+        """Return the parameter names in a group on all stages. The first call is collective along `pp`."""
         if self._merged is None:
             self._merged = merge_by_index(of_all_stages(self._own, self._process))
         return self._merged[index].names
 
 
 class StageGroup(dict[str, Any]):
-    """An optimizer group of one pipeline stage, in a state dict.
+    """Parameter group of one pipeline stage, in a state dict.
 
-    When `torch.distributed.checkpoint.state_dict` has written parameter names into it, this class adds the names of the
-    other stages, because a checkpoint has each group once.
+    `torch.distributed.checkpoint.state_dict` writes the names of the local parameters into it. This class then adds the
+    names of other stages' parameters, because a checkpoint has each group once.
     """
 
     def __init__(self, group: Mapping[str, Any], index: int, exchange: _Exchange):

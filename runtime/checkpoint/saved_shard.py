@@ -1,7 +1,7 @@
-"""A rank's shard in a state dict, saved and loaded by `torch.distributed.checkpoint`.
+"""A rank's shard in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-Values and shape are those of the shard, so arithmetic works on the shard. Copies keep the shard offsets. So a state
-dict can be moved to the host, staged or pickled before it is saved.
+It has the values and the shape of the shard, so arithmetic works on the shard. Copies keep the shard offsets. So a
+state dict can be moved to the host, staged or pickled before it is saved.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ShardOffsets:
     """Offsets of a shard in its full tensor.
 
     Attributes:
-        name: of the model's parameter.
-        shape: of the full tensor.
-        spans: for each dim, the (start, length) ranges that the shard consists of, in its order. None: unknown.
+        name: name of the model's parameter.
+        shape: shape of the full tensor.
+        spans: for each dim, the (start, length) ranges that the shard contains, in the shard's order. None: unknown.
         keys: names of the parameter. If set, the tensor can only be saved under a key that contains one of them. Other
             keys are parameter indices, which differ between ranks.
     """
@@ -69,14 +69,17 @@ PLACE = "autopart_place"
 
 
 def shard_offsets_of(shard_info: ShardInfo, *, only_by_name: bool = False) -> ShardOffsets:
-    """Return the shard offsets of a local parameter. `only_by_name`: set `keys` to the parameter's names."""
+    """Return the shard offsets of a local parameter.
+
+    `only_by_name`: set `keys` to the parameter's names, so that the tensor can only be saved under a key with its name.
+    """
     spans = spans_of(shard_info.stored.shape, shard_info.local_splits)
     keys = (shard_info.name, *shard_info.stored.aliases) if only_by_name else ()
     return ShardOffsets(shard_info.name, tuple(shard_info.stored.shape), spans, keys)
 
 
 def chunks_of(place: ShardOffsets) -> list[Box]:
-    """Return the boxes of a shard. An empty shard of a non-empty tensor has none."""
+    """Return the boxes that make up a shard. An empty shard of a non-empty tensor has no box."""
     assert place.spans is not None
     if math.prod(place.shape) == 0:
         zeros = (0,) * len(place.shape)
@@ -203,7 +206,7 @@ class ShardTensor(Tensor):
 
 
 def check_saved_size(key: str, size: Sequence[int], shard: ShardTensor) -> None:
-    """Raise CheckpointError if a checkpoint's tensor does not have the size of the shard's full tensor."""
+    """Raise CheckpointError if a saved tensor does not have the full shape of the shard to load."""
     if tuple(size) != shard.place.shape:
         raise CheckpointError(
             f"the checkpoint's '{key}' has shape {tuple(size)}, the model's {shard.place.shape}",
@@ -218,7 +221,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the shard offsets of a `ShardTensor`, or of a plain tensor that was saved as one; else None."""
+    """Return the shard offsets of a `ShardTensor`, or of a plain tensor pickled from one; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
@@ -240,7 +243,7 @@ def reject_plain_shards(key: str, value: Any) -> None:
 
 
 def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a state dict still has a shard after `broadcast_from_rank0` filled it."""
+    """Raise CheckpointError for a shard that `broadcast_from_rank0` did not replace by a full tensor."""
     for key, value in state_dict.items():
         if isinstance(value, ShardTensor):
             raise CheckpointError(
@@ -251,7 +254,7 @@ def reject_unloaded_shards(state_dict: Mapping[str, Any]) -> None:
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of this rank's values."""
+    """Return this rank's values as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""State dicts of a partitioned model: save shards with offsets, shard full tensors on load."""
+"""State dicts of a partitioned model: save shards with offsets, and shard full tensors on loading."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NO_PARAMETERS = "no_parameters_here"
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the non-tensor entries of a model's state dict (`get_extra_state` of its modules), by name."""
+    """Return {key: value} of a state dict's entries that modules' `get_extra_state` returns."""
     return {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def with_shard_offsets(
     module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, extra: Mapping[str, Any]
 ) -> None:
-    """Prepare a module's state dict for distributed checkpoints, under the model's names.
+    """Prepare a module's state dict for distributed checkpoints, in place.
 
-    Every sharded tensor becomes a `ShardTensor`; replicated tensors stay plain. `extra` is added.
+    Every sharded tensor becomes a `ShardTensor`; replicated tensors stay plain. The entries of `extra` are added.
     """
     state_dict.pop(prefix + NO_PARAMETERS, None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -48,7 +48,7 @@ def with_shard_offsets(
 
 
 def with_offsets(value: Tensor, shard_info: ShardInfo) -> Tensor:
-    """Return a local tensor with its shard offsets, or unchanged if the parameter is replicated."""
+    """Return a local tensor with shard offsets, or unchanged if the parameter is replicated."""
     place = shard_offsets_of(shard_info)
     return value if place.is_whole and shard_info.process.mesh.size("pp") == 1 else as_shard(value, place, shard_info)
 
@@ -58,7 +58,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 
 
 def as_shard(value: Tensor, place: ShardOffsets, shard_info: ShardInfo) -> ShardTensor:
-    """Return a ShardTensor that can be gathered with those of other ranks."""
+    """Return a ShardTensor of a local tensor, which `gather_state_dict` can gather."""
     shard = ShardTensor(value, place)
     _HOMES[shard] = shard_info
     return shard
@@ -102,9 +102,9 @@ class Loading:
     """One `load_state_dict` call: takes this rank's shards of the values, and records mismatches.
 
     Args:
-        shapes: of the full model (`shapes_of`).
-        missing: torch's list of missing names, to which this class adds.
-        errors: torch's list of errors, to which this class adds.
+        shapes: {name: shape} of the full model (`shapes_of`).
+        missing: torch's list of missing names, which this class extends.
+        errors: torch's list of errors, which this class extends.
     """
 
     def __init__(
@@ -115,9 +115,10 @@ class Loading:
         self.shapes, self.missing, self.errors = shapes, missing, errors
 
     def take(self, state_dict: MutableMapping[str, Any], prefix: str, extra: MutableMapping[str, Any]) -> None:
-        """Reduce `state_dict` to what `nn.Module` loads on this rank: local tensors by local names.
+        """Reduce `state_dict` in place to the entries that `nn.Module` loads on this rank: local tensors.
 
-        Full tensors are sharded. Names of other stages are removed. They must be complete, or all absent.
+        Full tensors are sharded. Names of other stages' parameters are removed. If any of these names is present, all
+        must be.
         """
         names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()
@@ -177,7 +178,7 @@ def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: Sh
 
 
 def check_same_shard(name: str, saved: ShardOffsets, local: ShardOffsets) -> None:
-    """Raise CheckpointError if a saved shard has other offsets than this rank's shard."""
+    """Raise CheckpointError if the offsets of a saved shard differ from those of this rank's shard."""
     if saved.spans is None or (saved.shape, saved.spans) == (local.shape, local.spans):
         return
     raise CheckpointError(

@@ -1,1 +1,1 @@
-"""Ranks and their communication: process groups, collectives, watchdog."""
+"""Ranks and their communication: process groups, collectives, the watchdog."""

@@ -1,8 +1,8 @@
 """Asynchronous all-gather, reduce-scatter and all-reduce that overlap with computation.
 
-Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, its reduce-scatter
-sends the full tensor to all ranks. Here, each rank sends its shard directly to every other rank. For a reduce-scatter
-it sends each rank only the chunk that this rank sums.
+Gloo's own collectives do more work than needed: its all-gather copies the full tensor once more, and its reduce-scatter
+sends the full tensor to all ranks. Here, each rank sends its shard directly to every other rank. In a reduce-scatter it
+sends each rank only the chunk that this rank sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Wait = Callable[[], Tensor]
 
 
 def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start an all-gather of the ranks' shards into `whole`, and return a function that waits for it.
+    """Start an all-gather of the ranks' shards `part` into `whole`. Return a function that waits for it.
 
     The function raises HangError if a rank does not arrive.
     """
@@ -33,9 +33,9 @@ def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start a reduce-scatter of vectors into equal parts, and return a function that waits for it.
+    """Start a reduce-scatter of a vector into equal chunks. Return a function that returns the local chunk.
 
-    The function raises HangError if a rank does not arrive.
+    The function waits for the chunk, and raises HangError if a rank does not arrive.
     """
     if not _uses_gloo(group, flat):
         return _begin(scatter_collective(), flat.new_empty(flat.numel() // group.size()), flat, group)
@@ -94,7 +94,7 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
     finish = _exchange(rows, received, group)
 
     def wait() -> Tensor:
-        """Wait, and return the sum in rank order, which reuses a receive buffer."""
+        """Wait, and return the sum in rank order. The sum is stored in a receive buffer."""
         finish()
         first, second, *others = received
         total = second.add_(first) if rank == 0 else first.add_(second)
@@ -106,9 +106,9 @@ def _scatter_by_sends(flat: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def _exchange(rows: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Start to send one row to every other rank and to receive one from it.
+    """Start to send one row to every other rank, and to receive one row from each.
 
-    Returns a function that waits for both.
+    Returns a function that waits for all sends and receives.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     with watching(group.group_name):

@@ -1,7 +1,7 @@
-"""Random numbers of one call: those of a single device, or numbers from the call's seeds.
+"""Random numbers of one call: those of a single device (`rng="exact"`), or from the call's seeds.
 
-Every stage's prologue runs all random operators of the model. So each prologue must start from the same generator
-state, and the state after the call is that of a single device, for any number of stages.
+The prologue of every stage runs all random operators of the model. So each prologue must start from the same generator
+state. The state after the call is that of a single device, for any number of stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
 @contextmanager
 def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Give all prologues of a call the same random numbers.
+    """Make all prologues of a call draw equal random numbers, in a `with` block.
 
     Call the yielded function before each prologue.
     """
@@ -56,7 +56,7 @@ def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
 
 
 def check_exact(program: Program, device: torch.device) -> None:
-    """Raise OptionError if `rng="exact"` is set and this device cannot reproduce a random operator."""
+    """Raise OptionError if this device cannot reproduce a random operator as `rng="exact"` requires."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
@@ -91,6 +91,6 @@ def check_same_state(program: Program, process: Process) -> None:
 
 
 def _one_seed(seeds: Tensor) -> int:
-    """Return a seed for random numbers drawn once per call, distinct from the seeds of microbatches."""
+    """Return a seed for random numbers that are drawn once per call. It differs from all microbatch seeds."""
     packed = b"once per call" + int(seeds[0]).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

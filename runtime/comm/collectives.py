@@ -1,6 +1,6 @@
 """Implementation of the collective operators (`autopart/ops/operators.py`) on process groups.
 
-`bind` replaces mesh axes by the names of process groups; then a graph can run. The operators are
+`bind` replaces mesh axes in a graph by the names of process groups; then the graph can run. The operators are
 CompositeImplicitAutograd around one autograd function, so they print, export and compile. The pairs of a forward and a
 backward collective are from Shoeybi et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022
 (arXiv:2205.05198, section 4.2).
@@ -33,10 +33,10 @@ Primitive = Callable[..., Any]
 
 
 def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[Any, ...]) -> tuple[DimSharding, ...]:
-    """Return the shardings that the primitives of `operator` need.
+    """Return the splits (DimSharding) that the primitives of a conversion operator need.
 
     The backward of an all-to-all uses them in reverse order. The source dim of an all-to-all must divide evenly,
-    because its full size is not among the arguments; its target dim need not.
+    because its full size is not among the arguments. The target dim need not.
     """
     if operator in CUTTING:
         dim, size, *sections = arguments
@@ -82,7 +82,7 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a gradient, differentiably. Its backward is the identity, as every rank has the sum."""
+    """All-reduce a gradient, differentiably. Backward is the identity, because every rank has the sum."""
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
@@ -168,9 +168,9 @@ PRIMITIVES: dict[str, Primitive] = {
 
 
 def _implement_operators() -> None:
-    """Register the operators that need a process group.
+    """Register the implementations of operators that need a process group.
 
-    Their `axis` argument is the name of a group by then.
+    In a bound graph, the `axis` argument of these operators is the name of a process group.
     """
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
@@ -205,9 +205,9 @@ _implement_operators()
 
 
 def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
-    """Return a node's arguments with `device` in place of every `torch.device`.
+    """Return a node's arguments with every `torch.device` replaced by `device`.
 
-    For tensors that the model itself creates on the host, they are returned unchanged.
+    The arguments are unchanged for tensors that the model itself creates on the host.
     """
     if facts(node).get("on_host"):
         return arguments
@@ -226,10 +226,13 @@ def bind(
     """Return a copy of a program's graph that runs on this rank.
 
     Axis names become process groups; an axis without a group has one rank, and its conversions are removed.
-    `axis_index` becomes an int, and every device but the host becomes `device`. `get_attr` nodes read `tensors` by
-    dotted name, so several bound graphs share one Parameter; other attributes come from `graph_module`, moved to
-    `device`. The parameters in `whole` are already unsharded when the graph runs, so their gathers are removed.
-    `module_type`: class of the copy.
+    `axis_index` becomes an int, and every device but the host becomes `device`.
+
+    Args:
+        graph_module: the graph, and attributes that are not in `tensors`, which are moved to `device`.
+        tensors: {dotted name: tensor} for `get_attr` nodes, so that several bound graphs share one Parameter.
+        whole: parameters that are already unsharded when the graph runs. Their gathers are removed.
+        module_type: class of the copy.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -257,13 +260,13 @@ def bind(
 
 
 def _reads(node: fx.Node, names: Collection[str]) -> bool:
-    """Return True for a conversion whose input is an attribute with one of these names."""
+    """Return True for a conversion of a parameter or attribute with one of these names."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
 
 
 def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the module with its weights as direct attributes.
+    """Return the module with all weights as direct attributes, without dots in their names.
 
     For each dot in a name, nn.Module does one more attribute lookup per step, in Python.
     """
@@ -281,7 +284,7 @@ def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Return the value of a `get_attr` node: from `tensors`, else the graph module's own, on `device`."""
+    """Return the value of a `get_attr` node: from `tensors`, or from the graph module, moved to `device`."""
     if name in tensors:
         return tensors[name]
     value: Any = root

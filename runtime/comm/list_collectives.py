@@ -1,6 +1,6 @@
-"""Primitive collectives as plain functions of a list: the local tensors of a group, in rank order.
+"""Primitive collectives as functions of a list: the local tensors of a group, in rank order.
 
-They compute what `collectives.PRIMITIVES` compute on process groups, for runs of all ranks in one process.
+They compute what `collectives.PRIMITIVES` compute on process groups. Runs of all ranks in one process use them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopart.ops.expert_dispatch import DispatchPlan, count_rows
 from autopart.runtime.comm.ring_attention import ring_attention_of_lists
 
 Primitives = Mapping[str, Callable[..., list[Tensor]]]
-"""The primitive collectives, {name: function of the list of local tensors of one group}."""
+"""{name of a primitive collective: function of the list of local tensors of one group}."""
 
 
 def _identity(values: list[Tensor], *cuts: DimSharding) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Check that only one thread at a time calls a partitioned model, and not inside `torch.func`."""
+"""Check that only one thread at a time calls a partitioned model, and no call is inside `torch.func`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """The thread inside a call, its method, and its nesting depth."""
+    """A thread that is inside a call of a partitioned model: the method, and the nesting depth of calls."""
 
     thread: int
     method: str
@@ -23,9 +23,9 @@ class Caller(NamedTuple):
 
 @contextmanager
 def one_caller(process: Any, method: str) -> Iterator[None]:
-    """Enter a collective method.
+    """Mark that this thread runs a collective method, in a `with` block.
 
-    Raises UsageError at once inside a transform, or if another thread is in one.
+    Raises UsageError if another thread runs one, or inside a transform of `torch.func`.
     """
     transform = current_transform()
     if transform:

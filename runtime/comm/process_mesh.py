@@ -24,7 +24,7 @@ from autopart.runtime.comm.one_caller import Caller
 from autopart.runtime.comm.watchdog import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
 
 GROUP_TIMEOUT = timedelta(minutes=10)
-"""Timeout of the process groups made here."""
+"""Timeout of the process groups that this file creates."""
 
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class Process:
-    """One rank of the mesh, with the process groups of the axes that have more than one rank.
+    """One rank of the mesh, with a process group for each axis that has more than one rank.
 
-    `rank`: as `Mesh` numbers ranks.
+    `rank`: number of the rank in `Mesh`.
     """
 
     mesh: Mesh
@@ -73,9 +73,9 @@ class Process:
         return self.coordinates.get("pp", 0)
 
     def along(self, axis: str) -> dist.ProcessGroup:
-        """Return the group of an axis, or of several axes flattened to one.
+        """Return the process group of an axis, or of several axes flattened into one.
 
-        The first call creates a flattened group, so every rank must make these calls in the same order.
+        The first call creates the group of a flattened axis, so every rank must make these calls in the same order.
         """
         if axis in self.groups:
             return self.groups[axis]
@@ -84,7 +84,7 @@ class Process:
         return self.joined_groups[axis]
 
     def beside(self, axis: str) -> dist.ProcessGroup:
-        """Return a second group of an axis, for collectives that overlap with those of stages.
+        """Return a second group of an axis, for collectives that overlap with those of stage graphs.
 
         Collectives of one group run one after the other. The first call creates the group, so every rank must make
         these calls in the same order.
@@ -103,9 +103,10 @@ class Process:
         return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
-        """Make a group of the ranks that hold the same tied tensors.
+        """Create a process group of the ranks that store the same tied tensors.
 
-        Every rank must call this with the same `owners`, also a rank that is not one of them.
+        `owners`: `pp` coordinates of these ranks. Every rank must make this call with equal `owners`, even a rank that
+        is not one of them.
         """
         if owners in self.connected:
             return
@@ -127,10 +128,11 @@ class Process:
 def meet(
     mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
 ) -> Watch | None:
-    """Return the watchdog of a new CPU group of all ranks, before any other group of `mesh` is created.
+    """Wait for all ranks by creating a CPU group of them, and return the watchdog of this group.
 
-    None if `mesh` has one rank. Initializes torch.distributed if torchrun has set the environment. Raises
-    RuntimeSetupError if it has not.
+    Call it before any other group of `mesh` is created. Returns None if `mesh` has one rank. Initializes
+    torch.distributed if torchrun has set its environment variables, and raises RuntimeSetupError if they are missing.
+    Raises HangError if a rank does not arrive.
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
@@ -155,9 +157,9 @@ def connect(
     mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None,
     watch: Watch | None = None,
 ) -> Process:  # fmt: skip
-    """Return this process as a rank of `mesh`, with its groups.
+    """Create the process groups of `mesh`, and return this process as one of its ranks.
 
-    The device is that of `device_mesh` if given, else a GPU if the process group is nccl's or the model is on one,
+    The device is that of `device_mesh` if given, else a GPU if the process group is nccl's or the model is on a GPU,
     else the CPU. Raises RuntimeSetupError if the number of processes does not fit the mesh.
 
     Args:
@@ -190,7 +192,7 @@ def connect(
 
 
 def first_ranks_seed(process: Process) -> int:
-    """Return `torch.initial_seed()` of the first rank on every rank."""
+    """Return the first rank's `torch.initial_seed()` on every rank. A collective call."""
     seed = torch.tensor(torch.initial_seed() % 2**62, device=process.device)
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)
@@ -205,11 +207,11 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 
 
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
-    """Start to collect numbers of all ranks of the mesh, and return a function that waits for them.
+    """Start to gather `numbers` of all ranks of the mesh. Return a function that waits for them.
 
-    The function returns float64 [ranks, numbers], in the order of the host group, and raises HangError if a rank does
-    not arrive. It takes half the time of a reduction: gloo sends the messages of a collective one after the other, and
-    a gather needs half as many.
+    The function returns a float64 tensor of shape [ranks, numbers], in the rank order of the host group. It raises
+    HangError if a rank does not arrive. A gather takes half the time of an all-reduce: gloo sends the messages of a
+    collective one after the other, and a gather needs half as many.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -225,9 +227,9 @@ def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Ten
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:
-    """Return the objects that the ranks along `pp` pass, in order of their coordinates.
+    """Gather an object from each rank along `pp`. Return the objects in order of `pp` coordinates.
 
-    A collective call if there are several.
+    A collective call if there are several stages.
     """
     if "pp" not in process.groups:
         return [mine]
@@ -255,7 +257,7 @@ def _initialize(mesh: Mesh, limit: timedelta) -> None:
 
 
 def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
-    """Return a new CPU group of all ranks of the mesh (None: of the world)."""
+    """Create a CPU group of all ranks of `device_mesh`; None: of all processes."""
     ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
     return _own_group([ranks], limit)
 
@@ -263,11 +265,11 @@ def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.Proces
 def _own_group(
     rows: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
 ) -> dist.ProcessGroup:  # fmt: skip
-    """Make a new group, on the CPU by default, of the row of ranks that contains this process.
+    """Create the process group of the row of ranks that contains this process, with gloo by default.
 
     If only its members create a group, torch names it by the number of groups that the process has created. That number
     differs between ranks if some share tied tensors, and the members would wait for each other forever. So if the rows
-    cover all processes, every process creates all of them.
+    cover all processes, every process creates the groups of all rows.
     """
     mine: dist.ProcessGroup | None = None
     together = sum(map(len, rows)) == dist.get_world_size()
@@ -283,10 +285,11 @@ def _own_group(
 
 
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
-    """Make a group for each axis.
+    """Return {axis: process group}.
 
-    On the CPU, a group that spans the world is created again, because its timeout belongs to the user. A `pp` group is
-    also created again: its sends and receives use the timeout with which the group was created.
+    Most groups are those of the device mesh. On the CPU, a group of all processes is created again, because the user
+    owns its timeout. A `pp` group is also created again: sends and receives use the timeout with which a group was
+    created.
     """
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
@@ -296,7 +299,7 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
 
 
 def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
-    """Return the rows of ranks that differ only in their coordinates on these axes, ordered along them."""
+    """Return the rows of ranks that differ only in their coordinates on `axes`, sorted along these axes."""
     dims = [list(mesh.sizes).index(axis) for axis in axes]
     along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
     return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
@@ -316,7 +319,7 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
 
 
 def _uses_gpus(model_device: torch.device) -> bool:
-    """Return True if ranks compute on GPUs: the model is on one, or the process group is nccl's.
+    """Return True if ranks compute on GPUs: the model is on a GPU, or the process group is nccl's.
 
     A process group that was initialized without a backend has both gloo and nccl. It counts as nccl's if each rank of
     this machine has a GPU.
@@ -329,7 +332,7 @@ def _uses_gpus(model_device: torch.device) -> bool:
 def _one_gpu_each() -> bool:
     """Return True if this machine has a GPU for each of its ranks.
 
-    Without a count from torchrun, all ranks of the process group are assumed to be on this machine.
+    Without torchrun's count of local ranks, all ranks of the process group are assumed to be on this machine.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", num_ranks)))

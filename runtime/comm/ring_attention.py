@@ -1,7 +1,7 @@
 """Ring attention: keys and values rotate around the ranks of an axis.
 
-A rank starts to send its keys and values before it computes with them. In the backward their gradients rotate with
-them, and arrive at their owner after the last step.
+A rank starts to send its keys and values before it computes with them. In the backward, the gradients of keys and
+values rotate together with the keys and values, and reach the rank that owns the keys after the last step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class _Rotation:
 
 
 def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (owner, length of the next shard to receive, keys and values) for every step of a ring.
+    """Yield (owner, length of the next shard to receive, keys and values) for every step of the ring.
 
-    The first step has this rank's own keys and values. The tensors are being sent to the next rank while they are used.
+    The first step has the local keys and values. While a step uses its tensors, they are being sent to the next rank.
     """
     ranks, there = group.size(), pair
     for step in range(ranks):
@@ -62,7 +62,7 @@ def _around(group: dist.ProcessGroup, cut: DimSharding, pair: list[Tensor]) -> I
 
 
 class Ring(torch.autograd.Function):
-    """Autograd function: ring attention of this rank's queries, keys and values in a group."""
+    """Autograd function: ring attention of this rank's queries, over the ranks of a process group."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ def ring_attention(
     query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
     scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Implement `torch.ops.autopart.ring_attention` on a process."""
+    """Compute `torch.ops.autopart.ring_attention` on this rank."""
     cut = DimSharding(2, size, tuple(sections), resolve_group(axis).size())
     return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 
@@ -143,6 +143,6 @@ def ring_attention_of_lists(
     queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor] | None,
     size: int, sections: Sequence[int], scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute ring attention for all ranks of an axis at once."""
+    """Compute ring attention for all ranks of an axis in one process. Arguments are lists by rank."""
     cut = DimSharding(2, size, tuple(sections), len(queries))
     return RingOfLists.apply(masks or [None] * len(queries), cut, scale, *queries, *keys, *values)

@@ -1,4 +1,4 @@
-"""Position of a running program, in terms of its graphs, from the stack of a thread or of an error."""
+"""Description of the point that a program has reached (`at all_reduce_12`), from a stack of frames."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = {
     "gather": "at the gathering of parameters",
     "program": "while the model is traced",
 }
-"""Descriptions by function name, with the class if several have one."""
+"""{function, or class and method if several classes have the method: description of the point in a program}."""
 
 GRAPH_CODE = "<eval_with_key>"  # torch.fx's file name of generated code
 _OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime, which may be linked, and all
@@ -40,14 +40,14 @@ _NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths(
 
 
 def place_in_stack(thread: int, inside: bool) -> str:
-    """Return the position of a thread: in a program if it is `inside` a call, else in the user's code."""
+    """Describe the point that a thread has reached: in a program if `inside` a call, else in user code."""
     frame = sys._current_frames().get(thread)
     frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
     return (_ours(frames) if inside else "") or _users(frames)
 
 
 def place_in_traceback(error: BaseException) -> str:
-    """Return the position in a program at which an error was raised; "" if it was not in a call."""
+    """Describe the point in a program at which an error was raised; "" if no program was running."""
     below = [*traceback.walk_tb(error.__traceback__)][::-1]
     return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
 
@@ -57,7 +57,10 @@ Line = tuple[str, int, dict[str, Any]]
 
 
 def line_of_graph() -> Line | None:
-    """Return the line of a stage graph's code that is running. Its text is read only when it is needed."""
+    """Return the line of generated stage code that is running, None outside of it.
+
+    Its text is looked up only when it is needed.
+    """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(12):
         if frame is None:
@@ -69,7 +72,7 @@ def line_of_graph() -> Line | None:
 
 
 def _ours(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the position given by the innermost frame of a stage graph or of autopart, "" without one."""
+    """Describe the innermost frame of a stage graph or of autopart; "" if there is none."""
     for frame, line in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(GRAPH_CODE):
@@ -88,7 +91,7 @@ def _ours(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _node_at(line: Line | None) -> str:
-    """Return the node that a line of a graph's code computes: `all_reduce_12`."""
+    """Return the name of the node that a line of generated code computes: `all_reduce_12`."""
     match = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
     return match[1] if match is not None else ""
 

@@ -1,4 +1,4 @@
-"""Assignment of pipeline stages to ranks: in a loop or in a V, by the schedule."""
+"""Assignment of pipeline stages to ranks, in a loop or in a V as the schedule requires."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.ir.run.schedules import V_SHAPED
 
 
 def stage_style_of(schedule: str | None) -> str:
-    """Return how a schedule assigns stages to ranks.
+    """Return the assignment of stages to ranks under a schedule, "loop" or "V".
 
     `"V"`: rank r of p has stages r and 2p-1-r. `"loop"`: rank r has stages r, r+p, r+2p, ...
     """
@@ -44,16 +44,16 @@ def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """Return the `pp` coordinates that store a tensor, each once, in the order of its stages."""
+    """Return the `pp` coordinates that store a tensor, without repetition, sorted by their first stage."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))
 
 
 def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
-    """Group ranks that differ only in their coordinate on `axis`, or on the axes flattened into it.
+    """Group ranks that differ only in their coordinate on `axis`, which can be a flattened axis.
 
-    Each group is in order along the axis.
+    The ranks of a group are sorted along the axis.
 
     >>> groups_along(Mesh({"dp": 2, "tp": 2}), [0, 1, 2, 3], "dp")
     [[0, 2], [1, 3]]

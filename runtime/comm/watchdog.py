@@ -1,8 +1,8 @@
-"""Watchdog: if a rank waits longer than `timeout=` seconds, it names the rank that hangs or has ended.
+"""Watchdog: if a rank waits longer than `timeout=` seconds, name the rank that hangs or has ended.
 
-Every call begins with a collective on the host (`same_call.py`), so ranks wait there. A rank that has waited too long
-requests the state of all ranks through torch.distributed's store. A thread of every process answers with the stack of
-its main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
+Every call begins with a collective on the host (`same_call.py`), so a missing rank makes the others wait there. A rank
+that has waited too long requests the state of all ranks through torch.distributed's store. In each process, a thread
+answers with the stack of the main thread. Nothing is recorded during a step, so the watchdog costs almost nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from autopart.runtime.comm.one_caller import one_caller
 from autopart.runtime.comm.stack_traces import place_in_stack, place_in_traceback
 
 FIRST = 10
-"""So many times `timeout=` may pass while a module is made, and in the first call of a program."""
+"""Factor of the time limit `timeout=` while a module is created, and in the first call of a program."""
 
 PATIENCE = timedelta(days=7)
-"""The time limit of the host's collectives themselves: they are waited for step by step."""
+"""Time limit of the host group's collectives themselves. The watchdog waits for them in shorter steps."""
 
 BEAT_S = 1.0
 RANKS_PER_BEAT = 200  # of a larger mesh every process looks less often
@@ -41,12 +41,15 @@ SHOWN = 16  # ranks, in an error
 
 LOST = ("Timed out waiting", "Operation timed out", "Connection closed", "Connection reset", "Broken pipe",
         "timeout caused pair closure", "connectFullMesh failed", "Read error", "Write error")  # fmt: skip
-"""Parts of gloo's messages for a rank that does not arrive, or is gone."""
+"""Parts of gloo's error messages if a rank does not arrive or has ended."""
 
 
 @dataclass
 class Record:
-    """State of one rank: "inside" a call, "outside", "paused", "waiting" (it has given up) or "ended"."""
+    """State of one rank, as it reports it to a rank that waits.
+
+    `state`: "inside" a call, "outside" of calls, "paused", "waiting" (it has given up) or "ended".
+    """
 
     state: str
     doing: str
@@ -63,7 +66,7 @@ class Record:
 
 
 NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValue failed", "failed to recv")
-"""Further messages of torch's store when ranks do not meet."""
+"""Parts of further messages, of torch's store, if a rank does not join the first group."""
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -72,9 +75,10 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 class Watch:
-    """State of this rank, and its waiting times for others. `group`: all ranks of the mesh, on the host.
+    """Watchdog of one rank: its current state, and the time limits of its waits.
 
-    `send_s`: time limit of a pipeline's send or receive. It includes compilation of another stage.
+    `group`: all ranks of the mesh, on the host. `send_s`: time limit of a send or receive between pipeline stages,
+    which can include compilation of the other stage.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, compile: bool = False):
@@ -94,7 +98,7 @@ class Watch:
         atexit.register(_say_goodbye, weakref.ref(self), stopped, thread)
 
     def over(self, groups: list[dist.ProcessGroup]) -> None:
-        """Apply the watchdog's time limit and error messages to the collectives of these groups, too."""
+        """Apply the watchdog's time limit and error messages to the collectives of more groups."""
         for group in groups:
             if group not in self.timed_groups:
                 self.timed_groups.append(group)
@@ -102,7 +106,7 @@ class Watch:
                 set_group_timeout(group, timedelta(seconds=self.limit_s))
 
     def allow(self, first: bool) -> None:
-        """Set the time limit of the following waits, which is longer for the `first` call of its kind."""
+        """Set the time limit of the following waits. It is longer for the `first` call of a program."""
         limit_s = self.timeout_s * (FIRST if first else 1)
         if limit_s != self.limit_s:
             self.limit_s = limit_s
@@ -111,7 +115,10 @@ class Watch:
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
-        """Mark a call for a `with` block. A rank that is missing in one of its collectives raises HangError."""
+        """Mark this rank as inside a call, for a `with` block.
+
+        If another rank is missing in a collective of the block, raise HangError.
+        """
         before = self.state, self.doing
         self._note("inside", doing)
         try:
@@ -125,7 +132,7 @@ class Watch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let the other ranks wait for this rank without a limit, for a `with` block."""
+        """Mark this rank as paused for a `with` block, so that other ranks wait for it without a limit."""
         before = self.state, self.doing
         self._note("paused", f"paused {self.doing}")
         try:
@@ -134,11 +141,11 @@ class Watch:
             self._note(*before)
 
     def made(self) -> None:
-        """Record that the module has been created: calls can follow."""
+        """Record that the module has been created, so that calls can follow."""
         self._note("outside", "after making the module")
 
     def wait(self, work: dist.Work) -> None:
-        """Wait up to `limit_s` for a collective of all ranks on the host, and longer while a rank is paused."""
+        """Wait at most `limit_s` for a collective of all ranks on the host; longer while a rank is paused."""
         if work.is_completed():
             work.wait()
             return
@@ -174,7 +181,7 @@ class Watch:
         self.state, self.doing, self.since = state, doing, time.monotonic()
 
     def _ask(self) -> dict[int, Record]:
-        """Return {rank: its state} of the ranks that answer in time or have given up waiting themselves."""
+        """Request the state of all ranks. Return {rank: state} of ranks that answer or have given up waiting."""
         store, records = self._store(), {}
         number = store.add("asked", 1)
         deadline = time.monotonic() + BEATS_TO_ANSWER * self.beat_s + 0.5
@@ -214,7 +221,7 @@ class Watch:
 
 
 _WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
-"""{name of a process group: who watches it}; it keeps none alive."""
+"""{name of a process group: its watchdog}. Keeps no watchdog alive."""
 
 
 P = ParamSpec("P")
@@ -222,7 +229,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective method of ParallelModule, so that the watchdog can name it."""
+    """Decorate a collective method of ParallelModule, so that the watchdog can name the method."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -238,7 +245,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a watched method so that it starts with a barrier, which reports ranks that do not call it."""
+    """Decorate a watched method to start with a barrier, which names the ranks that do not reach it."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -262,7 +269,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def watching(group_name: str) -> Iterator[None]:
-    """Convert errors of a group's collective to HangError, if a rank does not arrive or is gone."""
+    """Convert errors of a group's collectives in a `with` block to HangError, if a rank is missing."""
     try:
         yield
     except RuntimeError as error:
@@ -273,7 +280,7 @@ def watching(group_name: str) -> Iterator[None]:
 
 
 def limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of a group's sends and receives, which is not that of its collectives."""
+    """Return the time limit of a group's sends and receives. Collectives have another limit."""
     watch = _WATCHES.get(group.group_name)
     return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
 
@@ -285,7 +292,7 @@ def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
-    """Return a function that returns the store for a group's records, with one client per thread."""
+    """Return a function that returns the store for a group's records. Each thread gets its own client."""
     first, name = default_store(), group.group_name
     clients = threading.local()
 
@@ -319,9 +326,9 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Record that the process ends, through the thread's open connection, and end the thread.
+    """Record that the process ends, through the open connection of the watchdog's thread, and end the thread.
 
-    Python would abort the process if it ended while the thread uses the store.
+    Python would abort the process if the process ended while the thread uses the store.
     """
     watch = watch_ref()
     if watch is not None and watch.state != "waiting":

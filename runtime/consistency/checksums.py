@@ -1,4 +1,4 @@
-"""Checksums of tensors: equal for equal bytes, and almost surely different for others.
+"""Checksums of tensors: equal for equal bytes, and almost surely different for different bytes.
 
 They are computed on the tensor's device by integer sums, which are exact in any order and on any machine.
 """
@@ -17,7 +17,7 @@ WEIGHTED_WORDS = 2**14
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits: int64 [], on the tensor's device.
+    """Return a checksum of a tensor's bits: an int64 scalar on the tensor's device.
 
     Tensors that differ in a single element always have different checksums.
 
@@ -51,9 +51,9 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _weighted(words: Tensor) -> Tensor:
-    """Sum with weights, int64 [n] -> [].
+    """Return the weighted sum of an int64 vector.
 
-    Sums wrap around; weights are odd, so no change of one word is lost.
+    Sums wrap around on overflow. Weights are odd, so a change of a single word always changes the sum.
     """
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:

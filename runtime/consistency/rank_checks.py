@@ -42,12 +42,12 @@ def begin_alike(
 ) -> None:
     """Raise RuntimeSetupError if ranks differ in `subjects` or have traced different programs.
 
-    A collective call of all ranks of a host group; None: there is one rank.
+    A collective call of all ranks of a host group. None: there is one rank, and nothing to compare.
 
     Args:
-        subjects: {what is compared: the text of it on this rank}.
-        weights: also compare the values of parameters and buffers. If only these differ, all ranks take the first
-            rank's.
+        subjects: {name of what is compared: text of it on this rank}.
+        weights: also compare the values of parameters and buffers. If only values differ, all ranks take the first
+            rank's values.
     """
     if group is None:
         return
@@ -61,13 +61,13 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Return texts of a model that must be equal on all ranks: its class, and its tensors without values."""
+    """Describe a model by texts that must be equal on all ranks: its class, and its tensors' properties."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters and buffers that have values, each by its first name."""
+    """Return {first name: tensor} of a model's parameters and buffers, without meta tensors."""
     tensors = _tensors(model, every_name=False)
     return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
 
@@ -78,7 +78,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def program_text(program: Program) -> str:
-    """Return the graphs of a program as lines, equal on all ranks. Device indices are removed."""
+    """Return the graphs of a program as text that is equal on all ranks. Device indices are removed."""
     lines = []
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
@@ -91,7 +91,7 @@ def program_text(program: Program) -> str:
 
 
 def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
-    """Return True if the weights are equal on all ranks.
+    """Compare texts between ranks. Return True if the weights are equal on all ranks.
 
     Raises RuntimeSetupError if any other text in `subjects` differs.
     """
@@ -119,7 +119,7 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
 
 @torch.no_grad()
 def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Overwrite parameters and buffers of the model that differ from the first rank's with its values.
+    """Overwrite parameters and buffers that differ from the first rank's with the first rank's values.
 
     A collective call. The first rank warns once, and names the first tensor that differs.
     """
@@ -143,7 +143,7 @@ def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the objects of all ranks of a host group on every rank, in rank order."""
+    """All-gather an object of each rank of a host group. Return the objects in rank order."""
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.zeros(group.size(), dtype=torch.int64)
     sizes[group.rank()] = packed.numel()
@@ -155,9 +155,9 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Overwrite `values` (contiguous, on the host) with those of rank `first`, and return them.
+    """Broadcast `values` (contiguous, on the host) from rank `first` in place, and return them.
 
-    A collective call of a host group. Bytes are sent, so that every dtype works.
+    A collective call of a host group. Values are sent as bytes, so that every dtype works.
     """
     for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
         finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
@@ -165,7 +165,7 @@ def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> 
 
 
 def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
-    """Return ranks of a group as text, by torchrun's numbers: `rank 1`, `ranks 0, 2 to 5`."""
+    """Format ranks of a group with torchrun's numbers: `rank 1`, `ranks 0, 2 to 5`."""
     numbers = sorted(dist.get_process_group_ranks(group)[rank] for rank in ranks)
     runs: list[list[int]] = []
     for number in numbers:
@@ -180,13 +180,13 @@ def ranks_text(ranks: Sequence[int], group: dist.ProcessGroup) -> str:
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Return `ranks 0, 2: dp2,tp2; rank 1: tp4`, with `texts` by rank in the group."""
+    """Format one text per rank of a group, equal texts once: `ranks 0, 2: dp2,tp2; rank 1: tp4`."""
     ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     return "; ".join(f"{ranks_text(who, group)}: {text or 'none'}" for text, who in ranks.items())
 
 
 def _told(name: str, texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Return each rank's text of a subject; if texts are long, only the first line that differs."""
+    """Format the texts of all ranks for one subject. Of long texts, show only the first line that differs."""
     if all(map(_is_short, texts)):
         return f"{name}: {by_rank(texts, group)}"
     for lines in itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="no more"):
@@ -210,7 +210,7 @@ def _tensors(model: nn.Module, every_name: bool) -> list[tuple[str, str, Tensor]
 
 
 def _line(kind: str, name: str, tensor: Tensor) -> str:
-    """Return `'blocks.0.up.weight' f32[256,128]` with other properties that must be equal."""
+    """Describe the properties of a tensor that must be equal on all ranks: `'up.weight' f32[256,128]`."""
     shape = ",".join(map(str, tensor.shape))
     notes = [kind] * (kind == "buffer") + ["frozen"] * (kind == "parameter" and not tensor.requires_grad)
     notes += ["on meta"] * tensor.is_meta

@@ -1,8 +1,8 @@
-"""Checks that the replicas of a parameter on several ranks are still equal.
+"""Check at intervals that the replicas of a parameter on several ranks are still equal.
 
 Replicas over `dp`, parameters that `tp` does not shard, and tied parameters of two stages start equal and get equal
-gradients. They stay bitwise identical unless the training loop treats them differently: it clips by a different norm on
-every rank, or a rank skips an update. Their checksums are compared at intervals, in one collective on the host.
+gradients. They stay bitwise identical unless the training loop treats them differently: ranks clip by different norms,
+or a rank skips an update. Checksums of replicas are compared in one collective on the host.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _NOTED: WeakSet[Replicas] = WeakSet()
 """Replicas of the modules whose `state_dict` was called since the last checkpoint."""
 
 Part = tuple[tuple[int, ...], tuple[str, ...]]
-"""Which copies a parameter has: the `pp` coordinates that hold it, and the axes that cut it."""
+"""Storage of a parameter: the `pp` coordinates that store it, and the axes over which it is sharded."""
 
 
 def is_due(check_replicas: int | bool | None, step: int) -> bool:
-    """Return True if replicas are compared at the start of this step.
+    """Return True if replicas are compared at the start of step number `step`.
 
-    `check_replicas` None: at steps 1, 2, 4, 8 and every 100th; n: every n-th.
+    `check_replicas`: None: at steps 1, 2, 4, 8 and every 100th; n: at every n-th step; False: never.
 
     >>> [step for step in range(1, 301) if is_due(None, step)]
     [1, 2, 4, 8, 100, 200, 300]
@@ -60,10 +60,10 @@ def is_due(check_replicas: int | bool | None, step: int) -> bool:
 
 
 def check_before_saving(state_dict: Mapping[str, Any]) -> None:
-    """Compare the replicas of parameters that a distributed checkpoint saves, on all ranks.
+    """Compare the replicas of parameters that a distributed checkpoint is about to save, on all ranks.
 
-    A checkpoint that is written in a thread is not checked, because the training loop can use the process groups
-    meanwhile.
+    A checkpoint that is written in a thread is not checked, because the training loop can use the process groups at the
+    same time.
     """
     if threading.current_thread() is threading.main_thread():
         for replicas in sorted(_NOTED, key=lambda replicas: replicas._number):
@@ -73,7 +73,7 @@ def check_before_saving(state_dict: Mapping[str, Any]) -> None:
 def copies(part: Part, process: Process) -> list[list[int]]:
     """Return the groups of ranks that store the same shard of a parameter, without groups of one rank.
 
-    `part`: the `pp` coordinates that own the parameter, and the axes over which it is sharded.
+    `part`: the `pp` coordinates that store the parameter, and the axes over which it is sharded.
     """
     owning, cut_axes = part
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -85,9 +85,9 @@ def copies(part: Part, process: Process) -> list[list[int]]:
 
 
 class Replicas:
-    """Comparison of the replicas of one module's parameters, when `is_due`.
+    """Comparison of the replicas of one module's parameters at some steps (`is_due`).
 
-    `stage_style`: that of its schedule.
+    `stage_style`: assignment of stages to ranks, "loop" or "V".
     """
 
     def __init__(self, process: Process, stage_style: str, check_replicas: int | bool | None = None):
@@ -104,23 +104,23 @@ class Replicas:
         return is_due(self.check_replicas, self.step + 1)
 
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Count a training call, and compare replicas before it if that is due."""
+        """Count a training step. If a comparison is due, compare replicas before the step runs."""
         self.step += 1
         if is_due(self.check_replicas, self.step):
             self.check(program, parameters, self.step)
 
     def check_before(self, method: str, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Compare replicas before a collective method saves them, unless comparisons are switched off."""
+        """Compare replicas before a collective method saves parameters, unless comparisons are switched off."""
         if self.check_replicas is not False and self.check_replicas != 0:
             self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
 
     def note_state_dict(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Record that a state dict with these parameters was created: a distributed checkpoint can follow."""
+        """Record the parameters of a state dict that was created, because a distributed checkpoint can follow."""
         self._in_state_dict = program, parameters
         _NOTED.add(self)
 
     def check_state_dict(self, keys: Collection[str]) -> None:
-        """Compare replicas if a checkpoint with these keys has the parameters of the last state dict."""
+        """Compare replicas if the keys of a checkpoint contain the parameters of the last state dict."""
         assert self._in_state_dict is not None
         (program, parameters), self._in_state_dict = self._in_state_dict, None
         _NOTED.discard(self)
@@ -129,13 +129,15 @@ class Replicas:
                 self.check_before("torch.distributed.checkpoint.save", program, parameters)
 
     def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
-        """Compare the replicas of {name: this rank's parameter}. A collective call of all ranks.
+        """Compare the replicas of all parameters. A collective call of all ranks.
 
         Raises ReplicaError on every rank if replicas differ by more than rounding. If they differ by less, all ranks
         take the values of the first rank that stores the parameter, with a warning.
 
         Args:
-            moment: the call that follows, by default the step.
+            parameters: {name: this rank's parameter}.
+            step: number of steps so far.
+            moment: the call that follows, for messages. By default it is the step.
         """
         group = self.process.host_group
         if group is None:
@@ -200,7 +202,7 @@ class Replicas:
 
 
 class Drifted(NamedTuple):
-    """A parameter whose replicas differ. `members`: the ranks that store it, in order."""
+    """A parameter whose replicas differ. `members`: the ranks that store it, in rank order."""
 
     name: str
     members: list[int]
@@ -209,7 +211,10 @@ class Drifted(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Difference between the replicas on `rank` and on `first`, and the part that rounding explains."""
+    """Largest difference `apart` of the replica on rank `rank` from the one on rank `first`.
+
+    `rounding`: difference that rounding can explain.
+    """
 
     name: str
     rank: int
@@ -221,7 +226,7 @@ class Apart(NamedTuple):
 def _apart(
     drifted: Sequence[Drifted], parameters: Mapping[str, Tensor], steps: int, group: dist.ProcessGroup
 ) -> list[Apart]:
-    """Return the difference of every replica from the first one, on every rank."""
+    """Return the difference of every replica from the first replica. The result is equal on every rank."""
     mine = []
     for row in drifted:
         values = _first_copy(row, parameters, group)
@@ -233,7 +238,7 @@ def _apart(
 
 
 def _first_copy(row: Drifted, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the values of the first rank that stores the parameter, on the host of every rank."""
+    """Broadcast the values of a parameter from the first rank that stores it, to the host of every rank."""
     if group.rank() in row.members:
         values = parameters[row.name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     else:

@@ -1,8 +1,9 @@
-"""Check that all ranks make the same call: the same step, in the same way, on the same batch.
+"""Check that all ranks make the same call: same method, options and step number, on the same batch.
 
-The check is one collective on the host, of a dozen numbers. It starts with the call and ends before anything else is
-sent. Integer inputs, such as tokens, are compared exactly. Ranks can round floats differently, so a sample of floats,
-which moves with the step, is compared within rounding: its projections on four sign vectors, and its mean magnitude.
+The check is one collective of a dozen numbers on the host. It starts with the call and ends before anything else is
+sent. Integer inputs, such as tokens, are compared exactly. Floating-point inputs can be rounded differently on ranks. A
+sample of their elements, which changes with the step, is compared up to rounding: its projections on four sign vectors,
+and its mean magnitude.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.d
 
 @dataclass(frozen=True)
 class Given:
-    """One call of a method on this rank: its name (`step`), number, options as text, and inputs."""
+    """One call of a method on this rank: the method's name, the call's number, options as text, inputs."""
 
     name: str
     number: int
@@ -49,11 +50,11 @@ class Given:
     on all ranks.
     """
     num_rows: int = 0
-    """How many rows it is given then."""
+    """With local batches: number of local samples."""
     problem: AutopartError | None = None
-    """An error of this rank alone, such as of its parameters; all ranks raise the first one."""
+    """An error that this rank has found, for example in its parameters. All ranks raise the first rank's error."""
     trains: bool = True
-    """False for a step of which no parameter on this rank needs a gradient: one rank must have such a parameter."""
+    """False for a step if no parameter of this rank needs a gradient. It is an error if it is False on all ranks."""
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
@@ -63,14 +64,14 @@ class Given:
 
     @functools.cached_property
     def floats(self) -> dict[str, list[float]]:
-        """{floating-point input: random projections of a sample, scaled by the tolerance}."""
+        """{floating-point input: random projections of a sample of its elements, scaled by the tolerance}."""
         return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
 
     def numbers(self) -> list[float]:
-        """Return the numbers that this rank sends.
+        """Return the numbers that this rank sends to describe the call.
 
-        Two must be equal on all ranks. Then come numbers for inputs that all ranks share and, with local batches,
-        numbers for inputs that only ranks with the same samples share.
+        Two numbers must be equal on all ranks. Then follow numbers of the inputs that all ranks share. With local
+        batches, numbers of the inputs that only ranks with the same samples share come last.
         """
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
         rows = [] if self.own_rows is None else self._values(self.own_rows)
@@ -78,10 +79,10 @@ class Given:
         return [float(self.number), float(int.from_bytes(text)), *every, *rows]
 
     def _values(self, names: Collection[str]) -> list[float]:
-        """Return numbers that ranks compare, computed from these inputs.
+        """Return the numbers that describe the inputs `names` in a comparison.
 
-        The first, a hash of the integer inputs, must be equal. The others, sums over the floating-point inputs, can
-        differ by `slack`.
+        The first, a hash of the integer inputs, must be equal on the ranks. The others, sums over the floating-point
+        inputs, can differ by `slack`.
         """
         whole = {name: number for name, number in self.whole_numbers.items() if name in names}
         exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
@@ -95,7 +96,7 @@ class Given:
         return 1.5 * len(self.floats)
 
     def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Scale an input's projections by a separate factor, so that two inputs' differences do not cancel."""
+        """Scale an input's projections by a separate factor, so that the differences of two inputs do not cancel."""
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
 
@@ -106,7 +107,7 @@ VALUES = CALL + 2 + PROJECTIONS
 
 
 def all_frozen() -> UsageError:
-    """Return the error of a step whose parameters were all frozen after `parallelize`."""
+    """Return the error for a step if all parameters were frozen after `parallelize`."""
     return UsageError(
         "step() has nothing to train", why="every parameter of pm is frozen now",
         hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
@@ -122,10 +123,10 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 
 
 class Comparison:
-    """A pending comparison of a call between ranks.
+    """A comparison of a call between ranks, which is in flight.
 
-    It starts at construction, and every rank calls `finish_comparison`. In between a rank can compute, but must not
-    send anything else.
+    It starts at construction. Every rank must call `finish_comparison`. In between, a rank can compute, but must not
+    communicate.
     """
 
     def __init__(self, called: Given, process: Process):
@@ -136,7 +137,7 @@ class Comparison:
         self._wait = None if process.host_group is None else begin_gather(numbers, process)
 
     def finish_comparison(self) -> None:
-        """Finish the comparison. Later calls do nothing.
+        """Finish the comparison. Further calls of this method do nothing.
 
         Raises InputError on every rank if ranks make different calls, UsageError if a step trains nothing.
         """
@@ -157,13 +158,13 @@ class Comparison:
             raise _error(self.given, groups, self.process)
 
     def _first_problem(self) -> AutopartError | None:
-        """Return the first problem of any rank. Ranks of different stages can have different problems."""
+        """Return the error of the first rank that reports one. Different stages can report different errors."""
         assert self.process.host_group is not None
         problems = gather_objects(self.given.problem, self.process.host_group)
         return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
-        """Return True if all ranks got the same values, except for local samples."""
+        """Return True if inputs have equal values on the ranks of each group of `groups`."""
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
             return False
@@ -173,7 +174,7 @@ class Comparison:
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Return True if the first number is equal on all ranks, and the others differ by at most `slack`."""
+    """Return True if ranks agree: the first numbers are equal, and the others differ by at most `slack`."""
     exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
     return not exact and max(others) <= slack
 
@@ -209,7 +210,7 @@ def _values_error(
 ) -> InputError:
     """Return the error for ranks that make equal calls with different input values.
 
-    `everyones`: the names and texts gathered by `_error`.
+    `everyones`: the input names and texts that `_error` gathered from all ranks.
     """
     group, own_rows = process.host_group, called.own_rows or frozenset()
     assert group is not None
@@ -248,7 +249,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 
 def _marks(tensor: Tensor, number: int) -> list[float]:
-    """Return random projections of a sample of a tensor, and the logarithm of its mean magnitude."""
+    """Return random projections of a sample of a tensor's elements, and the log of its mean magnitude."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -275,6 +276,6 @@ def _marks(tensor: Tensor, number: int) -> list[float]:
 
 @functools.cache
 def _signs() -> np.ndarray:
-    """Return float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
+    """Return a float64 array [PROJECTIONS, SAMPLE] of random 1 and -1, equal on every rank."""
     bits = hashlib.shake_256(b"signs").digest(PROJECTIONS * SAMPLE)
     return np.array([1.0 if byte & 1 else -1.0 for byte in bits]).reshape(PROJECTIONS, SAMPLE)

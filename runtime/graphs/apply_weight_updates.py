@@ -1,4 +1,4 @@
-"""Apply updates that a model makes to trained parameters before it uses them, on their shards.
+"""Apply updates that a model makes to trained parameters before it uses them, on shards of these.
 
 The updates are defined in `autopart/ir/run/weight_updates.py`.
 """
@@ -30,7 +30,8 @@ def update_weights(
 
     Args:
         parameters: {rank: {name: its shard}}.
-        summed: sums {rank: value} along an axis. Every rank of the axis that stores the parameter calls it.
+        summed: function that sums {rank: value} along an axis. Every rank of the axis that stores the parameter calls
+            it.
     """
     for name, update in program.weight_updates.items():
         parts = {rank: local[name] for rank, local in parameters.items() if name in local}

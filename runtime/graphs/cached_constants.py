@@ -16,7 +16,7 @@ MOST_BYTES = 2**25
 
 
 class Constants:
-    """Outputs of a bound prologue that depend on no input: computed once, then read from this cache."""
+    """Cache of the outputs of a bound prologue that depend on no input. They are computed once."""
 
     def __init__(self, prologue: fx.GraphModule):
         graph = prologue.graph
@@ -37,7 +37,10 @@ class Constants:
         prologue.recompile()
 
     def apart(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Copy the outputs that share memory with cached values, because users can write to outputs."""
+        """Return the values, with copies in place of values that share memory with the cache.
+
+        Users may write to the values.
+        """
         return tuple(value.clone() if self._shares_memory(value) else value for value in values)
 
     def _shares_memory(self, value: Any) -> bool:

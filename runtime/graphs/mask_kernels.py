@@ -1,4 +1,4 @@
-"""Detect the structure of a stage's attention masks: causal, sliding window, or full."""
+"""Detect the structure of a stage's attention masks (causal, sliding window, full) at run time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LARGE = 2**24
 def specialize_constant_masks(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> tuple[Stage, frozenset[str]]:
-    """Specialise a stage to its masks that are equal in every call, so that it no longer computes them.
+    """Specialise a stage to masks that are equal in every call, so that it no longer computes these masks.
 
-    Returns the stage and the names of these masks, which need no inspection in later calls.
+    Returns the stage and the names of these masks. Later calls need not inspect them.
     """
     masks, inputs, graph = input_independent_masks(stage)
     names = frozenset(mask.name for mask in masks)
@@ -50,7 +50,7 @@ def _analyze_large_masks(
     stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, MaskStructure]:  # fmt: skip
-    """Return the structure of masks that are too large to materialise.
+    """Return {mask: structure} of masks that are too large to materialise.
 
     Args:
         inputs: inputs of the graph that computes the masks.
@@ -77,7 +77,10 @@ def _analyze_large_masks(
 
 
 def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | None:
-    """Return the structure of a mask for all attention calls that use it, or None."""
+    """Return the structure of a mask for the attention calls that use it.
+
+    None if the mask has no known structure, or if the calls differ in their numbers of queries or keys.
+    """
     scores = {*map(scores_of, calls)}
     if len(scores) > 1:
         return None
@@ -89,10 +92,10 @@ def _structure_of(mask: Tensor, calls: Sequence[fx.Node]) -> MaskStructure | Non
 
 
 class StageMasks:
-    """Attention masks of one stage.
+    """Masks of one stage whose structure is detected in every call.
 
     Args:
-        bind: makes a graph of the stage run on this rank.
+        bind: binds a graph of the stage to this rank.
         without: names of masks to leave out.
     """
 
@@ -102,9 +105,9 @@ class StageMasks:
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     def mask_structures(self, microbatches: Sequence[Mapping[str, Any]]) -> list[MaskStructures]:
-        """Return the mask structures of every microbatch. Masks that microbatches share are inspected once.
+        """Return the mask structures of every microbatch. A mask that microbatches share is inspected once.
 
-        `microbatches`: keyword arguments of the stage's graph.
+        `microbatches`: keyword arguments of the stage's graph for each microbatch.
         """
         if self.make is None:
             return [()] * len(microbatches)

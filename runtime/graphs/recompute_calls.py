@@ -2,8 +2,8 @@
 
 Each region (`region`, from `passes/choose/recompute_regions.py`) is one call under `torch.utils.checkpoint`. Its
 recomputation starts when its backward begins and stops after the last value that the backward needs. Random numbers of
-a region are inputs of it, or follow from seeds that are inputs, so both runs use equal numbers. Both runs also launch
-the same collectives on all ranks.
+a region are inputs of the region, or follow from seeds that are inputs. So both runs use equal numbers. Both runs also
+launch the same collectives on all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ def has_regions(graph: fx.Graph) -> bool:
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function under checkpointing: save its arguments and recompute the rest in backward."""
+    """Call a function under checkpointing: save its arguments, and re-run it in backward."""
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a bound stage graph with one call per region. Parameters stay in the module, as arguments."""
+    """Return a bound stage graph in which each recompute region is one call.
+
+    Parameters stay in the module, and are arguments of the calls.
+    """
     regions: defaultdict[int, dict[fx.Node, int | None]] = defaultdict(dict)
     for node in module.graph.nodes:
         if "region" in facts(node):
@@ -49,7 +52,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class Region(nn.Module):
-    """Operators of a recompute region. It has no parameters."""
+    """Operators of one recompute region. It has no parameters of its own."""
 
     def __init__(self, operators: fx.GraphModule):
         super().__init__()
