@@ -1,4 +1,4 @@
-"""One program on one rank: stages bound to the rank's tensors and process groups, forward and step."""
+"""One program on one rank: stages bound to the rank's tensors and process groups; forward and step."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from autopart.runtime.training.step_options import StepOptions, divide_by, scale
 
 
 class Executable:
-    """Runs `program` on this rank.
+    """Runs one program on this rank.
 
-    `parameters` and `buffers` are {name: local tensor}, shared with other executables.
+    `parameters` and `buffers` are {name: local tensor}, shared with the executables of other programs.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Executable:
             create_tied_groups(program, process, self.stage_style)
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
-        """Return the model's flat outputs for the global batch. Differentiable without a pipeline.
+        """Return the model's flat outputs for the global batch. Differentiable if the mesh has no pipeline.
 
-        Raises InputError if the ranks were called differently, by `comparison`.
+        Raises InputError if `comparison` finds that the ranks were called differently.
         """
         with no_autocast(), compared(comparison), self.loaded(inputs, comparison):
             if self.pipeline is not None:
@@ -115,13 +115,13 @@ class Executable:
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Run forward and backward of one global batch, accumulating into `.grad`.
+        """Run forward and backward of one global batch. Gradients are accumulated into `.grad`.
 
-        Raises InputError as `forward`.
+        Raises InputError if `comparison` finds that the ranks were called differently.
 
         Args:
-            scaling: loss scaling. If a gradient is not finite, every `.grad` is None afterwards, including earlier
-                gradients. An optimizer then does nothing, as after a skipped step.
+            scaling: loss scaling. If a gradient is not finite, every `.grad` becomes None, even those of earlier calls.
+                An optimizer then does nothing, as after a skipped step.
 
         Returns:
             The loss and the program's other outputs, for the global batch, detached.
@@ -139,7 +139,7 @@ class Executable:
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """Route parameters through reduce boundaries in this context, so that gradients cover all ranks."""
+        """Route parameters through autograd functions whose backward reduces gradients, in a `with` block."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
         try:
             for bucket in buckets:
@@ -154,7 +154,10 @@ class Executable:
         self, inputs: Sequence[Any], options: StepOptions, hooks: DeferredHooks, comparison: Comparison,
         scaling: LossScaling | None,
     ) -> list[tuple[Tensor, ...]]:  # fmt: skip
-        """Run forward and backward of all microbatches. Return the last stage's outputs, if this rank has it."""
+        """Run forward and backward of all microbatches.
+
+        Returns the outputs of the last stage for each microbatch; [] if this rank does not run the last stage.
+        """
         loaded, is_unreduced = self.loaded(inputs, comparison), self.unreduced.matters
         fresh_gradients = self._fresh_gradients(hooks, scaling is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
@@ -190,7 +193,7 @@ class Executable:
 
     @contextmanager
     def reduce_during_backward(self) -> Iterator[None]:
-        """Reduce gradients over ranks while backwards run. At the end of this context they are complete."""
+        """Reduce gradients over ranks while backwards run in a `with` block. At its end they are complete."""
         reducers = [module.reducer for module in self.modules]
         self.reductions.clear()
         try:
@@ -221,7 +224,7 @@ class Executable:
         return loss.detach(), *other_outputs
 
     def _chain(self, microbatch: int) -> tuple[Any, ...]:
-        """Run one microbatch through all stages, which are all on this rank."""
+        """Run one microbatch through all stages. Only without a pipeline, when this rank has all stages."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
             values = module.run(values, microbatch)
@@ -262,9 +265,9 @@ class Executable:
 
     @contextmanager
     def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
-        """Load the stages with these inputs for this context.
+        """Load the stages with the inputs of a call, for a `with` block.
 
-        `sends`: the stages communicate right after loading, so the comparison of calls finishes first.
+        `sends`: the stages communicate right after loading, so the comparison of the ranks' calls is finished before.
         """
         device = self.process.device
         local_inputs = move_to_device(device, self.program, inputs)
@@ -298,9 +301,10 @@ class Executable:
 
     @contextmanager
     def _fresh_gradients(self, hooks: DeferredHooks, every: bool) -> Iterator[None]:
-        """Set the `.grad` of reduced and hooked parameters (`every`: of all) to None in this context.
+        """Set `.grad` to None in a `with` block, for parameters with reduced gradients or with hooks.
 
-        Afterwards the earlier gradients are added again, once. Autograd accumulates in place into all other `.grad`.
+        `every`: for all parameters. At the end of the block the earlier gradients are added again, once. For all other
+        parameters, autograd accumulates into the earlier `.grad` in place.
         """
         parameters = self.parameters.values() if every else [*self.reduced_parameters, *hooks.parameters]
         before = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
@@ -318,9 +322,9 @@ class Executable:
 
 
 def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
-    """Move the inputs of a call to the device of its rank.
+    """Move the inputs of a call to the device of this rank.
 
-    Dropout seeds stay on the host, which reads them. Reading one from a GPU would synchronise with the device.
+    Dropout seeds stay on the host, which reads them. Reading them from a GPU would synchronise with the GPU.
     """
     return [
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
@@ -329,15 +333,15 @@ def move_to_device(device: torch.device, program: Program, inputs: Sequence[Any]
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Return True if a stage graph has an operator over a mesh axis, so that ranks can communicate."""
+    """Return True if a stage graph communicates: it has an operator over a mesh axis."""
     return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager
 def compared(comparison: Comparison) -> Iterator[None]:
-    """Run a call in a `with` block.
+    """Run a call in a `with` block, and finish the comparison of the ranks' calls if the call fails.
 
-    If it fails and the ranks passed different arguments, raise an error that names these instead.
+    If the ranks passed different arguments, an error that names these arguments replaces the call's error.
     """
     try:
         with naming_operators():

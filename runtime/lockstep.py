@@ -1,9 +1,9 @@
-"""Run all ranks of a program in one process, in lockstep, for `verify`.
+"""Run all ranks of a program in one process, in lockstep. `verify` uses it.
 
-The stage graphs are interpreted node by node over a list of all ranks of the stage. A conversion is a plain function of
-the local tensors of one group. It uses the same primitives and the same arithmetic of chunks as with process groups.
-Its autograd function takes and returns the full list. So one `torch.autograd.backward` over the losses of all ranks
-computes every rank's gradients.
+The stage graphs are interpreted node by node. A value is a list of local values, one for each rank of the stage. A
+conversion is a function of the local tensors of one group. It uses the same primitives and the same arithmetic of
+chunks as with process groups. Its autograd function takes and returns the full list. So one `torch.autograd.backward`
+over the losses of all ranks computes the gradients of every rank.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def run_lockstep(
 
     Args:
         parameters: {rank: {name: local tensor}}, as from `shard_state.shard_parameters`. Parameters that the model
-            writes are changed.
+            writes are changed in place.
         buffers: {name: tensor}, equal on every rank. They are not changed.
         inputs: in the order of `program.input_names`.
         on_value: called after every node.
+        stage_style: assignment of stages to ranks, "loop" or "V".
         primitives: collectives on lists, in place of `LIST_PRIMITIVES`.
-        new_buffers: receives {rank: {name: value}} of the buffers that each rank's stages write.
+        new_buffers: dict that receives {rank: {name: value}} of the buffers that each rank's stages write.
 
     Returns:
         {rank: one tuple of outputs per microbatch} for the ranks of the last stage.
@@ -112,7 +113,7 @@ def run_lockstep(
 def _prologue_values(
     stage: Stage, device: torch.device, buffers: Mapping[str, Tensor], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Run a stage's prologue. It runs once, so it is interpreted and no code is generated for it."""
+    """Run a stage's prologue node by node: it runs only once, so generating code would take longer."""
     run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
     run.extra_traceback = False
     values: tuple[Any, ...] = run.run(*inputs)
@@ -120,7 +121,7 @@ def _prologue_values(
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:
-    """Return the device of the parameters, to which the inputs are moved."""
+    """Return the device of the parameters, to which the inputs of the run are moved."""
     tensors = [t for local in parameters.values() for t in local.values()]
     tensors += [t for t in inputs if isinstance(t, Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
@@ -132,7 +133,7 @@ def _rank_copies(values: Sequence[Any]) -> list[Any]:
 
 
 class _StageRun:
-    """One stage on all its ranks."""
+    """Run of one stage on all its ranks."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class _StageRun:
         self.last_uses = _last_uses(self.graph)
 
     def _bands(self) -> dict[str, MaskStructure]:
-        """Return the structures of the masks for which all ranks and microbatches find the same structure."""
+        """Return {mask: structure} of the masks that have the same structure on all ranks and microbatches."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
         masks = StageMasks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         mask_structures = [
@@ -199,7 +200,10 @@ class _StageRun:
         return next(received)
 
     def _region(self, nodes: list[fx.Node], values: Mapping[fx.Node, PerRank], seen: Seen) -> dict[fx.Node, PerRank]:
-        """Run a recompute region on all ranks and return its outputs. Recomputation does not call `seen`."""
+        """Run a recompute region on all ranks and return its outputs.
+
+        When the region runs again in backward, `seen` is not called.
+        """
         members = set(nodes)
         region_inputs = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
         runs = iter([seen])
@@ -214,7 +218,7 @@ class _StageRun:
         return run_again(run)
 
     def new_buffers(self, program: Program, rank: int) -> NewBuffers:
-        """Return {buffer: its new value} that this stage computed on a rank."""
+        """Return {buffer: new value} that this stage has computed on a rank."""
         graph = [[value[rank].detach() for value in microbatch] for microbatch in self.graph_updates]
         return buffer_updates_of(self.stage, program, self.prologue_updates, graph)
 
@@ -252,7 +256,7 @@ class _StageRun:
 
 
 def _sum_along(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Sum the values of ranks along an axis."""
+    """Sum the values of the ranks that differ only along an axis."""
     groups = groups_along(mesh, list(values), axis)
     return {rank: torch.stack([values[peer] for peer in group]).sum(0) for group in groups for rank in group}
 
@@ -262,7 +266,7 @@ def _ignore(node: fx.Node, value: PerRank) -> None:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return {node: nodes whose value is used for the last time by this node}."""
+    """Return {node: the nodes that it is the last one to use}."""
     used_later: set[fx.Node] = set()
     uses: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -71,9 +71,9 @@ Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class ProgramSource(Protocol):
-    """Source of programs for a ParallelModule.
+    """Interface through which a ParallelModule gets its programs.
 
-    It traces if needed, and returns the same Program for equal calls.
+    It traces a call if needed, and returns the same Program for equal calls.
     """
 
     @property
@@ -93,7 +93,7 @@ class ProgramSource(Protocol):
     ) -> tuple[Program, tuple[Tensor, ...]]:
         """Return the program for a call, and the call's tensors in `input_names` order.
 
-        Raises errors for a bad call.
+        Raises InputError or TraceError for a call that the model does not support.
         """
 
     def ready(self) -> Program | None:
@@ -108,7 +108,7 @@ class ProgramSource(Protocol):
         """Text of the Python values that differ between the last call and the first call of its program."""
 
     def agreed(self) -> Mapping[str, str]:
-        """Return {subject: text} of versions, options and the plan, which all ranks must share."""
+        """Return {subject: text} of versions, options and the plan. Each text must be equal on all ranks."""
 
 
 class ParallelModule(
@@ -368,7 +368,7 @@ class ParallelModule(
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _meet(self, name: str) -> None:
-        """Raise InputError on every rank if only some ranks call the method `name`."""
+        """Wait until every rank calls the method `name`. Raise InputError on all ranks if one does not."""
         self._in_flight.drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
@@ -377,7 +377,7 @@ class ParallelModule(
 
     @contextmanager
     def _compared_on_error(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Compare the call with other ranks if its trace fails in this context.
+        """Compare a call with the calls of other ranks if tracing it fails in this `with` block.
 
         With `local_batch`, other ranks can pass samples for which the trace succeeds. Then all ranks raise an error
         that shows the difference.
@@ -408,7 +408,7 @@ class ParallelModule(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
         criterion: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Executable | StepRunner, Comparison]:  # fmt: skip
-        """Return the executable of a call, and the started comparison of the ranks' calls."""
+        """Return the executable for a call, and the comparison of the ranks' calls, which is in flight."""
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {self._modes.text}"
         text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unreduced.is_open else ""
@@ -459,10 +459,10 @@ class ParallelModule(
         return executable, comparison
 
     def _adopt(self, program: Program) -> Program:
-        """Make `program` the current program, and register the parameters and buffers that it adds.
+        """Make `program` the current program, and register the parameters and buffers that are new in it.
 
-        Returns the program with every parameter stored as in earlier programs. A rank whose stages use no parameter
-        gets an empty placeholder.
+        Returns the program with the storage of parameters that earlier programs have chosen. A rank whose stages use no
+        parameter gets an empty placeholder.
         """
         model = self._source.model
         check_exact(program, self._process.device)
@@ -515,7 +515,7 @@ class ParallelModule(
         self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
-        """Initialise all state of steps, with no program run yet."""
+        """Initialise the state that steps change. No program has run yet."""
         stage_style = stage_style_of(self._schedule)
         self._reset_executables()
         self._replicas = Replicas(self._process, stage_style, check_replicas)

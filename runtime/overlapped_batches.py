@@ -1,7 +1,7 @@
-"""Batches that `step` leaves unfinished, and what a module does with them at its other calls.
+"""Batches that `step` leaves unfinished, and how a module finishes them at its other calls.
 
-`OverlappedBatches` is for schedules that finish every batch: nothing is ever in flight. The extra of a schedule in
-`autopart.ir.run.schedules.DELAYED` subclasses it.
+`OverlappedBatches` is for schedules that finish every batch, so no batch is ever in flight. The package that implements
+a schedule in `autopart.ir.run.schedules.DELAYED` subclasses it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopart.runtime.training.step_options import StepOptions
 
 
 class StepRunner(Protocol):
-    """Anything that runs steps of a program as `Executable.step` does."""
+    """Interface of an object that runs steps of a program, such as `Executable`."""
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
     ) -> tuple[Tensor, list[Any]]:
-        """Run a step. Return the loss and the other outputs."""
+        """Run a step. Return the loss and the program's other outputs."""
 
 
 class OverlappedBatches:
-    """Unfinished batches of a module under its schedule: none.
+    """Unfinished batches of a module, for schedules that leave none.
 
     Args:
         schedule: the module's schedule.
@@ -45,43 +45,46 @@ class OverlappedBatches:
 
     @property
     def is_cold(self) -> bool:
-        """True if the executable of the batch in flight has not run before."""
+        """True if a batch is in flight whose executable has not run before."""
         return False
 
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:
-        """Bind a program for `step`.
+        """Bind a program to this rank for `step`.
 
         Args:
-            make: creates an executable for `parameters={name: tensor}`.
+            make: function that creates an executable for `parameters={name: tensor}`.
         """
         return make(parameters=self.parameters)
 
     def flush(self) -> Tensor:
-        """Finish the batch in flight and store its gradients. Return its loss, or NaN if there is none."""
+        """Finish the batch in flight, and add its gradients to `.grad`. Return its loss, NaN without a batch."""
         raise UsageError(
             "flush() without schedule='1f1b_2bw'", hint="remove the call",
             why="with other schedules step() finishes its batch: nothing is left to flush",
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the batch in flight, if any. A later call stores its gradients.
+        """Finish the batch in flight, if any. A later call adds its gradients to `.grad`.
 
-        All ranks drain at the same point of their call sequence.
+        All ranks must drain at the same point of their call sequence.
         """
 
     def drained_on_error(self) -> AbstractContextManager[None]:
-        """Finish the batch in flight if an error occurs in this context, because other ranks finish it too."""
+        """Finish the batch in flight if this `with` block fails, because other ranks finish it too."""
         return nullcontext()
 
     def check_landed(self, what: str) -> None:
-        """Raise UsageError if a gradient is still to come."""
+        """Raise UsageError if the gradient of a started batch is not in `.grad` yet.
+
+        `what`: the call that needs the gradient.
+        """
 
     def check_step(self, options: StepOptions, leaves_unreduced: bool) -> None:
         """Raise UsageError for options of `step` that do not work while batches overlap."""
 
 
 class FlushMethods:
-    """Methods of a module whose schedule may delay gradients by one batch."""
+    """Methods of a module whose schedule can delay gradients by one batch."""
 
     _in_flight: OverlappedBatches
     _process: Process
@@ -97,13 +100,13 @@ class FlushMethods:
     def flush(self) -> Tensor:
         """Finish the last batch under `schedule="1f1b_2bw"`.
 
-        Under this schedule `step` leaves the gradient of the batch before. This call adds the last batch's gradient to
-        `.grad` and returns its loss, a detached scalar on every rank: NaN if no batch has started. Raises UsageError
+        Under this schedule `step` adds the gradient of the previous batch to `.grad`. This call adds the last batch's
+        gradient and returns its loss, a detached scalar on every rank; NaN if no batch has started. Raises UsageError
         under another schedule. A collective call.
 
         Example:
             for batch in batches:
-                loss = pm.step(**batch)  # of the batch before: NaN, and no gradient, in the first step
+                loss = pm.step(**batch)  # of the previous batch: NaN, and no gradient, in the first step
                 optimizer.step()
                 optimizer.zero_grad()
             loss = pm.flush()

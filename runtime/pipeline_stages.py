@@ -1,4 +1,4 @@
-"""Stages under the schedules of `torch.distributed.pipelining`, and forward-only runs."""
+"""Pipeline stages on a rank, run by the schedules of `torch.distributed.pipelining` or forward only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from autopart.tracing.call_cache import Recent
 
 
 def default_schedule(program: Program) -> str:
-    """Return the schedule of a program without a named one: 1F1B if it has enough microbatches."""
+    """Return the schedule for a program whose plan names none.
+
+    It is 1F1B, interleaved if a rank has several stages; GPipe if there are fewer microbatches than ranks along `pp`.
+    """
     pp = program.mesh.size("pp")
     if len(program.stages) > pp:
         return "interleaved_1f1b"
@@ -47,7 +50,7 @@ _MAX_GRAPHS = 4
 
 
 class _BoundGraph(NamedTuple):
-    """A stage graph bound to this rank, its ZeRO-3 blocks, and the names of its keyword inputs."""
+    """A stage graph bound to this rank, its blocks of ZeRO-3 weights, and the names of its keyword inputs."""
 
     graph: fx.GraphModule
     blocks: UnshardBlocks | None
@@ -56,15 +59,15 @@ class _BoundGraph(NamedTuple):
 
 @dataclass
 class _Loaded:
-    """State of a stage for one call.
+    """State of a stage during one call.
 
     Attributes:
         arguments: keyword inputs of each microbatch.
         mask_structures: mask structures of each microbatch.
-        written: graph of each microbatch, specialised to its masks.
+        written: for each microbatch, the graph that is specialised to its masks.
         prologue_updates: buffer updates of the prologue.
         graph_updates: buffer updates of each microbatch.
-        other_outputs: {microbatch: outputs other than the loss}, on a step's last stage.
+        other_outputs: {microbatch: outputs other than the loss}, on the last stage in a step.
     """
 
     arguments: list[Arguments] = field(default_factory=list)
@@ -76,10 +79,11 @@ class _Loaded:
 
 
 class StageModule(nn.Module):
-    """One stage on this rank: its bound graph, and the samples that it uses.
+    """One stage on this rank: its bound graph, and its inputs for the current call.
 
-    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` runs the graph alone.
-    `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with `index` a tensor of the number.
+    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` runs the graph on one microbatch.
+    `torch.distributed.pipelining` calls `forward(*received, microbatch=index)`, with `index` a tensor of the microbatch
+    number.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class StageModule(nn.Module):
     def needs_full_backward(self) -> bool:
         """True if the backward must not be split into input gradients and weight gradients.
 
-        Each part of a split backward would recompute the regions, the second part once per weight. A compiled graph has
-        a single backward.
+        Each part of a split backward would recompute the regions, and the second part would do so once per weight. A
+        compiled graph has a single backward.
         """
         return (
             self.compiled
@@ -119,7 +123,7 @@ class StageModule(nn.Module):
 
     @property
     def uses_parameter_twice(self) -> bool:
-        """True if a parameter has several uses in the graph."""
+        """True if the graph uses some parameter more than once."""
         uses: Counter[str] = Counter()
         for node in self.stage.graph.graph.nodes:
             if node.op == "get_attr" and str(node.target) in self.stage.parameters:
@@ -143,7 +147,7 @@ class StageModule(nn.Module):
         return self.written.get(mask_structures, write)
 
     def _finalize(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Prepare a bound graph to run: compiled, or with its recomputed regions as checkpoints."""
+        """Prepare a bound graph to run: compile it, or make its recompute regions checkpointed calls."""
         return compiled(graph) if self.compiled else with_flat_names(with_regions(graph))
 
     def load(self, inputs: Sequence[Any]) -> None:
@@ -166,7 +170,7 @@ class StageModule(nn.Module):
         self.loaded = _Loaded()
 
     def new_buffers(self) -> NewBuffers:
-        """Return {buffer: its new value} that this stage has computed since `load`."""
+        """Return {buffer: new value} that this stage has computed since `load`."""
         return buffer_updates_of(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
 
     def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
@@ -195,7 +199,7 @@ class StageModule(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """Identity in forward, from the transport device to `device`.
+    """Autograd function: move received values from the transport device to `device`.
 
     Backward makes gradients dense and contiguous for sending. Inputs that the stage does not use get zeros.
     """
@@ -211,7 +215,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sends(torch.autograd.Function):
-    """Identity in forward, to the transport device.
+    """Autograd function: move values to the transport device, from which they are sent.
 
     Zero-bubble schedules detach the results in place, so a result must not be a view, a parameter or a received value.
     """
@@ -227,7 +231,7 @@ class _Sends(torch.autograd.Function):
 
 
 class Pipeline:
-    """This rank's stages under one schedule."""
+    """The stages of this rank, run under one schedule."""
 
     def __init__(self, modules: Sequence[StageModule], program: Program, process: Process, schedule: str):
         pp = process.mesh.size("pp")
@@ -270,7 +274,7 @@ class Pipeline:
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Run forward and backward of all microbatches. Gradients are those of `loss_scale` times the loss.
 
-        Returns the last stage's outputs per microbatch on its ranks, an empty list on other ranks.
+        Returns the outputs of the last stage for each microbatch on ranks that run it, [] on other ranks.
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
@@ -279,22 +283,25 @@ class Pipeline:
         return [(loss.detach(), *other_outputs[0][index]) for index, loss in enumerate(losses)]
 
     def run_on_indices(self, losses: list[Tensor] | None = None) -> None:
-        """Run a step of the schedule on microbatch indices, by which the stages find their samples."""
+        """Run a step of the schedule, with microbatch numbers in place of samples.
+
+        Each stage finds the samples of a microbatch by the number.
+        """
         indices, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
         with torch.enable_grad():
             self.schedule.step(microbatch=indices, target=target, losses=losses, return_outputs=False)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """Return the scaled loss, which the last stage has computed, for pipelining to differentiate."""
+        """Return the loss that the last stage has computed, scaled. The schedule differentiates it."""
         return scaled(loss, self.loss_scale)
 
     @torch.no_grad()
     def forward(self) -> list[tuple[Tensor, ...]]:
-        """Run the forward of all microbatches. Return one tuple of outputs each on ranks of the last stage.
+        """Run the forward of all microbatches. Return the last stage's outputs for each, on ranks that run it.
 
         Each rank runs all microbatches of its first stage, then of its next stage. With two ranks and several stages
-        each, ranks send in both directions. Then they finish receiving before they send, so that neither direction
-        waits for the other.
+        per rank, ranks send in both directions. Then a rank finishes receiving before it sends, so that neither
+        direction waits for the other.
         """
         num_microbatches = self.program.microbatches
         hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
@@ -329,7 +336,7 @@ class Pipeline:
         return tuple(received)
 
     def _send(self, module: StageModule, ready: dict[int, tuple[Any, ...]]) -> list[dist.Work]:
-        """Send the ready values to the next stage if it is on another rank, and drop them."""
+        """Send values of `ready` whose next stage is on another rank, and remove them from `ready`."""
         if module.is_last or self.coordinate(module.stage.index + 1) == self.process.pp:
             return []
         works = []
@@ -350,7 +357,7 @@ def _num_uses(node: fx.Node) -> int:
 
 
 def _empty_dw_builder() -> Callable[..., None]:
-    """Return a `dw_builder` for PipelineStage that runs nothing. The input part runs the full backward."""
+    """Return a weight backward for PipelineStage that does nothing: the input backward has done all work."""
     return lambda: None
 
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _OWNERS: Any = WeakIdKeyDictionary()
 """{tensor: name of the parameter whose state it is}."""
 _ABSENT: Any = WeakIdKeyDictionary()
-"""{tensor: True} for tensors that the last checkpoint read for them lacked."""
+"""{tensor: True} for state tensors that are absent from the checkpoint that was loaded last."""
 _STATE = "state"
 
 

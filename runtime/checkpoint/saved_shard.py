@@ -263,4 +263,4 @@ def _reduce_for_process(shard: ShardTensor) -> Any:
 
 
 ForkingPickler.register(ShardTensor, _reduce_for_process)
-"""A background process that saves receives shards with their offsets."""
+"""Keeps the shard offsets when a shard is sent to a background process that saves a checkpoint."""

@@ -33,7 +33,7 @@ def begin_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Wait:
 
 
 def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
-    """Start a reduce-scatter of a vector into equal chunks. Return a function that returns the local chunk.
+    """Start a reduce-scatter of a vector into equal chunks. Return a function that gives the local chunk.
 
     The function waits for the chunk, and raises HangError if a rank does not arrive.
     """

@@ -326,7 +326,7 @@ def _answer(watch_ref: weakref.ref[Watch], stopped: threading.Event) -> None:
 
 
 def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread: threading.Thread) -> None:
-    """Record that the process ends, through the open connection of the watchdog's thread, and end the thread.
+    """Record that the process ends, through the connection of the watchdog's thread, and end the thread.
 
     Python would abort the process if the process ended while the thread uses the store.
     """

@@ -96,7 +96,7 @@ class Given:
         return 1.5 * len(self.floats)
 
     def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
-        """Scale an input's projections by a separate factor, so that the differences of two inputs do not cancel."""
+        """Scale an input's projections by a separate factor, so that two inputs' differences do not cancel."""
         factor = 0.5 + (place * 0.6180339887) % 1
         return [factor * mark for mark in marks]
 

@@ -1,7 +1,7 @@
-"""Interface of the runtime to data-parallel synchronisation other than an all-reduce of gradients.
+"""Interface of the runtime to data-parallel synchronisation: all-reduce, or a `dp_sync` method.
 
-`GradientSync` is the default, `dp_sync="all_reduce"`: buckets reduce every gradient, and nothing is left to do. The
-extra `dp_sync` subclasses it for methods that compress gradients or average models.
+`GradientSync` is the default, `dp_sync="all_reduce"`: buckets reduce every gradient, and it does nothing. The optional
+package `autopart.extras.dp_sync` subclasses it for methods that compress gradients or average models.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class GradientSync:
     """Data-parallel synchronisation of one module on this rank.
 
     Attributes:
-        methods: {name: method} of parameters whose gradients buckets leave unreduced over the outermost data axis.
-        unsharded: {name: tensor without storage, whose `.grad` receives the full gradient during a step}, for sharded
-            parameters with a method.
+        methods: {name: method} of parameters whose gradients are reduced by a `dp_sync` method over the outermost data
+            axis. Buckets leave them unreduced over that axis.
+        unsharded: {name: tensor without storage} for sharded parameters with a method. During a step its `.grad`
+            receives the full gradient.
     """
 
     def __init__(self, process: Process):
@@ -37,7 +38,7 @@ class GradientSync:
         return False
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
-        """Use the module's newest program. It contains the parameters of all earlier programs.
+        """Use the module's newest program, which contains the parameters of all earlier programs.
 
         Args:
             program: the program.
@@ -47,17 +48,18 @@ class GradientSync:
     # --- In a step
 
     def with_unsharded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the parameters, each that is in `unsharded` replaced by its tensor there."""
+        """Return the parameters, with tensors of `unsharded` in place of parameters that it contains."""
         return parameters
 
     def reduce_by_method(self, loss_scale: float = 1.0) -> None:
-        """Synchronise every `.grad` with a method, which has this rank's partial gradient times `loss_scale`.
+        """Synchronise the gradients of all parameters with a method.
 
-        A collective call, after all other reductions of a step.
+        `.grad` has this rank's partial gradient times `loss_scale`. A collective call, after all other reductions of a
+        step.
         """
 
     def release_full_gradients(self) -> None:
-        """Free the gradients of `unsharded` at the end of a step."""
+        """Free the gradients of the tensors in `unsharded`, at the end of a step."""
 
     # --- In the user's own backward
 
@@ -66,41 +68,41 @@ class GradientSync:
 
         Args:
             outputs: the outputs.
-            leave: returns True if a later backward is to synchronise the gradients (`no_sync`).
+            leave: function that returns True if a later backward will synchronise the gradients (`no_sync`).
         """
         return tuple(outputs)
 
     # --- Checks
 
     def problem(self, in_step: bool) -> UsageError | None:
-        """Return an error if gradient hooks would see unsynchronised gradients, else None.
+        """Return an error if gradient hooks would get unsynchronised gradients, else None.
 
         The result is equal on every rank.
 
         Args:
-            in_step: True if hooks run only after synchronisation.
+            in_step: True in `step`, in which hooks run after synchronisation.
         """
         return None
 
     def check_optimizer_attached(self) -> None:
-        """Raise UsageError before a second step if no attached optimizer averages the replicas."""
+        """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
 
     def check_gradients(self, asked: str) -> None:
-        """Raise UsageError if replicas differ, so that there is no global gradient to return."""
+        """Raise UsageError if `asked` needs global gradients, but every data rank has its own model."""
 
     # --- State
 
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: mean over the data ranks} if every data rank has its own model, else the values."""
+        """Average values over the data ranks if every data rank has its own model; else return them unchanged."""
         return dict(values)
 
 
 def sync_for(program: Program, current: GradientSync) -> GradientSync:
-    """Return `current`, or a new `GradientSync` that runs methods if the program has one."""
+    """Return the synchronisation that a program needs: `current`, or a new one that runs its methods."""
     has_method = any(stored.method is not None for stored in program.parameters.values())
     return with_methods(current) if has_method else current
 
 
 def with_methods(current: GradientSync) -> Any:
-    """Return `current` if it runs methods, else a new `GradientSync` of the extra `dp_sync`."""
+    """Return `current` if it can run methods, else a new synchronisation that can."""
     return sync_extra().make_sync(current.process) if type(current) is GradientSync else current

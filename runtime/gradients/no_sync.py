@@ -1,7 +1,7 @@
-"""`no_sync()`: accumulate unreduced gradients of several batches, to be reduced once.
+"""`no_sync()`: accumulate unreduced gradients of several batches, and reduce them once.
 
-Until the reduction, `.grad` of a parameter holds this rank's partial gradient. A gradient that was complete before
-stays on one of the ranks that reduce it, and is zeroed on the others, so that the sum counts it once.
+Until the reduction, `.grad` of a parameter is this rank's partial gradient. A complete gradient of earlier calls stays
+on one of the ranks that reduce it, and is zeroed on the others, so that the sum counts it once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from autopart.runtime.gradients.step_reduction import all_reduced_names, sync_gr
 
 
 class NoSync:
-    """State of `no_sync()` for one module.
-
-    All flags are equal on every rank.
+    """State of `no_sync()` for one module. All flags are equal on every rank.
 
     Attributes:
-        is_open: inside `no_sync()`, so calls leave their gradients unreduced.
-        are_some: `.grad` holds partial gradients.
-        are_expected: a forward inside `no_sync()` still has a backward to come.
-        bring_together: called after the reduction, for gradients that a `dp_sync` method reduces.
+        is_open: the module is inside `no_sync()`, so calls leave their gradients unreduced.
+        are_some: `.grad` contains partial gradients.
+        are_expected: a forward ran inside `no_sync()`, and its backward has not run yet.
+        reduce_by_method: called after the reduction, for gradients that a `dp_sync` method reduces.
     """
 
     def __init__(self, process: Process, stage_style: str, reduce_by_method: Callable[[], None]):
@@ -55,7 +53,7 @@ class NoSync:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Leave the gradients of calls in this context unreduced."""
+        """Leave the gradients of calls in this `with` block unreduced."""
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -64,11 +62,14 @@ class NoSync:
 
     @property
     def matters(self) -> bool:
-        """True if the next call leaves gradients unreduced, or finds unreduced gradients."""
+        """True if the next call leaves gradients unreduced, or if `.grad` contains unreduced gradients."""
         return self.are_summed and (self.is_open or self.are_some or self.are_expected)
 
     def problem(self, program: Program) -> UsageError | None:
-        """Return the error if the next call does not support unreduced gradients; equal on every rank."""
+        """Return an error if the next call does not support unreduced gradients, else None.
+
+        The result is equal on every rank.
+        """
         if self.is_open and (problem := sharded_error(program)) is not None:
             return problem
         for name, parameter in self.parameters.items() if self.matters else ():
@@ -81,7 +82,7 @@ class NoSync:
         return None
 
     def begin(self) -> None:
-        """Start to hold partial gradients in `.grad`."""
+        """Switch `.grad` from complete gradients to this rank's partial gradients."""
         if self.are_some:
             return
         assert self.program is not None
@@ -96,7 +97,8 @@ class NoSync:
     def leave(self, was_open: bool) -> bool:
         """Return True if the current backward leaves its gradients unreduced.
 
-        If its forward ran outside `no_sync()` (not `was_open`), all gradients are reduced at the end of this backward.
+        `was_open`: the forward ran inside `no_sync()`. If it is False, all gradients are reduced at the end of this
+        backward.
         """
         if not (was_open or self.are_some or self.are_expected):
             return False
@@ -107,7 +109,7 @@ class NoSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce the gradients accumulated since `begin`. A collective call."""
+        """Reduce the gradients that were accumulated since `begin`. A collective call."""
         if not self.are_some:
             return
         assert self.program is not None
@@ -124,7 +126,7 @@ class NoSync:
 
 
 def sharded_error(program: Program) -> UsageError | None:
-    """Return the error if a program stores parameters sharded, which `no_sync()` does not support."""
+    """Return an error if a program stores parameters sharded (ZeRO), which `no_sync()` does not support."""
     for name, stored in program.parameters.items():
         axis = program.mesh.stored_over(stored.layout)
         if axis is not None:
@@ -137,7 +139,7 @@ def sharded_error(program: Program) -> UsageError | None:
 
 
 def check_reduced(process: Process, asked: str) -> None:
-    """Raise UsageError, on every rank, if `asked` needs reduced gradients and some are unreduced."""
+    """Raise UsageError on every rank if gradients are unreduced; `asked` names the call that needs them."""
     if process.unreduced:
         raise UsageError(
             f"{asked} needs gradients that are reduced over the ranks",

@@ -1,10 +1,11 @@
-"""Buckets of parameters: unsharded together, and their gradients reduced together.
+"""Buckets of parameters: unsharded together, with gradients reduced together.
 
-In a step gradients accumulate in `.grad`, and the `Reducer` starts the reduction of a bucket from there. The user's own
-backward may be `torch.autograd.grad`, so reduced gradients pass through autograd. Two autograd nodes per bucket overlap
-the reduction with the backward. `_StartReduce` is inserted where the block that uses the parameters begins. Its
-backward starts the reduction when all their gradients are ready. `_WaitReduce` is created before anything else, and its
-backward waits. Autograd runs the nodes created last first, so it waits only after everything else has run.
+In a step gradients accumulate in `.grad`, and the `Reducer` starts the reduction of a bucket from `.grad`. The user's
+own backward may be `torch.autograd.grad`, so reduced gradients pass through autograd. Two autograd nodes per bucket
+overlap the reduction with the backward. `_StartReduce` is inserted before the block that uses the parameters. Its
+backward starts the reduction when all gradients of the bucket are ready. `_WaitReduce` is created before all other
+nodes, and its backward waits. Autograd runs the nodes created last first, so it waits only after all other nodes have
+run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class UnshardStrategy(Protocol):
         """Wait for the all-gather, and return the unsharded parameters."""
 
     def reshard(self) -> None:
-        """Release the unsharded parameters, which the current backward does not use any more."""
+        """Release the unsharded parameters, because the current backward uses them no more."""
 
 
 class ParamBucket:
@@ -43,9 +44,9 @@ class ParamBucket:
         queue: reductions in flight on this rank.
         leaves: tensors that autograd accumulates into during a step, if they are not the stored ones.
         targets: tensors whose `.grad` receives reduced gradients, if they are not the stored ones.
-        unshard: gathers the parameters; None if they are not sharded.
-        each_microbatch: a step reduces gradients after every microbatch, not once.
-        unreduced: state of `no_sync()`; None if the bucket does not support it.
+        unshard: gathers the parameters. None: they are not sharded.
+        each_microbatch: reduce gradients after every microbatch of a step, not once.
+        unreduced: state of `no_sync()`. None: the bucket does not support it.
         reducer: reducer of the stage, if the autograd nodes start the reduction in steps too (ZeRO 3).
     """
 
@@ -65,7 +66,7 @@ class ParamBucket:
         self.accumulated: dict[int, Tensor] = {}
         """{position: gradient of earlier microbatches}, in the strategy's `accumulate_dtype`."""
         self.arrival: tuple[Pending, Sequence[Tensor]] | None = None
-        """Outputs of `_arrive` for the differentiable call that runs now."""
+        """Outputs of `_WaitReduce` for the differentiable call that is running."""
         self.crossed: dict[str, Tensor] | None = None
 
     def reduce(
@@ -100,7 +101,7 @@ class ParamBucket:
         return (yield from into_grads(reduction, targets))
 
     def _take_accumulated(self, position: int) -> Tensor:
-        """Take the gradient of all microbatches since the last reduction."""
+        """Take the gradient that has accumulated over microbatches since the last reduction."""
         leaf, earlier = self.leaves[position], self.accumulated.pop(position, None)
         grad = _take_gradient(leaf)
         if grad is None:
@@ -109,7 +110,7 @@ class ParamBucket:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Accumulate in the strategy's `accumulate_dtype` after a microbatch that is not the last."""
+        """Add gradients to the sums in the strategy's `accumulate_dtype`, after each microbatch but the last."""
         dtype = self.strategy.accumulate_dtype
         for position, leaf in enumerate(self.leaves if dtype is not None and not self.each_microbatch else ()):
             if (gradient := _take_gradient(leaf)) is not None:
@@ -131,14 +132,15 @@ class ParamBucket:
         return pending, _WaitReduce.apply(pending, *self.stored)
 
     def cross(self) -> tuple[Tensor, ...]:
-        """Return the tensors that graphs use for the parameters. Their backward reduces the gradients."""
+        """Return tensors for graphs in place of the parameters. Their backward reduces the gradients."""
         pending, arrived = self.arrival or self._arrive()
         return _StartReduce.apply(self, pending, *arrived)
 
     def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors that a graph uses for the parameters `names`, at their first use.
+        """Return tensors for a graph in place of the parameters `names`, at the first use of the bucket.
 
-        Outside a differentiable call that is `tensors`, after waiting for the all-gather.
+        In a differentiable call, the backward of these tensors reduces gradients. In a step they are `tensors`,
+        unchanged, after waiting for the all-gather.
         """
         if self.arrival is None:
             if self.unshard is not None:
@@ -149,7 +151,7 @@ class ParamBucket:
         return tuple(self.crossed[name] for name in names)
 
     def reduce_in_backward(self, pending: Pending, grads: list[Tensor], present: Sequence[int], was_open: bool) -> None:
-        """Reduce the gradients of the parameters at positions `present` into `pending`.
+        """Reduce the gradients of the bucket's parameters at positions `present`, and store them in `pending`.
 
         `was_open`: the forward ran inside `no_sync()`.
         """
@@ -182,9 +184,9 @@ class ParamBucket:
 
 
 class _StartReduce(torch.autograd.Function):
-    """Start of a reduction. Forward returns the tensors that graphs use.
+    """Autograd function at the start of a reduction. Forward returns tensors for graphs.
 
-    Backward starts to reduce their gradients and returns stride-0 placeholders of their shapes.
+    Backward starts to reduce the gradients of these tensors, and returns stride-0 placeholders of their shapes.
     """
 
     @staticmethod
@@ -208,7 +210,7 @@ class _StartReduce(torch.autograd.Function):
 
 
 class _WaitReduce(torch.autograd.Function):
-    """End of a reduction. Forward is the identity; backward waits for the gradients in flight."""
+    """Autograd function at the end of a reduction. Forward is the identity; backward waits for the result."""
 
     @staticmethod
     def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:

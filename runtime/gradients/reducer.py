@@ -1,10 +1,10 @@
 """Launch gradient reductions while the backwards of a step run, each bucket as soon as it is complete.
 
 The buckets of a stage are sorted by the order in which its backward completes them: the last block comes first. A hook
-on the autograd node that accumulates into `.grad` reports that a gradient is ready. Buckets start in their sorted
-order, whatever order their gradients come in, so that all ranks launch the same collectives in the same order (Li et
-al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs the weight part of a backward separately, the
-accumulation nodes do not run. Then a bucket starts when the weight part ends.
+on the autograd node that accumulates into `.grad` reports that a gradient is ready. Buckets are launched in their
+sorted order, whatever the order of their gradients, so that all ranks launch the same collectives in the same order (Li
+et al. 2020, arXiv:2006.15704, section 3.2.3). If a schedule runs the weight backward separately, the accumulation nodes
+do not run. Then a bucket is launched when the weight backward ends.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from autopart.runtime.gradients.reductions import ReductionQueue
 
 
 class Reducer:
-    """Launches the gradient reductions of one stage in a step.
+    """Launches the gradient reductions of one stage during a step.
 
     Args:
         buckets: in the order in which a backward completes them.
         queue: reductions in flight on this rank.
         microbatches: backwards per step.
-        splits_backward: the schedule runs the weight part of a backward separately, one weight after the other.
+        splits_backward: the schedule runs the weight backward separately, one weight after the other.
         shared: buckets whose gradients other stages of this rank also accumulate into.
-        shard_reduce_axes: {parameter that is unsharded block by block: axes over which the gradient of its shard is
-            all-reduced once a step}.
+        shard_reduce_axes: for parameters that are unsharded block by block: {parameter: axes over which the gradient of
+            its shard is all-reduced once a step}.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Reducer:
 
     @property
     def is_last(self) -> bool:
-        """True if no further backward of the step follows the current one."""
+        """True if the current backward is the last one of the step."""
         return self.backwards >= self.microbatches - 1
 
     def take_earlier(self, name: str, shard: Tensor) -> Tensor | None:
-        """Take the gradient that a shard has from earlier microbatches, once, in a step's last backward."""
+        """Return the gradient that a shard has from earlier microbatches, once, in a step's last backward."""
         if name in self.completed:
             return None
         self.completed.add(name)
@@ -59,7 +59,7 @@ class Reducer:
         return earlier
 
     def arm(self) -> None:
-        """Begin a step."""
+        """Begin a step: hooks now launch reductions."""
         for index, bucket in enumerate(self.buckets):
             for name, leaf in zip(bucket.names, bucket.leaves, strict=True):
                 if name not in self.nodes and leaf.requires_grad:
@@ -68,14 +68,14 @@ class Reducer:
         self._begin_microbatch()
 
     def disarm(self) -> None:
-        """End a step."""
+        """End a step: hooks launch nothing until the next `arm`."""
         self.is_armed = False
         self.completed.clear()
 
     def _add_hook(self, index: int, name: str, leaf: Tensor) -> None:
-        """Hook the accumulation node of a parameter.
+        """Hook the autograd node that accumulates the gradient of a parameter.
 
-        The node lives as long as this object, so its hook must not keep this object alive.
+        The node lives as long as this object, so the hook must not keep this object alive.
         """
         on_gradient = weakref.WeakMethod(self._on_gradient)
         view: Any = leaf.view_as(leaf).grad_fn

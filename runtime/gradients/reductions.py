@@ -1,4 +1,4 @@
-"""Gradient reductions that overlap with compute, and the queue of the reductions in flight."""
+"""Gradient reductions that overlap with compute, and the queue of reductions in flight."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ReduceStrategy:
     Attributes:
         max_in_flight: maximum number of reductions with a buffer in flight, including the one to launch.
         small_bytes: total bytes up to which the user's own backward may have more reductions in flight.
-        reduces_shards: reduced gradient shards are all-reduced over further groups, once per step.
-        accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd does, in
-            the dtype of the parameters.
+        reduces_shards: gradient shards are also all-reduced over further groups, once per step.
+        accumulate_dtype: dtype in which a step accumulates gradients of several microbatches. None: autograd
+            accumulates them, in the dtype of the parameters.
     """
 
     max_in_flight: int = SHARD_BUCKETS_IN_FLIGHT
@@ -43,12 +43,12 @@ class ReduceStrategy:
     def start(
         self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
     ) -> Reduction:
-        """Reduce gradients.
+        """Create the reduction of gradients; it has launched nothing yet.
 
         Args:
             grads: gradients of the bucket's parameters at positions `present`.
-            earlier: gradient shards of earlier microbatches, to be added before the reduction over further groups.
-                None: gradient shards are not reduced over further groups now.
+            earlier: gradient shards of earlier microbatches, added before the reduction over further groups. None:
+                shards are not reduced over further groups in this call.
             is_owned: nothing else uses `grads`, so the reduction may write to them.
         """
         raise NotImplementedError
@@ -59,7 +59,7 @@ class ReduceStrategy:
 
 
 def into_grads(reduction: Reduction, targets: Sequence[Tensor]) -> Reduction:
-    """Accumulate the gradients that a reduction returns into `.grad` of `targets`."""
+    """Return a reduction that adds the results of another reduction to `.grad` of `targets`."""
     grads = yield from reduction
     assert grads is not None
     for target, grad in zip(targets, grads, strict=True):
@@ -72,8 +72,9 @@ class Pending:
     """Gradients of a bucket whose reduction is in flight or finished.
 
     Attributes:
-        reduction: None before the launch and after the last collective.
-        grads: reduced gradients. None: the reduction has stored them.
+        reduction: the reduction. None before its launch and after its last collective.
+        grads: reduced gradients. None: the reduction has stored them in `.grad`.
+        size_bytes: bytes of the buffer.
         needs_buffer: the reduction needs a copy or a receive buffer.
     """
 
@@ -93,9 +94,10 @@ class Pending:
             self.reduction, self.grads = None, end.value
 
     def finish(self) -> list[Tensor] | None:
-        """Wait for the reduced gradients and return them. None: the reduction has stored them.
+        """Wait for the reduced gradients and return them. None: the reduction has stored them in `.grad`.
 
-        This object drops its references, because autograd copies a gradient that something else references.
+        This object then drops its references to them, because autograd copies a gradient that something else
+        references.
         """
         while self.reduction is not None:
             self.advance()
@@ -104,12 +106,12 @@ class Pending:
 
 
 def finished(reduction: Reduction) -> list[Tensor]:
-    """Run a reduction without overlap, and return the reduced gradients."""
+    """Run a reduction to its end, without overlap, and return the reduced gradients."""
     return Pending(reduction).finish() or []
 
 
 class ReductionQueue:
-    """Reductions in flight on this rank, in the order in which all ranks launch them."""
+    """Reductions in flight on this rank, in the order of their launch, which is equal on all ranks."""
 
     def __init__(self) -> None:
         self.first: list[Pending] = []
@@ -118,10 +120,11 @@ class ReductionQueue:
         """Reductions over further groups. They work in the memory of the reduced gradients."""
 
     def launch(self, pending: Pending, reduction: Reduction, max_in_flight: int, small_bytes: int = 0) -> None:
-        """Launch a reduction, after waiting for earlier ones if too many buffers are in flight.
+        """Launch a reduction. If too many buffers are in flight, wait for earlier reductions first.
 
         Args:
             pending: receives the reduced gradients.
+            reduction: the reduction.
             max_in_flight: maximum number of buffers in flight, including this one.
             small_bytes: total bytes up to which more buffers may be in flight.
         """
@@ -160,7 +163,7 @@ class ReductionQueue:
 
 
 class AllReduceStrategy(ReduceStrategy):
-    """Gradients of unsharded parameters, all-reduced in one flat tensor over one group after the other."""
+    """All-reduce the gradients of unsharded parameters in one flat tensor, over one group after the other."""
 
     max_in_flight = SUM_BUCKETS_IN_FLIGHT
     small_bytes = SUM_BUCKETS_IN_FLIGHT * BUCKET_BYTES
@@ -172,10 +175,10 @@ class AllReduceStrategy(ReduceStrategy):
         return sent_dtype(self.reduce_dtype, leaf) == leaf.dtype
 
     def start(self, grads: Sequence[Tensor], present: Sequence[int], earlier: object, is_owned: bool) -> Reduction:
-        """All-reduce gradients. A single owned gradient is reduced in place.
+        """Create the all-reduce of gradients. A single owned gradient is reduced in place.
 
         Several gradients become views of the flat tensor, as with DDP's `gradient_as_bucket_view`. If they are owned
-        and the flat tensor has another dtype, the results are copied back.
+        and the flat tensor has another dtype, the results are copied back instead.
         """
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         in_place = is_owned and len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
@@ -203,7 +206,7 @@ class AllReduceStrategy(ReduceStrategy):
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Copy all elements into one vector. `dtype`: of the vector, if it is not that of the tensors."""
+    """Copy all elements of the tensors into one vector. `dtype` None: the dtype of the tensors."""
     if dtype in (None, tensors[0].dtype):
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
@@ -219,5 +222,5 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
-    """Return the dtype in which a gradient is reduced: that of mixed precision if set, or its own."""
+    """Return the dtype in which a gradient is reduced: `reduce_dtype` if it is set, else the gradient's."""
     return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype

@@ -1,8 +1,8 @@
-"""Buckets of sharded parameters: an all-gather unshards a bucket, a reduce-scatter its gradients.
+"""Buckets of sharded parameters: one all-gather unshards a bucket, one reduce-scatter its gradients.
 
 The shards of all parameters of a bucket are concatenated in a flat vector, and padded if a dim splits unevenly. If
-ranks compute different samples, each has a partial gradient and the bucket is reduce-scattered (`sums`). If all ranks
-compute all samples, the gradient is complete and each rank slices out its shard.
+ranks compute different samples, each has a partial gradient, and the bucket is reduce-scattered (`sums`). If all ranks
+compute all samples, the gradient is complete, and each rank slices out its shard.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class ShardedParam:
     """A parameter that is stored sharded over one axis.
 
     Attributes:
-        shape: of the unsharded parameter on this rank, after splits over other axes.
-        sums: the gradient is a partial sum on every rank, not replicated.
-        dtype: of the shard.
-        read_dtype: of the unsharded parameter. A shard is cast to it before the all-gather.
-        grad_dtype: in which gradients are reduced.
+        name: name of the parameter.
+        shape: shape of the unsharded parameter on this rank, after splits over other axes.
+        cut: split over the axis.
+        sums: the gradient is a partial sum on every rank; False: it is replicated.
+        dtype: dtype of the shard.
+        read_dtype: dtype of the unsharded parameter. A shard is cast to it before the all-gather.
+        grad_dtype: dtype in which gradients are reduced.
     """
 
     name: str
@@ -46,14 +48,14 @@ class ShardedParam:
 
     @staticmethod
     def of(name: str, part: Tensor, way: ParameterGather, ranks: int) -> ShardedParam:
-        """Describe a parameter by this rank's shard of it and the way in which graphs gather it."""
+        """Describe a parameter, given this rank's shard `part` and the all-gather `way` of graphs."""
         shape = (*part.shape[: way.dim], way.size, *part.shape[way.dim + 1 :])
         cut, read = DimSharding(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
         return ShardedParam(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of a shard in a collective, padded to the longest shard."""
+        """Shape of a shard in a collective: that of the longest shard."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
     def zeros(self, rank: int, device: torch.device) -> Tensor:
@@ -69,7 +71,7 @@ class ShardedParam:
 
 @dataclass(frozen=True)
 class ShardCollectives(ReduceStrategy):
-    """All-gather and reduce-scatter that parameters of one dtype share, over `group`.
+    """All-gather and reduce-scatter over `group` of several parameters of one dtype.
 
     `others`: groups over which the gradient shards are all-reduced after the reduce-scatter (as in HSDP).
     """
@@ -92,7 +94,7 @@ class ShardCollectives(ReduceStrategy):
         return first.grad_dtype if first.grad_dtype != first.read_dtype else None
 
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
-        """Start the all-gather. The returned function waits for it and returns the unsharded parameters.
+        """Start the all-gather. Return a function that waits for it and returns the unsharded parameters.
 
         Args:
             parts: this rank's shards.
@@ -122,7 +124,7 @@ class ShardCollectives(ReduceStrategy):
     def start(
         self, grads: Sequence[Tensor], present: Sequence[int], earlier: Sequence[Tensor | None] | None, is_owned: bool
     ) -> Reduction:
-        """Reduce-scatter unsharded gradients, then all-reduce the shards over the other groups."""
+        """Create the reduction: reduce-scatter unsharded gradients, then all-reduce the shards over `others`."""
         stored, rank = [self.stored[i] for i in present], self.group.rank()
         wait = self._begin_scatter(grads, stored)
         del grads
@@ -145,7 +147,7 @@ class ShardCollectives(ReduceStrategy):
         return _DifferentiableReduceScatter.apply(self, present, *grads)
 
     def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[ShardedParam]) -> Callable[[], Tensor]:
-        """Start to compute this rank's gradient shards, in a new flat vector."""
+        """Start to compute this rank's gradient shards. Return a function that returns them in a new vector."""
         dtype = stored[0].grad_dtype
         if not stored[0].sums:
             rank = self.group.rank()
@@ -166,7 +168,7 @@ class ShardCollectives(ReduceStrategy):
 
 
 def _rank_major(stored: Sequence[ShardedParam], grads: Sequence[Tensor], ranks: int) -> Tensor:
-    """Concatenate gradients rank-major: all shards of the first rank, then those of the second, and so on."""
+    """Concatenate gradients by rank: all shards of the first rank, then those of the second, and so on."""
     length = sum(math.prod(one.padded_shape) for one in stored)
     flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0

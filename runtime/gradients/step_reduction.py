@@ -1,7 +1,7 @@
 """Gradient reduction once per step: partial sums over mesh axes, tied parameters between stages.
 
 Gradients are all-reduced in flat buckets, so that many small tensors cost one collective. Li et al. 2020
-(arXiv:2006.15704, section 3.2.2) has the reasons and the default size. A bucket has one dtype and one set of axes.
+(arXiv:2006.15704, section 3.2.2) gives the reasons and the default size. A bucket has one dtype and one set of axes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllReduceGroup:
-    """Tensors that are all-reduced in one collective per axis.
+    """Names of tensors that are all-reduced in one collective per axis.
 
-    `owners`: `pp` coordinates that share the tensors, if tied.
+    `owners`: `pp` coordinates that store the tensors, if these are tied between stages.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class AllReduceGroup:
 def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[AllReduceGroup]:
-    """Assign tensors whose gradients end as partial sums over mesh axes to buckets, in their order."""
+    """Assign tensors whose gradients are partial sums over mesh axes to buckets, in their order."""
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
     return [AllReduceGroup(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
@@ -62,7 +62,7 @@ def tied_buckets(
 
 
 def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
-    """Accumulate {parameter: its earlier gradient} into `.grad`."""
+    """Add the earlier gradient of each parameter to its `.grad`."""
     for parameter, earlier in before.items():
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -83,7 +83,7 @@ def stage_reducers(
 ) -> tuple[list[Reducer], list[ParamBucket]]:
     """Build the reducer of each stage, and the buckets of parameters that several of these stages use.
 
-    The gradients of a shared bucket are complete when all these stages have run their backwards.
+    The gradients of a shared bucket are complete when all of these stages have run their backwards.
     """
     uses = Counter(name for stage in stages for name in stage.parameters)
     reduce_axes = {
@@ -124,9 +124,9 @@ def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: 
 
 
 def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """All-reduce the gradients of tied parameters between their owners, in place.
+    """All-reduce the gradients of tied parameters between the stages that own them, in place.
 
-    The gradients must have been reduced over the mesh axes already.
+    The gradients must already be reduced over the mesh axes.
     """
     if "pp" not in process.groups:
         return
@@ -145,9 +145,9 @@ def all_reduced_names(tensors: Mapping[str, Tensor], program: Program, stage_sty
 
 
 def create_reduce_groups(program: Program, process: Process) -> None:
-    """Create the process groups for gradient reductions that overlap with compute, and for flattened axes.
+    """Create process groups for gradient reductions that overlap with compute, and for flattened axes.
 
-    Every rank calls this with the same program.
+    Every rank must call this with the same program.
     """
     mesh = program.mesh
     stored_tensors = [stored.unsharded_to_sync(mesh) or stored for stored in program.parameters.values()]
@@ -163,7 +163,7 @@ def create_reduce_groups(program: Program, process: Process) -> None:
 
 
 def create_tied_groups(program: Program, process: Process, stage_style: str) -> None:
-    """Create the process groups of tied parameters. Every rank calls this with the same program."""
+    """Create the process groups of tied parameters. Every rank must call this with the same program."""
     keys = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
     for key in sorted(key for key in keys if len(key) > 1):
         process.connect_owners(key)
@@ -182,7 +182,7 @@ def _sum_bucket(
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter, created as zeros if it is None.
+    """Return the gradient of a parameter. If it is None, create it as zeros.
 
     A stage that did not use its copy of a tied parameter has no gradient for it.
     """

@@ -1,12 +1,14 @@
 """ZeRO 3: unshard a block's weights at their use, prefetch the next block, reshard after use.
 
-A stage graph gathers every weight separately. Binding it to a rank merges the gathers of a block into one collective,
-which overlaps with the compute of another block. Forward prefetches the next block, backward the previous one. Autograd
-would save each unsharded weight for the gradient of the other operand, so after a forward a rank would store all
-weights unsharded. Saved-tensor hooks save a reference instead, and the backward gathers the block again (Rajbhandari et
-al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023, arXiv:2304.11277, section 3.3.2).
+A stage graph gathers every weight separately. When the graph is bound to a rank, the gathers of a block become one
+collective, which overlaps with the compute of another block. Forward prefetches the next block, backward the previous
+one. Autograd would save each unsharded weight for the gradient of the other operand, so after a forward a rank would
+store all weights unsharded. Saved-tensor hooks save a reference instead, and the backward gathers the block again
+(Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; prefetch of one block: Zhao et al. 2023, arXiv:2304.11277,
+section 3.3.2).
 
-The gradients of a block are reduce-scattered in one collective too, overlapped with the backward of the blocks before.
+The gradients of a block are also reduce-scattered in one collective, which overlaps with the backward of earlier
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from autopart.runtime.gradients.reducer import Reducer
 from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam
 
 MAX_UNSHARDED_IN_BACKWARD = 2
-"""Blocks that stay unsharded at a time in the backward, in addition to prefetched blocks. A value that two blocks use
+"""Number of blocks that stay unsharded in the backward, besides prefetched blocks. A value that two blocks use
 makes the backward alternate between them."""
 
 
@@ -45,14 +47,14 @@ def insert_unshard_blocks(
 ) -> UnshardBlocks | None:  # fmt: skip
     """Replace the weight gathers of a bound stage graph by one all-gather per block.
 
-    Casts of stored weights become `CastWeight` calls. Returns None if the graph has neither gathers over the axes that
-    store parameters nor such casts.
+    Casts of stored weights become `CastWeight` calls. Returns None if the graph has no such cast, and no gather over an
+    axis that stores parameters sharded.
 
     Args:
-        reducer: reducer of the stage; it reports which backward is the last of a step. If the backward runs per
-            weight, each weight is gathered separately.
-        compiled: the graph will be compiled. Gathers leave their recompute regions, so that they stay out of compiled
-            code. Casts are left to the compiler, which recomputes them.
+        reducer: reducer of the stage; it reports which backward is the last of a step. If the schedule runs the weight
+            backward weight by weight, each weight is gathered separately.
+        compiled: the graph will be compiled. Gathers then leave their recompute regions, so that compiled code does not
+            contain them. Casts are left to the compiler, which recomputes them.
     """
     groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
@@ -104,7 +106,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
-    """Replace the gathers of a block by one call of the block, at the first of them."""
+    """Replace the weight gathers of a block by one call of `block`, at the position of the first gather."""
     graph, name = module.graph, f"block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
@@ -121,7 +123,7 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock)
 
 @dataclass(eq=False)
 class UnshardBlocks:
-    """Blocks of a stage graph in graph order, with their pending all-gathers."""
+    """Blocks of sharded weights of a stage graph, in graph order, with their all-gathers in flight."""
 
     prefetch: int
     order: list[UnshardBlock] = field(default_factory=list)
@@ -138,7 +140,7 @@ class UnshardBlocks:
 
     @contextmanager
     def forward_of_microbatch(self) -> Iterator[None]:
-        """Save references to unsharded weights in place of the weights in this context."""
+        """Make autograd save references to unsharded weights in place of the weights, in a `with` block."""
         self.rest()
         for block in self.order:
             if torch.is_grad_enabled():
@@ -154,11 +156,11 @@ class UnshardBlocks:
     def rest(self, failed: bool = False) -> None:
         """Release all unsharded weights, because weights may change before their next use.
 
-        Prefetched blocks that were not used are waited for. A message sent after an abandoned receive would never
-        arrive.
+        All-gathers of blocks that were prefetched but not used are waited for. A message that is sent after its receive
+        was abandoned would never arrive.
 
         Args:
-            failed: a call has failed, so other ranks may never send. Pending all-gathers are left as they are.
+            failed: a call has failed, so other ranks may never send. All-gathers in flight are left as they are.
         """
         if failed:
             self.left += self.begun.values()
@@ -179,13 +181,13 @@ class UnshardBlocks:
         return weights
 
     def _following(self, index: int) -> list[int]:
-        """Return the blocks to prefetch when a block is used: the next ones, in backward the previous ones."""
+        """Return the blocks to prefetch when a block is used: the next ones, or in backward the previous ones."""
         if in_backward():
             return [i for i in range(index - 1, -1, -1) if i in self.used_in_backward][: self.prefetch]
         return list(range(index + 1, len(self.order))[: self.prefetch])
 
     def take_in_backward(self, index: int) -> list[Tensor]:
-        """Return the weights of a block in the backward, gathering them again if needed."""
+        """Return the unsharded weights of a block in the backward. Gather them again if they were released."""
         if index not in self.again:
             while len(self.again) >= MAX_UNSHARDED_IN_BACKWARD:
                 self.again.popitem(last=False)
@@ -205,9 +207,9 @@ class UnshardBlocks:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Reference to an unsharded weight by its position in a block.
+    """Reference to an unsharded weight: its block, and its position in the block.
 
-    `version`: of the shard when it was gathered.
+    `version`: version counter of the shard when the weight was gathered.
     """
 
     block: UnshardBlock
@@ -223,7 +225,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Reference to a weight that was cast. `version`: of the stored weight when it was cast."""
+    """Reference to a cast weight. `version`: version counter of the stored weight when it was cast."""
 
     name: str
     stored: Tensor
@@ -247,7 +249,7 @@ def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
 
 @dataclass(frozen=True)
 class _View:
-    """View of an unsharded weight that autograd saves without the weight's memory."""
+    """View of an unsharded weight, which autograd saves without the weight's memory."""
 
     weight: _Weight | _Cast
     shape: torch.Size
@@ -263,7 +265,7 @@ def _unpack(saved: Any) -> Tensor:
 
 
 class CastWeight(nn.Module):
-    """Casts a weight at each use in a graph."""
+    """Module that casts a weight at each use in a graph."""
 
     def __init__(self, name: str, dtype: torch.dtype, blocks: UnshardBlocks):
         super().__init__()
@@ -278,7 +280,7 @@ class CastWeight(nn.Module):
 
 
 class UnshardBlock(nn.Module):
-    """Unshards the weights of a block at each use in a graph.
+    """Module that unshards the weights of a block at each use in a graph.
 
     Attributes:
         gathers: all-gather of the weights.

@@ -1,11 +1,11 @@
 """ZeRO 1 and 2: parameters that are stored sharded stay unsharded from the begin of a step to its end.
 
-Stage graphs gather a parameter at each use. With `zero=3` they do so, and keep the unsharded parameter for as long as a
-block uses it. With ZeRO 1 and 2 all parameters are unsharded once, in buckets, when a call begins. The graphs use the
-unsharded parameters, and autograd accumulates into their gradients. With `zero=1` a gradient is reduce-scattered once,
-after all microbatches; with `zero=2` after each microbatch. Optimizers see the shards. (Rajbhandari et al. 2020,
-arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method receives the unsharded
-gradient instead (`gradient_sync.py`).
+Stage graphs gather a parameter at each use. With `zero=3` the runtime does so too, and keeps the unsharded parameter
+while a block uses it. With `zero=1` and `zero=2` it unshards all parameters once, in buckets, when a call begins.
+Graphs use the unsharded parameters, and autograd accumulates into the gradients of these. With `zero=1` a gradient is
+reduce-scattered once, after all microbatches; with `zero=2` after each microbatch. Optimizers get the shards.
+(Rajbhandari et al. 2020, arXiv:1910.02054, sections 5.1 and 5.2.) If a `dp_sync` method reduces gradients, the method
+receives the unsharded gradient instead (`gradient_sync.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopart.runtime.gradients.reductions import AllReduceStrategy, ReduceStrat
 from autopart.runtime.gradients.shard_collectives import ShardCollectives, ShardedParam, make_shard_collectives
 
 NUM_PREFETCHED = 2
-"""All-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has arrived."""
+"""Number of all-gathers in flight when a step begins. Each needs its unsharded bytes twice until it has finished."""
 
 
 class UnshardedParams:
@@ -37,9 +37,10 @@ class UnshardedParams:
     Attributes:
         parameters: {name: unsharded parameter}, used by the graphs.
         parts: {name: this rank's shard}.
-        buckets: per stage, in the order of their use.
+        buckets: for each stage, its buckets in the order of their use.
         shared: buckets of parameters that several stages of this rank use.
-        sent: {name: tensor that receives the unsharded gradient}, for parameters whose gradients a method reduces.
+        sent: {name: tensor that receives the unsharded gradient}, for parameters whose gradients a `dp_sync` method
+            reduces.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class UnshardedParams:
         )
 
     def _stored(self, name: str, way: ParameterGather, ranks: int) -> ShardedParam:
-        """Describe a parameter and create its unsharded parameter, with an empty storage."""
+        """Describe a sharded parameter, and create its unsharded parameter with an empty storage."""
         part = self.parts[name]
         stored = ShardedParam.of(name, part, way, ranks)
         if name in self.sent:  # as without ZeRO: autograd accumulates in the parameter dtype
@@ -102,7 +103,7 @@ class UnshardedParams:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Unshard all parameters in this context, and reshard them (free their storages) at its end."""
+        """Unshard all parameters for a `with` block. At its end, free the storages of unsharded parameters."""
         try:
             for name, unsharded in self.parameters.items():
                 unsharded.requires_grad_(self.parts[name].requires_grad)
@@ -118,9 +119,9 @@ class UnshardedParams:
 
     @contextmanager
     def gathering(self, is_in_place: bool = False) -> Iterator[None]:
-        """Gather all buckets in this context, prefetching some ahead of the bucket that graphs use.
+        """Gather all buckets during a `with` block, a few buckets ahead of the bucket that graphs use.
 
-        `is_in_place`: into the unsharded parameters, not into new memory of a differentiable call.
+        `is_in_place`: gather into the unsharded parameters. False: gather into new memory, for a differentiable call.
         """
         self.is_in_place = is_in_place
         try:
@@ -134,7 +135,7 @@ class UnshardedParams:
                 unshard.values()
 
     def gather_next(self) -> None:
-        """Start the all-gather of the next bucket that has not been started."""
+        """Start the all-gather of the next bucket whose all-gather has not started."""
         if self.to_gather:
             self.to_gather.popleft().gather()
 
@@ -155,7 +156,7 @@ class StepUnshard:
 
     @torch.no_grad()
     def values(self) -> list[Tensor]:
-        """Wait for the all-gather of this bucket at its first use, and start that of a following bucket."""
+        """Wait for the all-gather of this bucket at its first use, and start the one of a following bucket."""
         while self in self.unsharded.to_gather:
             self.unsharded.gather_next()
         if self.wait is None:
@@ -169,7 +170,7 @@ class StepUnshard:
 
 
 class UnshardedGradReduce(ReduceStrategy):
-    """Reduction of unsharded gradients over all axes except the axis that a `dp_sync` method reduces."""
+    """Reduction of unsharded gradients over all axes except the axis over which a `dp_sync` method works."""
 
     def __init__(self, shards: ShardCollectives, reduce_dtype: torch.dtype | None):
         self.shards, self.accumulate_dtype = shards, shards.accumulate_dtype
@@ -188,6 +189,9 @@ class UnshardedGradReduce(ReduceStrategy):
         raise AssertionError("rejected at the begin of the backward: DataSync.watched")
 
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
-        """Return this rank's term of the gradient sum. Of a replicated sum only the first rank contributes."""
+        """Return this rank's term of the gradient sum.
+
+        If the gradient is replicated, the first rank has the gradient as its term, and other ranks have zeros.
+        """
         grad = grad.to(one.dtype)
         return grad if one.sums or self.shards.group.rank() == 0 else torch.zeros_like(grad)

@@ -58,7 +58,7 @@ def _ranks(module: fx.GraphModule) -> str:
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
-    """Pass the salt (operator number) of each dropout as an input. As a constant, it would differ by block."""
+    """Pass the salt (operator number) of each dropout as an input. A constant would differ between blocks."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in [node for node in graph.nodes if autopart_operator(node) in ("dropout", "attention_dropout")]:

@@ -1,4 +1,4 @@
-"""Shard spec of a tensor, and the differentiable collectives between ranks.
+"""Shard spec of a tensor (DTensor's `spec`), and differentiable collectives between ranks.
 
 A value computed from sharded tensors is either sharded like them or replicated. Every rank computes the same loss, so
 the gradient of a replicated value is replicated too. The pairs of collectives in this file follow from that.
@@ -22,7 +22,7 @@ from autopart.runtime.comm.process_mesh import Process, of_all_stages
 
 @dataclass(frozen=True)
 class DimShard:
-    """A split of a dimension over a mesh axis, and the index of this rank's shard."""
+    """Split of a dim over a mesh axis, and the index of this rank's shard."""
 
     axis: str
     cut: DimSharding
@@ -37,7 +37,7 @@ class DimShard:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for splits that give a rank the same elements."""
+        """Key of the split. Splits with equal keys give a rank the same elements."""
         return self.axis, self.cut.size, self.cut.sections, self.cut.num_shards
 
 
@@ -46,9 +46,9 @@ class ShardSpec:
     """Full shape of a tensor, and the splits that give this rank's shard.
 
     Attributes:
-        name: of the parameter that the tensor belongs to.
-        shards: outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a parameter has a spec
-            too, because other ranks store other parameters.
+        name: name of the parameter that the tensor is, or is computed from.
+        shards: splits, outer mesh axis first. Empty if the rank stores the full tensor. Under `pp`, such a tensor needs
+            a spec too, because other ranks store other parameters.
         is_derived: True for a value that was computed from the full parameter.
     """
 
@@ -71,7 +71,7 @@ class ShardSpec:
 
     @property
     def has_empty_shards(self) -> bool:
-        """True if some rank stores no element. The value is equal on all ranks."""
+        """True if some rank stores no element of the tensor. Equal on all ranks."""
         return any(shard.cut.length(index) == 0 for shard in self.shards for index in range(shard.cut.num_shards))
 
     def of_dim(self, dim: int) -> tuple[DimShard, ...]:
@@ -86,7 +86,7 @@ class ShardSpec:
         return replace(self, shape=shape, shards=tuple(s.on_dim(list(dims).index(s.dim)) for s in self.shards))
 
     def reduced(self, dims: Sequence[int], keepdim: bool) -> ShardSpec:
-        """Return the spec of a reduction over `dims`."""
+        """Return the spec of the result of a reduction over `dims`."""
         kept_dims = [dim for dim in range(len(self.shape)) if dim not in dims]
         shards = [shard for shard in self.shards if shard.dim in kept_dims]
         if keepdim:
@@ -96,7 +96,7 @@ class ShardSpec:
         return replace(self, shape=shape, shards=tuple(shard.on_dim(kept_dims.index(shard.dim)) for shard in shards))
 
     def take(self, full: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor, or of one that broadcasts to it."""
+        """Return this rank's shard of a full tensor, or of a tensor that broadcasts to the full shape."""
         offset = len(self.shape) - full.ndim
         for shard in self.shards:
             dim = shard.dim - offset
@@ -105,30 +105,34 @@ class ShardSpec:
         return full
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the full tensor on every rank. A differentiable collective call."""
+        """Gather the full tensor on every rank. A differentiable collective call."""
         for shard in reversed(self.shards):
             with exchange(self.process, self.name):
                 local = _Gather.apply(local, shard, self.process)
         return local
 
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
-        """Return `value`; its gradient is all-reduced over these axes, whose ranks use different elements."""
+        """Return `value`. Backward all-reduces the gradient over `axes`, whose ranks use different elements."""
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):
                 value = _ReduceGradient.apply(value, axis, self)
         return value
 
     def combine(self, local: Tensor, axes: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `reduce` of the ranks' values, stacked in dim 0, over one axis after the other."""
+        """Combine the local values of ranks over one axis after the other.
+
+        For each axis, the values of its ranks are stacked in a new dim 0, and `reduce` is applied to the stack.
+        """
         for axis in axes:
             local = reduce(_StackRanks.apply(local, axis, self))
         return local
 
 
 def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
-    """Return the sum of the stages' totals on every rank (None: this stage has none). Differentiable.
+    """Return the sum of the stages' totals on every rank. Differentiable.
 
-    Each stage's total depends on its own parameters, so backward passes the gradient on without a reduction.
+    `total`: None if this stage has none. Each total depends only on parameters of its stage, so backward passes the
+    gradient on without a reduction.
     """
     if "pp" not in process.groups:
         return torch.zeros((), device=process.device) if total is None else total
@@ -140,13 +144,13 @@ def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
 
 @contextmanager
 def exchange(process: Process, name: str) -> Iterator[None]:
-    """Report this operation to the watchdog, for ranks that wait for this rank."""
+    """Report an operation that communicates to the watchdog, for a `with` block."""
     with nullcontext() if process.watch is None else process.watch.inside(f"an operation on parameter '{name}'"):
         yield
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a collective on the rank's device, in a dtype that every backend supports."""
+    """Run a collective on the rank's device, in a dtype that every backend supports. Return its result."""
     if x.is_complex():
         return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
     sent = x.to(process.device, {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype))
@@ -154,7 +158,10 @@ def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> T
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of one split. Backward takes this rank's shard, since the gradient is replicated."""
+    """Autograd function: all-gather of one split. Backward takes the local shard of the gradient.
+
+    The gradient is replicated.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shard: DimShard, process: Process) -> Tensor:
@@ -168,7 +175,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Shard of a replicated value. Backward all-gathers, because each rank has its shard's gradient."""
+    """Autograd function: local shard of a replicated value. Backward all-gathers the shards' gradients."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, shard: DimShard, process: Process) -> Tensor:
@@ -181,7 +188,7 @@ class _Take(torch.autograd.Function):
 
 
 class _StackRanks(torch.autograd.Function):
-    """Values of all ranks of an axis, stacked in a new dim 0. Backward takes this rank's value."""
+    """Autograd function: stack the values of an axis' ranks in a new dim 0. Backward takes the local one."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -197,7 +204,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 class _UnstackRanks(torch.autograd.Function):
-    """Select this rank's entry of a stack of all ranks' values. The backward stacks the ranks' gradients."""
+    """Autograd function: take the local entry of a stack of all ranks' values. Backward stacks gradients."""
 
     @staticmethod
     def forward(ctx: Any, stacked: Tensor, axis: str, spec: ShardSpec) -> Tensor:
@@ -211,7 +218,7 @@ class _UnstackRanks(torch.autograd.Function):
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Identity in forward; backward all-reduces over an axis."""
+    """Autograd function: identity in forward; backward all-reduces over an axis."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: str, spec: ShardSpec) -> Tensor:

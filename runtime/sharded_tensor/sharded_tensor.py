@@ -1,9 +1,10 @@
 """Parameters that store this rank's shard and behave as the unpartitioned tensor, as DTensor does.
 
 A `ShardedTensor` is a strided tensor with the local values. So kernels, autograd, and fused and foreach optimizers run
-on it as on any tensor. Calls from Python code go through `__torch_function__`. Shapes are those of the full tensor,
-elementwise operations stay local, and reductions and random fills give the result of a single device. Everything else
-runs on the gathered tensor. Library code runs inside `local_values()` and sees plain local tensors.
+on it as on any tensor. Calls from Python code go through `__torch_function__`. Shapes are those of the full tensor.
+Elementwise operations stay local. Reductions and random fills give the result of a single device. All other functions
+run on the gathered tensor. Library code runs inside `local_values()`, in which a `ShardedTensor` behaves as a plain
+local tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ShardedTensor(Tensor):
     """True for a view of a gathered copy, which is read-only."""
 
     def to_local(self) -> Tensor:
-        """Return this rank's values as a plain tensor. It shares memory and autograd history."""
+        """Return this rank's values as a plain tensor, which shares memory and autograd history."""
         with local_values():
             return self.as_subclass(Tensor)
 
@@ -94,16 +95,16 @@ class ShardedTensor(Tensor):
 
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
-    """A parameter of a partitioned model that is sharded, or stored on one stage."""
+    """A parameter of a partitioned model that is sharded, or that only one stage stores."""
 
 
 def as_sharded(
     values: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None, requires_grad: bool = False,
     is_gathered: bool = False,
 ) -> ShardedTensor:  # fmt: skip
-    """Return local values as a tensor of class `kind`.
+    """Wrap local values in a tensor of class `kind` with a shard spec.
 
-    `kind=None` gives a ShardedTensor with the autograd history of `values`.
+    `kind` None: ShardedTensor, with the autograd history of `values`.
     """
     with local_values():
         if kind is None:
@@ -115,7 +116,7 @@ def as_sharded(
 
 
 def with_spec(parameter: nn.Parameter, shard_info: ShardInfo) -> nn.Parameter:
-    """Return a local parameter with its shard spec; unchanged if every rank stores all parameters in full."""
+    """Return a local parameter with its shard spec. Unchanged if every rank stores all parameters in full."""
     shards = tuple(
         DimShard(axis, cut, index)
         for (axis, cut), (_, index) in zip(shard_info.cuts, shard_info.local_splits, strict=True)
@@ -165,7 +166,7 @@ def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Read or set flags and hooks, which a shard has in common with the full tensor."""
+    """Read or set flags and hooks, for which a shard behaves as the full tensor."""
     return func(*args, **kwargs)
 
 
@@ -186,7 +187,7 @@ def _get_grad(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign `grad` or `data`: a sharded value, this rank's shard, or the full tensor."""
+    """Assign `grad` or `data`. The value can be a sharded tensor, this rank's shard, or the full tensor."""
     target, value = args
     if isinstance(value, Tensor) and isinstance(target, ShardedTensor):
         value = as_sharded(_onto(value, target.spec), target.spec)
@@ -194,7 +195,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose result is sharded like its argument: copies, casts, `*_like`."""
+    """Run a function whose result is sharded as its argument is: copies, casts, `*_like`."""
     result = func(*args, **kwargs)
     if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
@@ -234,14 +235,14 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
-    """Raise UsageError for a number of one stage parameter that meets another parameter."""
+    """Raise UsageError if a scalar computed from one parameter is combined with another, under `pp`."""
     names = {spec.name for spec in specs}
     if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs) and _is_of_stage(specs[0]):
         _check_all_stages(name, specs[0])
 
 
 def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSpec:
-    """Return the spec of an elementwise result.
+    """Return the shard spec of the result of an elementwise function.
 
     Each dim is sharded as in the first argument that shards it.
     """
@@ -265,7 +266,7 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
 
 
 def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the local values of an argument for a result of this spec.
+    """Return the local values of an argument that match the shards of a result with this spec.
 
     In backward, the argument gets its full gradient.
     """
@@ -294,7 +295,7 @@ def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def _full(value: Any) -> Any:
-    """Return the full tensor of a sharded argument, and any other argument unchanged."""
+    """Return the full tensor of a sharded tensor, and any other value unchanged."""
     if not isinstance(value, ShardedTensor):
         return value
     return value.spec.gather(value.as_subclass(Tensor))
@@ -351,7 +352,7 @@ _SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
-    """Let this optimizer's step reduce the parameters of a pipeline stage."""
+    """Let the step of this optimizer reduce the parameters of one pipeline stage."""
     _SEPARABLE.add(optimizer)
 
 
@@ -376,7 +377,7 @@ def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _viewed(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return a view: of the tensor itself if it is unsharded, else of a gathered copy, which is read-only."""
+    """Return a view of the tensor if it is unsharded, else a read-only view of a gathered copy."""
     spec = _first(args, kwargs).spec
     value = args[0] if args else None
     same_shape = name in ("view", "reshape", "view_as", "reshape_as", "expand_as", "expand") and (
@@ -404,7 +405,7 @@ def _wanted_shape(value: ShardedTensor, sizes: Sequence[Any], kwargs: dict[str, 
 
 
 def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on full tensors. In-place results are written back into the shard."""
+    """Run a function on full tensors. Write results of in-place functions back into the shard."""
     out = kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if args and _writes(name, kwargs) else None
     if not isinstance(target, ShardedTensor):
@@ -431,7 +432,10 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _is_of_stage(spec: ShardSpec) -> bool:
-    """Return True under `pp`, where ranks of other stages do not have this parameter."""
+    """Return True if a reduction over this parameter would differ between ranks of different stages.
+
+    That is the case under `pp`, outside of `pm.summed` and of optimizers that treat each tensor separately.
+    """
     return "pp" in spec.process.groups and not _combines_stages()
 
 
@@ -470,7 +474,7 @@ def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach function, which takes lists of tensors, for each tensor."""
+    """Run a foreach function (whose arguments are lists of tensors) on one tensor after the other."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     target: Sequence[Any] = lists[0]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_max"):
@@ -507,7 +511,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run `torch.autograd.grad`. Gradients are sharded as the inputs are."""
+    """Run `torch.autograd.grad`, and shard its results as the inputs are sharded."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if "inputs" in kwargs:

@@ -1,4 +1,4 @@
-"""Table of how each torch function runs on a sharded tensor, and the arithmetic of reductions."""
+"""Table of how each torch function runs on a sharded tensor, and arithmetic of reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.sharded_tensor.shard_spec import ShardSpec
 
 
 class FunctionKind(enum.Enum):
-    """Kind of a function: the way in which it runs on a sharded tensor."""
+    """Kind of a torch function, which determines how the function runs on a sharded tensor."""
 
     LOCAL = "harmless: the same for a shard"
     ATTRIBUTE = "right: of the full tensor"
@@ -172,9 +172,9 @@ def _is_view(name: str) -> bool:
 
 @functools.cache
 def kind_of(func: Any, name: str) -> FunctionKind:
-    """Return how a function runs on a sharded tensor.
+    """Return the kind of a torch function.
 
-    `name`: of the function. Attributes have the prefix "get:" or "set:".
+    `name`: name of the function. Reading or setting an attribute has the prefix "get:" or "set:".
     """
     for kind, names in _NAMED:
         if name in names:
@@ -213,7 +213,7 @@ _NAMED: tuple[tuple[FunctionKind, Any], ...] = (
 
 
 def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int]:
-    """Return the order of dims that a permuting function produces."""
+    """Return the permutation of dims that a call of a permuting function (`transpose`, ...) applies."""
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     if name.startswith("get:"):
         result = getattr(probe, name.removeprefix("get:"))
@@ -225,7 +225,7 @@ def permutation(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: in
 
 
 def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: int) -> list[int] | None:
-    """Return the dims that a reduction covers, or None if it returns more than the reduced value."""
+    """Return the dims that a reduction covers; None if it returns more than the reduced values."""
     rest = list(args[1:])
     if name in ("max", "min") and (rest or set(kwargs) - {"input"}):
         return None
@@ -251,7 +251,7 @@ def reduce_locally(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], spec: ShardSpec, dims: Sequence[int],
     axes: Sequence[str],
 ) -> Tensor:  # fmt: skip
-    """Reduce this rank's shard, then reduce over the axes that shard the reduced dims."""
+    """Reduce this rank's shard, then combine the results of ranks over the axes that shard reduced dims."""
     value: Tensor = args[0] if args else kwargs["input"]
     value = value.as_subclass(Tensor)
     rest = args[1:]
@@ -289,7 +289,7 @@ def _correction(rest: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _over_ranks(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return the function that combines the ranks' reduced values, stacked in dim 0."""
+    """Return the function that combines the reduced values of ranks, which are stacked in dim 0."""
     if "norm" in name:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2))
         power = 2.0 if order is None or order == "fro" else float(order)

@@ -1,8 +1,8 @@
-"""Ownership of shards: the model parameter and shard that a local parameter is, and its owner.
+"""Ownership of shards: the model parameter and shard that a local parameter is, and its owner rank.
 
 A norm, a checksum or a checkpoint needs every shard of a parameter once. A shard can be replicated: over `dp`, over
-`tp` if the parameter is not sharded over it, or between stages that share a tied parameter. Its owner is the first rank
-that stores it.
+`tp` if the parameter is not sharded over `tp`, or between stages that share a tied parameter. The owner of a shard is
+the first rank that stores it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from autopart.runtime.weights.deferred_init import LocalSplits
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The shard of a model parameter that a local parameter is.
+    """Description of a local parameter: the model parameter that it belongs to, and its shard.
 
     Attributes:
-        name: of the parameter in the model.
-        stored: its full shape and layout.
-        owners: `pp` coordinates that store it, first stage first.
+        name: name of the parameter in the model.
+        stored: full shape and layout of the parameter.
+        owners: `pp` coordinates that store the parameter, first stage first.
         process: this rank.
     """
 
@@ -50,7 +50,7 @@ class ShardInfo:
 
     @property
     def local_splits(self) -> LocalSplits:
-        """Splits of the full tensor, each with the index of this rank's shard."""
+        """Splits of the full tensor, outer axis first, each with the index of this rank's shard."""
         return splits_at(self.stored, self.process.mesh, self.process.coordinates)
 
     @cached_property
@@ -84,7 +84,7 @@ def is_owner_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]
 
 
 _HOMES: Any = WeakIdKeyDictionary()
-"""{local parameter: its Home}. Keeps no parameter alive."""
+"""{local parameter: its ShardInfo}. Keeps no parameter alive."""
 
 
 def register_shard(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
@@ -94,7 +94,7 @@ def register_shard(parameter: nn.Parameter, name: str, program: Program, process
 
 
 def make_shard_info(name: str, program: Program, process: Process, stage_style: str) -> ShardInfo:
-    """Return the shard info of this rank's local parameter `name`."""
+    """Create the shard info of this rank's local parameter `name`."""
     stored = program.parameters[name]
     return ShardInfo(name, stored, tuple(owners(program, stored, stage_style)), process)
 
@@ -112,7 +112,7 @@ def register_placeholder(parameter: nn.Parameter, process: Process) -> None:
 
 
 def process_of(parameter: Tensor) -> Process | None:
-    """Return the process of the partitioned model that a parameter belongs to, or None."""
+    """Return the process (rank of a mesh) of the partitioned model that a parameter belongs to, or None."""
     shard_info = shard_info_of(parameter)
     return shard_info.process if shard_info is not None else _EMPTY.get(parameter)
 
@@ -128,7 +128,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def registered_processes() -> list[Process]:
-    """Return one `Process` per partitioned model whose parameters are alive on this rank."""
+    """Return the `Process` of each partitioned model whose parameters are alive on this rank."""
     processes = [shard_info.process for shard_info in _HOMES.values()] + list(_EMPTY.values())
     return list({id(process): process for process in processes}.values())
 

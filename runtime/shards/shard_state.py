@@ -35,7 +35,7 @@ def splits_of(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, DimSharding]]
 
 
 def splits_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> LocalSplits:
-    """Return the splits of the full tensor, each with the shard index of the rank at these coordinates."""
+    """Return the splits of the full tensor, each with the shard index of the rank at the coordinates."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in splits_of(stored, mesh)]
 
 
@@ -48,7 +48,7 @@ def flattened_axes(program: Program) -> list[str]:
 
 
 def merge_stored(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Merge the parameters of a new program into those of earlier programs, which keep their storage.
+    """Add the parameters of a new program to those of earlier programs, whose storage does not change.
 
     Raises StageError if a stage uses a parameter that it does not store: another stage might have trained it since.
     """
@@ -82,12 +82,12 @@ def shard_parameters(
 ) -> dict[str, nn.Parameter]:
     """Return {name: local parameter} of the rank at `coordinates`, copied from the model's parameters.
 
-    Dtypes and `requires_grad` are those of the model. Raises RuntimeSetupError for a parameter on the meta device
-    without `weights`.
+    Dtypes and `requires_grad` are those of the model. Raises RuntimeSetupError for a parameter on the meta device if
+    `weights` is None.
 
     Args:
         stages: stages that the rank runs. None: all stages.
-        device: of the local parameters. None: that of the model's parameters.
+        device: device of the local parameters. None: that of the model's parameters.
         known: names to leave out.
         weights: source of the values, in place of the model.
     """
@@ -120,7 +120,7 @@ def _shards(source: Mapping[str, Tensor], cuts: Mapping[str, LocalSplits]) -> It
 def gather(
     local: Mapping[str, Tensor], program: Program, process: Process, stage_style: str, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor} on every rank, from each rank's `local` shards. A collective call.
+    """Gather {name: full tensor} on every rank from the `local` shards of all ranks. A collective call.
 
     A parameter is all-gathered on the ranks of the first stage that uses it, and broadcast from there along `pp`.
     `names` must be equal on every rank.
@@ -163,7 +163,7 @@ def broadcast_from(
 def names_with_gradient(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
-    """Return the parameters that have a gradient on their owner. The set is equal on every rank."""
+    """Return the names of parameters that have a gradient on their owner. Equal on every rank."""
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):
@@ -177,9 +177,9 @@ def names_with_gradient(
 def join(
     local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
 ) -> dict[str, Tensor]:
-    """Return {name: full tensor} from {rank: {name: local tensor}} of all ranks: `gather` in one process.
+    """Return {name: full tensor} from {rank: {name: local tensor}} of all ranks, in one process.
 
-    Names that no rank stores are left out.
+    It is `gather` without communication. Names that no rank stores are left out.
     """
     full = {}
     mesh = program.mesh

@@ -1,4 +1,4 @@
-"""Parameters shared with other parts of the user's program.
+"""Parameters that a partitioned model shares with other modules of the user's program.
 
 Two modules of one model can each be partitioned and share a parameter. The original model can also be used, or changed,
 after it was partitioned.
@@ -31,13 +31,14 @@ class _Held:
 
 
 _HELD: Any = WeakIdKeyDictionary()
-"""{parameter of an original model: this rank's shards of it}. Keeps neither alive."""
+"""{parameter of an original model: this rank's shards of it}. Keeps neither the parameter nor the shards alive."""
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` from a separately partitioned module that shares it, else None.
+    """Return this rank's shard of `full` if a separately partitioned module has created it, else None.
 
-    Modules inside `model`, or around it, do not count as separate. Raises LayoutError if mesh or layout differ.
+    Modules that contain `model`, or are contained in it, do not count as separate. Raises LayoutError if mesh or layout
+    differ.
     """
     for shard in _HELD.get(full, ()):
         owner, local = shard.model(), shard.local()
@@ -54,13 +55,16 @@ def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, la
 
 
 def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
-    """Register this rank's shard `local` of a model's parameter."""
+    """Register `local` as this rank's shard of the parameter `full` of the original model."""
     alive = [h for h in _HELD.get(full, ()) if h.local() is not None]
     _HELD[full] = [*alive, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError for parameters of the original of a partitioned model, if none has a gradient."""
+    """Raise UsageError for parameters of a partitioned model's original, if none of them has a gradient.
+
+    `caller`: name of the function that got the parameters, for the message.
+    """
     originals = [p for p in parameters if any(shard.local() is not None for shard in _HELD.get(p, ()))]
     if originals and all(parameter.grad is None for parameter in originals):
         kind = next(shard.kind for shard in _HELD[originals[0]])
@@ -81,15 +85,16 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
 
 
 class OriginalParams:
-    """Detector of changes to the original model's parameters after they were copied. Keeps none alive."""
+    """Detects changes of the original model's parameters after they were copied. Keeps no parameter alive."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}
 
     def add(self, name: str, full: Tensor, is_equal: Callable[[Tensor], bool]) -> None:
-        """Watch a parameter.
+        """Watch a parameter of the original model for changes.
 
-        `is_equal`: returns True if the local parameter has its values, as after loading `full_state_dict()`.
+        `is_equal`: function that returns True if the partitioned parameter has equal values, as after loading
+        `full_state_dict()`.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

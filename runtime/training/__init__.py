@@ -1,1 +1,1 @@
-"""Training loop around a partitioned model: norms, loss scaling, optimizers, hooks, nn.Module methods."""
+"""Training of a partitioned model: norms, loss scaling, optimizers, hooks, methods of nn.Module."""

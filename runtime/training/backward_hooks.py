@@ -1,7 +1,7 @@
 """Gradient hooks, frozen parameters, and `backward` through a pipeline.
 
-Within a step every microbatch accumulates into `.grad`, and sharded or partial gradients are reduced at its end. Hooks
-on parameters are deferred until then, and see the gradient that a single device would pass to them.
+During a step every microbatch accumulates into `.grad`, and the ranks reduce sharded or partial gradients at its end.
+Hooks on parameters are deferred until then. They get the gradient that a single device would pass to them.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def check_model_hooks(model: nn.Module) -> None:
 
 
 def trained_names(model: nn.Module, program: Program, known: Collection[str], trained: Collection[str]) -> set[str]:
-    """Return the parameters of a program that were not frozen when it was traced.
+    """Return the names of a program's parameters that were not frozen when the program was traced.
 
-    Raises UsageError, equal on every rank, if the original model was frozen or unfrozen since.
+    Raises UsageError, equal on every rank, if the original model was frozen or unfrozen since then.
 
     Args:
-        known: parameters of earlier programs.
-        trained: the parameters in `known` that were not frozen.
+        known: names of parameters of earlier programs.
+        trained: names in `known` that were not frozen.
     """
     trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
@@ -77,12 +77,12 @@ def _refuse_flag(name: str, how: str) -> NoReturn:
 def backward_error(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], trained: Collection[str], in_step: bool
 ) -> UsageError | None:
-    """Return the error that would make a backward of these local parameters wrong.
+    """Return an error if a backward of these local parameters would be wrong, else None.
 
     The ranks exchange the result before they raise it.
 
     Args:
-        trained: parameters that were not frozen when the model was traced. Gradients of others are not reduced.
+        trained: names of parameters that were not frozen at the trace. Gradients of other parameters are not reduced.
         in_step: the call is a `step`, in which hooks of the module would not run.
     """
     if in_step and module_hooks(module):
@@ -107,7 +107,7 @@ def backward_error(
 
 
 def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
-    """Return the error of a step on a model whose parameters were all frozen at `parallelize`."""
+    """Return an error if all of the model's parameters were frozen at `parallelize`, else None."""
     if any(model.get_parameter(name).requires_grad for name in program.parameters):
         return None
     return UsageError(
@@ -117,7 +117,7 @@ def frozen_error(model: nn.Module, program: Program) -> UsageError | None:
 
 
 def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
-    """Return True if a step computes a gradient that this rank stores.
+    """Return True if a step computes a gradient of a parameter of this rank, or of an input.
 
     Before the first call the rank has no parameters, and the result is True.
     """
@@ -125,7 +125,7 @@ def trains(parameters: Mapping[str, Tensor], inputs: Sequence[Any]) -> bool:
 
 
 class DeferredHooks:
-    """Hooks of parameters that run at the end of a step."""
+    """Gradient hooks of parameters, which run at the end of a step."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -162,7 +162,7 @@ class DeferredHooks:
 
 @contextmanager
 def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
-    """Defer all hooks of the parameters in this context."""
+    """Defer all hooks of the parameters during a `with` block."""
     hooks = DeferredHooks(parameters)
     try:
         yield hooks
@@ -171,10 +171,10 @@ def defer_hooks(parameters: Mapping[str, Tensor]) -> Iterator[DeferredHooks]:
 
 
 def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
-    """Return the outputs of a call through a pipeline; their backward raises UsageError.
+    """Return the outputs of a call through a pipeline. Their backward raises UsageError.
 
-    Outputs without a gradient in the model are unchanged. The other outputs depend on `parameters`, so
-    `torch.autograd.grad` with respect to these raises too.
+    Outputs that need no gradient in the model are unchanged. The other outputs depend on `parameters`, so that
+    `torch.autograd.grad` with respect to `parameters` raises too.
     """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]
     anchors = [torch.zeros((), requires_grad=True), *parameters]
@@ -189,7 +189,7 @@ def without_backward(outputs: Sequence[Any], program: Program, parameters: Itera
 
 
 class _UseStep(Function):
-    """Identity whose backward raises an error that names `step`."""
+    """Autograd function: identity whose backward raises an error that recommends `step`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *anchors: Tensor) -> Tensor:

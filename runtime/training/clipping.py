@@ -25,7 +25,7 @@ class ClippingMethods:
         """Return the norm of the full model's gradients: a detached scalar, equal on every rank. Collective.
 
         The result is that of `torch.nn.utils.get_total_norm` on one device. Every shard of a parameter counts once,
-        even if it is replicated.
+        even if several ranks store it.
 
         Args:
             norm_type: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
@@ -37,9 +37,9 @@ class ClippingMethods:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that the norm of the full model is at most `max_norm`. A collective call.
 
-        Returns the norm before, a detached scalar, equal on every rank, as `torch.nn.utils.clip_grad_norm_` on one
-        device. With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is
-        scaled.
+        Returns the norm before scaling, a detached scalar, equal on every rank, as `torch.nn.utils.clip_grad_norm_` on
+        one device. With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing
+        is scaled.
 
         Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
         """

@@ -1,4 +1,4 @@
-"""Conversions of a partitioned model: accept its current dtype and device, reject others."""
+"""Dtype and device conversions of a partitioned model: accept its current ones, reject all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 
 
 def spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of `to`, with every device that means `device` replaced by it.
+    """Return the arguments of `to`, with `device` in place of every other spelling of this device.
 
     A device without an index is the current one: "cuda" can mean "cuda:0", and "cpu:0" is "cpu".
     """

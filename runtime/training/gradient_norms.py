@@ -1,8 +1,8 @@
 """Gradient norm of a partitioned model: every element counts once; bitwise identical on every rank.
 
-Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and all
-combine the same numbers in the same order. `torch.nn.utils` is redirected to this file for lists that contain tensors
-of a partitioned model.
+Each rank computes the norm of the shards that it owns (`shard_owners.py`). The ranks exchange these norms, and each
+rank combines the same numbers in the same order. `torch.nn.utils` is redirected to this file for lists that contain
+tensors of a partitioned model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autopart.runtime.shards.shard_owners import (
 from autopart.runtime.shards.shared_parameters import check_not_originals
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of norms. Ranks exchange a set of them as the sum of its bits."""
+"""Dtypes of norms. Ranks exchange a set of these dtypes as an integer with one bit per dtype."""
 
 
 # --- The arithmetic, without process groups.
@@ -47,8 +47,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def local_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all elements of these tensors: a float64 scalar on their device.
 
-    Each tensor's norm is computed in its dtype, at least float32. Without tensors the result does not change `norm_of`:
-    0, or infinity if `norm_type` is negative.
+    Each tensor's norm is computed in its dtype, or in float32 for smaller dtypes. Without tensors the result is 0, or
+    infinity if `norm_type` is negative, which does not change `norm_of`.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
@@ -78,7 +78,7 @@ def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
 
 
 def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that torch gives the norm of tensors of these dtypes; float32 without tensors."""
+    """Return the dtype that torch gives a norm of tensors of these dtypes; float32 without tensors."""
     real_dtypes = [dtype.to_real() for dtype in dtypes]
     result = real_dtypes[0] if real_dtypes else torch.float32
     for dtype in real_dtypes[1:]:
@@ -89,7 +89,7 @@ def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def grad_norm_lockstep(
     parameters: Mapping[int, Mapping[str, Tensor]], program: Program, norm_type: float = 2.0, stage_style: str = "loop"
 ) -> Tensor:
-    """Return the result of `grad_norm`, for all ranks in one process.
+    """Compute `grad_norm` for all ranks in one process.
 
     `parameters`: {rank: {name: local parameter}}.
     """
@@ -139,7 +139,7 @@ def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float =
 
 @dataclass(frozen=True)
 class NormShard:
-    """A tensor of a partitioned model, or its gradient, with its shard info."""
+    """A tensor of a norm (a parameter or its gradient) with the shard info of its parameter."""
 
     tensor: Tensor
     shard_info: ShardInfo
@@ -150,9 +150,10 @@ class _Row:
     """Values that a rank sends to the other ranks to combine a norm.
 
     Attributes:
+        present: True if the rank has any tensor.
         names: checksum of the parameter names in the rank's list.
         stages: checksum that differs between ranks of different stages.
-        one_of_many: the list has one parameter, but the rank has gradients of more.
+        one_of_many: the list has one parameter, but the rank has gradients of more parameters.
     """
 
     present: float = 0.0
@@ -166,7 +167,7 @@ class _Row:
 def _norm(
     parts: Sequence[NormShard], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
-    """Return the norm of the shards of all ranks and of `others`.
+    """Return the norm of the shards on all ranks, together with `others`.
 
     Args:
         others: replicated tensors that belong to no partitioned model.
@@ -195,9 +196,9 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """Return the rows of all ranks of this model, or of this stage.
+    """Return the values (`_Row`) of all ranks of this model; with `of_one`, of the ranks of this stage.
 
-    If replicas are independent models, each data rank can pass another list. Rows are collected by adding them to
+    If replicas are independent models, each data rank can pass a different list. Values are collected by adding them to
     zeros, which does not change their bits.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
@@ -245,7 +246,7 @@ def _stages(processes: Sequence[Process]) -> int:
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:
-    """Report a collective call to the watchdog. `doing`: its name in messages."""
+    """Report a collective call to the watchdog for a `with` block. `doing`: name of the call in messages."""
     return nullcontext() if process.watch is None else process.watch.inside(doing)
 
 
@@ -336,8 +337,9 @@ def check_finite(total: Tensor, asked: bool) -> None:
 def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     """Return the process of the first tensor that belongs to a model over several ranks, or None.
 
-    A rank without gradients passes an empty list, but the other ranks wait for it. It then takes part for the model
-    that was partitioned last. Older models do not count: Python frees them at different times on different ranks.
+    A rank without gradients passes an empty list, but other ranks wait for it. Then the rank takes part for the model
+    that was partitioned last. Older models do not count, because Python frees them at different times on different
+    ranks.
     """
     processes = (process_of(tensor) for tensor in tensors)
     process = next((process for process in processes if process is not None and process.groups), None)
@@ -348,7 +350,7 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
 
 
 def _homes_by_memory() -> dict[tuple[int, int, torch.dtype], ShardInfo]:
-    """Return {memory address of a parameter or its gradient: shard info}, to find detached gradients."""
+    """Return {memory of a parameter or its gradient: shard info}, by which detached gradients are found."""
     shard_infos = {}
     for parameter, shard_info in registered_parameters():
         if not shard_info.process.groups:

@@ -1,4 +1,4 @@
-"""Modes and plain attributes of a partitioned model's layers, read at each call and compared by ranks."""
+"""Modes and plain attributes of a partitioned model's layers, read and compared by ranks at each call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _MISSING = object()
 class LayerModes:
     """Modes and attributes that users set on a partitioned model and its layers after `parallelize`.
 
-    The partitioned model has one module per layer, a branch. A branch stores its mode in `training` and its attributes
-    in `_set`. This object collects them after a change, so a call without changes only checks a flag.
+    The partitioned model has one module per layer of the original, called a branch. A branch stores its mode in
+    `training` and its attributes in `_set`. This object collects them after a change, so a call without changes only
+    checks a flag.
     """
 
     def __init__(self, source: Source) -> None:
@@ -51,11 +52,11 @@ class LayerModes:
         return self._root()
 
     def layer(self, path: str) -> nn.Module:
-        """Return the original layer."""
+        """Return the layer of the original model at a path."""
         return self.source.model.get_submodule(path)
 
     def accepts(self, path: str, name: str, value: Any) -> bool:
-        """Return True if an assignment can take effect: a plain value to a plain attribute that the layer has."""
+        """Return True if an assignment is possible: a plain value for a plain attribute that the layer has."""
         layer = self.layer(path)
         static = vars(layer).get(name, inspect.getattr_static(type(layer), name, _MISSING))
         return is_plain(value) and is_plain(static)
@@ -91,7 +92,7 @@ class LayerModes:
         self._text, self.changed = ", ".join(texts), False
 
     def call(self, branch: nn.Module, path: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Set the modes of a branch as `train` or `eval` of the original layer would set the layer's."""
+        """Set the modes of a branch as `train` or `eval` of the original layer sets the layer's modes."""
         layer = self.layer(path)
         if self.root is None or not any(map(_has_own_modes, layer.modules())):
             mode = _mode_of(*args, **kwargs) if name == "train" else _no_mode(*args, **kwargs)
@@ -104,8 +105,8 @@ class LayerModes:
     def _call_own(self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run a user-defined `train` or `eval` on the original model, and copy its changes to the branches.
 
-        The method starts in the state of the branches. It can set modes, plain attributes and `requires_grad`. The
-        original model is restored afterwards.
+        The method starts with the modes and attributes of the branches. It can set modes, plain attributes and
+        `requires_grad`. The original model is restored afterwards.
         """
         model, root = self.source.model, self.root
         layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -148,9 +149,9 @@ def branches_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _subtrees(paths: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """Yield, as text, the layers that are in the other mode.
+    """Yield, as text, the layers at `paths`, which are in the same mode.
 
-    A layer is listed for its entire subtree if all layers below it are in that mode, and as "x itself" otherwise.
+    If all layers below a layer are in that mode, it is listed for all of them. Otherwise it is listed as "x itself".
     """
     below, others_below = Counter[str](), Counter[str]()
     for path in filter(None, paths):

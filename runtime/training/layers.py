@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers, with class, modes and attributes of the original."""
+"""Modules that stand in for a model and its layers, with their classes, modes and attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopart.tracing.python.layer_settings import in_modes, is_plain
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _BUFFER_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
-"""Methods of torch's layers that are correct on a branch: they write only buffers, which are replicated."""
+"""Methods of torch's layers that also work on a LayerProxy: they write only buffers, which are replicated."""
 
 
 class ModuleProxy(nn.Module):
@@ -27,7 +27,7 @@ class ModuleProxy(nn.Module):
 
     Attributes:
         _path: path of the layer in the model.
-        _set: attributes set after the model was partitioned.
+        _set: {name: value} of attributes that were set after the model was partitioned.
     """
 
     _modes: LayerModes
@@ -35,7 +35,7 @@ class ModuleProxy(nn.Module):
     _set: dict[str, Any]
 
     def _init_proxy(self, path: str, layer: nn.Module, modes: LayerModes) -> None:
-        """Copy the mode of the original layer, and its entries that are None (parameters, submodules, ...)."""
+        """Copy the mode of the original layer, and its parameters and buffers that are None."""
         for local, original in ((self._parameters, layer._parameters), (self._buffers, layer._buffers)):
             local.update({name: None for name, value in original.items() if value is None})
         self.__dict__.update(_path=path, _set={}, training=layer.training, _modes=modes)
@@ -95,7 +95,7 @@ class ModuleProxy(nn.Module):
         _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Accept only a module that already has this name, which changes nothing. Raise UsageError otherwise."""
+        """Accept a module that already has this name, which changes nothing. Raise UsageError for any other."""
         if module is None or self._modules.get(name) is not module:
             _refuse_change("add_module()")
 
@@ -131,7 +131,7 @@ class ModuleProxy(nn.Module):
 
 
 class LayerProxy(ModuleProxy):
-    """A layer of a partitioned model: local tensors with the class, mode and attributes of the original.
+    """A layer of a partitioned model: local tensors, with the class, mode and attributes of the original.
 
     `isinstance(pm.layers[0], nn.Linear)` is True. The layer cannot be called: its operators are part of the program.
     """
@@ -173,7 +173,7 @@ class LayerProxy(ModuleProxy):
 
     @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the entries of `pm.state_dict()` below this layer, by the layer's names."""
+        """Return the entries of `pm.state_dict()` below this layer, with names relative to this layer."""
         root = self._modes.root
         if (
             root is None or args or kwargs.get("destination") is not None
@@ -184,7 +184,7 @@ class LayerProxy(ModuleProxy):
         return {prefix + name[len(start) :]: value for name, value in of_model.items() if name.startswith(start)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights by the layer's names, as `pm.load_state_dict` does."""
+        """Load weights by names relative to this layer, as `pm.load_state_dict` does."""
         start = f"{self._path}."
         given = {start + name: value for name, value in state_dict.items()}
         result = self._modes.root.load_state_dict(given, strict=False, assign=assign)
@@ -267,7 +267,7 @@ class LayerProxy(ModuleProxy):
 
 
 def add_layers(root: ModuleProxy, modes: LayerModes) -> None:
-    """Add a LayerProxy for each layer of the model that has none. A shared layer has one."""
+    """Add a LayerProxy for each layer of the model without one. A layer with several names has one proxy."""
     branches: dict[int, ModuleProxy] = {id(modes.source.model): root}
 
     def add(branch: ModuleProxy, layer: nn.Module, path: str) -> None:  # in the order of `named_modules`

@@ -26,12 +26,12 @@ STATE = "loss_scaling"
 
 @dataclass
 class LossScaling:
-    """Scale of the next step, equal on every rank. It is a power of two, so dividing by it is exact.
+    """Loss scale of the next step, equal on every rank. It is a power of two, so dividing by it is exact.
 
     Attributes:
-        steps: steps since the scale changed.
+        steps: number of steps since the scale changed.
         skipped_steps: number of steps whose gradients were dropped.
-        overflowed: the gradients of the last step were dropped.
+        overflowed: True if the gradients of the last step were dropped.
     """
 
     scale: float = 2.0**16
@@ -108,7 +108,10 @@ class LossScalingMethods:
 
 @contextmanager
 def naming_operators() -> Iterator[None]:
-    """Explain errors about an operator that the device lacks in 16 bits, as RuntimeSetupError."""
+    """Explain errors in a `with` block about an operator that the device lacks in 16 bits.
+
+    Raises RuntimeSetupError in their place.
+    """
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

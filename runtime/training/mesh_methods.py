@@ -1,4 +1,4 @@
-"""Methods of a partitioned model that concern its mesh: coordinates, sums over ranks, waiting, graphs."""
+"""Methods of a partitioned model that concern its mesh: coordinates, sums over ranks, waits, graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopart.runtime.shards.shard_owners import shard_info_of
 
 
 class MeshMethods(nn.Module):
-    """Methods and properties that a partitioned model has because it runs on a mesh."""
+    """Methods and properties of a partitioned model that concern its mesh."""
 
     _process: Process
     _program: Program | None
@@ -36,7 +36,7 @@ class MeshMethods(nn.Module):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of the global batch, from 0 to `num_data_ranks - 1`.
+        """Index of this rank's shard of the global batch, from 0 to `num_data_ranks - 1`.
 
         Ranks that differ only in `tp` or `pp` have the same index. Available before the model is traced.
 
@@ -122,7 +122,7 @@ class MeshMethods(nn.Module):
         return self._unreduced.opened()
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
-        """Return the graph of a stage (None: this rank's first), with axis names in its collectives."""
+        """Return the graph of a stage, with axis names in its collectives. `stage` None: this rank's first."""
         program = self._traced("graph")
         if stage is None:
             stage = self._stages(program)[0]

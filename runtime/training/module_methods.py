@@ -23,7 +23,7 @@ _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_lo
 
 
 class ModuleMethods(ModuleProxy):
-    """Methods of `nn.Module` that would otherwise be silently wrong on a partitioned model.
+    """Methods of `nn.Module` whose default would be silently wrong on a partitioned model.
 
     `copy.deepcopy` returns a module with separate parameters (for moving averages) that runs on the same processes.
     """
@@ -39,7 +39,7 @@ class ModuleMethods(ModuleProxy):
         add_layers(self, modes)
 
     def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
-        """Register this rank's parameters under all their names, in the model's order, which optimizers use."""
+        """Register this rank's parameters under all their names, in the model's order."""
         add_layers(self, self._modes)
         self._slots = ([], [], [], [])
         for name, _ in model.named_parameters(remove_duplicate=False):
@@ -79,7 +79,7 @@ class ModuleMethods(ModuleProxy):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Accept the dtype and device that the module has, in any spelling. Raise UsageError for others."""
+        """Accept the dtype and device that the module has, in any spelling. Raise UsageError for all others."""
         args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
         return super().to(*args_, **kwargs_)
 
@@ -113,7 +113,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Reset the state that belongs to the parameters of the copied module."""
+        """Reset the state that belongs to the parameters of the module from which this one was copied."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -144,12 +144,12 @@ class ModuleMethods(ModuleProxy):
 
 
 def patch_wrappers() -> None:
-    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they would mishandle."""
+    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they take for full tensors."""
     before_wrappers(refuse_wrapper)
 
 
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
-    """Raise UsageError if a module that `wrapper` is to wrap is, or contains, a partitioned model."""
+    """Raise UsageError if a module to be wrapped by `wrapper` is, or contains, a partitioned model."""
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(

@@ -1,7 +1,7 @@
 """Reject optimizers that need more than a rank stores, at their first step on a partitioned model.
 
-Elementwise optimizers, such as SGD and Adam, run on local shards. All others run on parameters that behave as
-the full tensors, so sums and norms are right. Under `pp` these must treat each tensor separately.
+Elementwise optimizers, such as SGD and Adam, run on local shards. All other optimizers run on parameters that behave as
+the full tensors, so that their sums and norms are right. Under `pp` these optimizers must treat each tensor separately.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
     """Return True if an optimizer of this class treats two halves of a matrix as it treats the matrix.
 
-    Three steps with the same options are tried. The user's random state is not changed. None: trying is impossible.
+    Three steps with the options of `optimizer` are run on test matrices. The user's random state is not changed. None:
+    the steps cannot be run.
     """
     matrix = torch.arange(24.0, device=device).reshape(6, 4)
     try:
@@ -167,7 +168,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
     """Return True if one optimizer treats two matrices as two optimizers treat one each.
 
-    Three steps with the same options are tried. The user's random state is not changed. None: trying is impossible.
+    Three steps with the options of `optimizer` are run on test matrices. The user's random state is not changed. None:
+    the steps cannot be run.
     """
     matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
     try:
@@ -180,7 +182,7 @@ def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool
 
 
 def _movements(optimizer: torch.optim.Optimizer, elements: list[Tensor]) -> list[Tensor]:
-    """Return the change of matrices by three steps. Values and gradients are functions of `elements`."""
+    """Return the change of each matrix in three steps. Values and gradients are functions of `elements`."""
     parameters = [nn.Parameter(element.sin()) for element in elements]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:

@@ -66,20 +66,20 @@ class StepOptions:
 
     @property
     def text(self) -> str:
-        """Options that must match on all ranks, as text: `, loss_scale=1024.0`."""
+        """Text of the options that must be equal on all ranks: `, loss_scale=1024.0`."""
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return "".join(f", {name}={value}" for name, value in changed)
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:
-    """Return the loss, whose gradient will be multiplied by `scale`."""
+    """Return the loss unchanged. Its backward multiplies the gradient by `scale`."""
     return loss if scale == 1.0 else _Scaled.apply(loss, scale)
 
 
 class _Scaled(Function):
-    """Identity in forward; backward multiplies by a number.
+    """Autograd function: identity in forward; backward multiplies the gradient by a number.
 
-    The value of the loss stays exact, and finite in half precision.
+    So the value of the loss stays exact, and finite in half precision.
     """
 
     @staticmethod
@@ -117,9 +117,9 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Program, process: Process) -> None:
-    """Make the loaded stages divide the loss sum by `num_tokens`. A collective call.
+    """Make the loaded stages divide the sum of losses by `num_tokens`. A collective call.
 
-    Raises InputError on every rank if the loss has no label count, or the batch alone has more labels.
+    Raises InputError on every rank if the loss is no mean over labels, or if this batch alone has more labels.
     """
     label_count = program.label_count
     if not isinstance(label_count, LabelCount):

@@ -1,4 +1,4 @@
-"""Code around calls of a partitioned model: `torch.compile`, checkpoints, and a second `backward`."""
+"""Interaction with code around calls of a partitioned model: `torch.compile`, a second `backward`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.errors import UsageError
 from autopart.tracing.caller_modes import isolated_trace
 
 outside_inference_mode: Any = isolated_trace
-"""Context for what a first call creates, such as parameters, which must outlive inference mode."""
+"""Context that leaves inference mode, for objects that a first call creates and later calls use (parameters)."""
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def run_uncompiled(kind: type, methods: Sequence[str]) -> None:
 
 @functools.cache
 def explain_backward() -> None:
-    """Make `backward()` of a detached tensor, such as a step's loss, raise an error that explains it."""
+    """Patch `backward()`: for a detached tensor, such as a step's loss, its error explains the reason."""
     torch_backward = Tensor.backward
 
     @functools.wraps(torch_backward)

@@ -1,4 +1,4 @@
-"""Methods of a partitioned module for `dp_sync`."""
+"""Methods of a partitioned model that concern `dp_sync`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SyncMethods:
     _reset_executables: Callable[[], None]
 
     def _adopt_sync(self, program: Program) -> None:
-        """Synchronise as the module's newest program requires."""
+        """Choose the data-parallel synchronisation that the module's newest program needs."""
         self._data_sync = sync_for(program, self._data_sync)
         self._data_sync.adopt(program, self._local_parameters)
 
     def _sync_with_methods(self, program: Program) -> Any:
-        """Return the synchronisation of the extra `dp_sync`, loading it for a program that has no method."""
+        """Return the synchronisation of `autopart.extras.dp_sync`. Load it if the program has no method."""
         if (sync := with_methods(self._data_sync)) is not self._data_sync:
             self._data_sync = sync
             sync.adopt(program, self._local_parameters)

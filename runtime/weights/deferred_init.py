@@ -1,8 +1,8 @@
 """Deferred initialisation: run a constructor with one parameter in memory at a time, keep the shards.
 
-The constructor runs unmodified, with the random numbers of a run on one device. When it goes on to other parameters,
-the memory of earlier ones is freed, and only this rank's shard of them is kept. If the constructor fills a parameter
-again (transformers does so at the end), it gets new memory.
+The constructor runs unmodified, with the random numbers of a run on one device. When it proceeds to other parameters,
+the memory of earlier parameters is freed, and only this rank's shards of these are kept. If the constructor fills a
+parameter again (transformers does so at the end), the parameter gets new memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LocalSplits = Sequence[tuple[DimSharding, int]]
 FREED_BYTES = 2**26
 Build = Callable[[], nn.Module]
 Shard = Callable[[Sequence[str], Tensor], dict[str, Tensor]]
-"""Maps (names of a parameter, the parameter) to {name: what to keep of it}."""
+"""Function that maps (names of a parameter, the parameter) to {name: shard to keep}."""
 
 _FILLS = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_"}
@@ -44,11 +44,11 @@ _READ_SHAPE = frozenset(
 
 
 class ReadsEarlier(Exception):
-    """The constructor reads values of a parameter that is no longer in memory."""
+    """Raised if the constructor reads values of a parameter that is no longer in memory."""
 
 
 def constructor_of(model: nn.Module) -> Build | None:
-    """Return a function that builds the model from its config, as transformers' classes do, or None."""
+    """Return a function that creates the model from its config, as transformers' classes do; else None."""
     kind, config = type(model), getattr(model, "config", None)
     if config is None:
         return None
@@ -70,13 +70,13 @@ def constructor_of(model: nn.Module) -> Build | None:
 
 
 class Constructor:
-    """Runs a constructor from the current state of torch's CPU generator, which is restored afterwards.
+    """Runs a model's constructor from the current state of torch's CPU generator, and restores this state.
 
     Args:
         draws_matter: buffers with random values must equal those of a run on one device.
 
     Attributes:
-        buffers: {name: tensor} of the constructed model besides parameters, including plain tensor attributes.
+        buffers: {name: tensor} of the constructed model's buffers and plain tensor attributes.
         shapes: {name: shape} of its parameters, under all their names.
     """
 
@@ -99,7 +99,7 @@ class Constructor:
         return self._run(shard, cuts)
 
     def _run(self, shard: Shard, wanted: Iterable[str]) -> dict[str, Tensor]:
-        """Run the constructor, and return the result of `shard` for each parameter."""
+        """Run the constructor. Return {name: shard}, which `shard` computes from each parameter."""
         run = _OneAtATime(self.order, shard)
         try:
             if not self._at_once:
@@ -162,7 +162,7 @@ class Constructor:
 
 @dataclass
 class _Tracked:
-    """A registered parameter: its index, and its shards if its memory was freed."""
+    """A parameter that a module has registered: its index, and its shards once its memory is freed."""
 
     number: int
     parameter: nn.Parameter
@@ -173,11 +173,11 @@ class _Tracked:
 class _OneAtATime(TorchDispatchMode):
     """Dispatch mode in which a parameter has memory only while the constructor works on it.
 
-    A few earlier parameters stay in memory, together no more than the largest parameter.
+    A few earlier parameters stay in memory. Together they are no larger than the largest parameter.
 
     Attributes:
         order: names of each parameter, in order of registration.
-        shard: computes which shards of a parameter to keep.
+        shard: function that computes which shards of a parameter to keep.
         problem: why the constructor cannot run in this mode; empty if it can.
     """
 
@@ -234,7 +234,7 @@ class _OneAtATime(TorchDispatchMode):
         return kept
 
     def _use(self, keys: Sequence[int]) -> None:
-        """Allocate memory for these parameters, and free that of others above the limit."""
+        """Allocate memory for these parameters, and free memory of other parameters above the limit."""
         self._open = {key: size for key, size in self._open.items() if key not in keys}
         largest = max((tracked.size_bytes for tracked in self._tracked.values()), default=0)
         needed_bytes = sum(self._tracked[key].size_bytes for key in keys)
@@ -288,7 +288,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
-    """Return the names in the model of each of these parameters; () if the model does not have it."""
+    """Return the names in the model of each of these parameters; () for a parameter that it lacks."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

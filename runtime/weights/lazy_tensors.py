@@ -1,8 +1,8 @@
 """Lazy tensors: tensors that stay in their files, with a known shape, from which boxes can be read.
 
 A model library converts a checkpoint to its model (stack experts, concatenate gate and up, split a fused projection,
-transpose) by calling torch's functions. A `LazyTensor` implements the same functions and returns another `LazyTensor`.
-So the library's code computes where every element of the model is stored in the files.
+transpose) by calling functions of torch. A `LazyTensor` implements these functions and returns another `LazyTensor`. So
+the library's own code computes where every element of the model is stored in the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class UnsupportedByLazyTensor(Exception):
 
 
 class LazyTensor:
-    """A tensor of a file, or one computed from several such tensors.
+    """A tensor in a file, or a tensor computed from several such tensors.
 
     It has `shape` and `dtype` as a tensor. Torch functions that it does not implement raise UnsupportedByLazyTensor.
     """
@@ -35,7 +35,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def read(self, boxes: Sequence[Box], out: Tensor) -> None:
-        """Read the boxes of this tensor that make up a shard into the shard `out`, cast to its dtype."""
+        """Read the boxes that make up a shard of this tensor into `out`, cast to the dtype of `out`."""
         for box in boxes:
             index = tuple(slice(start, start + size) for start, size in zip(box.local_offsets, box.sizes, strict=True))
             self.read_box(box.offsets, out[index])
@@ -153,7 +153,7 @@ class _Stacked(LazyTensor):
 
 
 def _common(values: Sequence[Any]) -> Any:
-    """Return the common value. Raises UnsupportedByLazyTensor if the values differ."""
+    """Return the value that all entries have. Raises UnsupportedByLazyTensor if entries differ."""
     if not values or any(value != values[0] for value in values):
         raise UnsupportedByLazyTensor(f"a join of {', '.join(map(str, dict.fromkeys(values)))}")
     return values[0]

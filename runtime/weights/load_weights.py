@@ -1,6 +1,6 @@
-"""`weights=`: parameters from files or a constructor, of which a rank materialises only its shards.
+"""The option `weights=`: parameters from files or a constructor. A rank materialises only its shards.
 
-The user's model gives shapes and names. The trace uses a meta copy of it, whose parameters have no memory. Its
+The user's model defines shapes and names. The trace uses a meta copy of the model, whose parameters have no memory. Its
 buffers, which are replicated, are real.
 """
 
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
     """Source of weights: files, or a constructor.
 
     Attributes:
-        subject: (name, text) that must be equal on all ranks.
+        subject: (name, text) of the source. The text must be equal on all ranks.
         notes: texts for the user.
     """
 
@@ -57,12 +57,12 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """Weights of a model from the option `weights=`.
+    """Weights of a model, as the option `weights=` defines them.
 
     Attributes:
         model: meta copy of the user's model.
-        problem: the error if there are no weights. Then `model` is the user's. The error is raised only after the
-            ranks have compared their calls, so that no rank waits for this one.
+        problem: error if the weights cannot be used. Then `model` is the user's model. The error is raised only after
+            the ranks have compared their calls, so that no rank waits for this one.
     """
 
     def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
@@ -82,12 +82,12 @@ class Weights:
             self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
-        """Raise the stored CheckpointError, if any."""
+        """Raise the CheckpointError in `problem`, if any."""
         if self.problem is not None:
             raise self.problem
 
     def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
-        """Return the user's model and its parameter of this name, or None if the user has dropped them."""
+        """Return the user's model and its parameter of this name; None if the user's model is deleted."""
         model, parameter = self._users_model(), self._users_own[name]()
         return None if model is None or parameter is None else (model, parameter)
 
@@ -188,7 +188,10 @@ class Checkpoint:
                 yield name, value
 
     def _match(self, model: nn.Module) -> tuple[dict[str, LazyTensor], list[str]]:
-        """Return {name in the model: tensor in the files}, and the names in the files that the model lacks."""
+        """Match tensors of the files to the model.
+
+        Returns {name in the model: tensor in the files}, and the names in the files that the model lacks.
+        """
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
         tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._meta_tensors}
@@ -251,7 +254,7 @@ def _are_identical(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _misfits(name: str, tensor: LazyTensor, form: Tensor) -> Iterator[str]:
-    """Yield why a tensor does not fit the model's tensor."""
+    """Yield the reasons why a tensor of the files does not fit the model's tensor `form`."""
     if tensor.shape != tuple(form.shape):
         yield f"'{name}' is {list(tensor.shape)}, in the model {list(form.shape)}"
     elif tensor.dtype != form.dtype and not {tensor.dtype, form.dtype} <= FLOATS:
@@ -296,9 +299,9 @@ def _ignored(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[s
 
 
 def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the model whose parameters have no memory, with `held` as its other tensors.
+    """Return a meta copy of the model: parameters without memory, and `held` as its other tensors.
 
-    Raises CheckpointError if a buffer or tensor would stay on meta.
+    Raises CheckpointError if a buffer or other tensor would have no values.
     """
     twins: dict[int, Tensor] = {}
     for parameter in model.parameters():

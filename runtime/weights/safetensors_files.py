@@ -1,7 +1,7 @@
 """Tensors of a checkpoint in safetensors files, of which each rank reads only its elements.
 
 The safetensors library reads the format. It maps files into memory, and pages that were read count as memory of this
-process until the file is unmapped. So files are closed after about as many bytes as the largest tensor has.
+process until the file is unmapped. So files are closed when the bytes read exceed the size of the largest tensor.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autopart.runtime.weights.lazy_tensors import LazyTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAPPED_BYTES = 2**26
-"""Maximum mapped bytes of files in memory in addition to shards, unless the largest tensor is larger."""
+"""Maximum bytes of mapped files in memory, or the bytes of the largest tensor if that is larger."""
 _HINT = "model.save_pretrained(folder), or safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
 
 
 class SafetensorsFiles:
     """Lazy tensors of a checkpoint, by their names in the files.
 
-    Use it as a context manager around reads, which closes open files at the end. Raises CheckpointError if nothing can
-    be read, or a file is incomplete.
+    Use it as a context manager around reads; it closes the files at the end. Raises CheckpointError if nothing can be
+    read, or if a file is incomplete.
 
     Args:
         path: a `.safetensors` file, or a folder with `model.safetensors`, with `model.safetensors.index.json` and the
@@ -111,7 +111,7 @@ class SafetensorsFiles:
 
 
 class _Stored(LazyTensor):
-    """A tensor as stored in a file."""
+    """Lazy tensor that is stored in a file as it is."""
 
     def __init__(self, files: SafetensorsFiles, file: Path, name: str, file_slice: Any):
         self.files, self.file, self.name = files, file, name

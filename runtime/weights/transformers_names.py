@@ -91,7 +91,10 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
 
 
 def _not_ignored(model: Any, names: Iterable[str], attribute: str) -> list[str]:
-    """Return the names, without those that the model's class ignores."""
+    """Return the names of which the model does not allow that they are missing or unexpected.
+
+    `attribute`: class attribute of the model that lists name patterns to ignore.
+    """
     patterns = [_OLD_BUFFERS, *(getattr(model, attribute, None) or ())]
     passed_over = re.compile("|".join(f"({pattern})" for pattern in patterns))
     return [name for name in names if passed_over.search(name) is None]
