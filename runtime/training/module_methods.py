@@ -144,7 +144,7 @@ class ModuleMethods(ModuleProxy):
 
 
 def patch_wrappers() -> None:
-    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they take for full tensors."""
+    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they would misread."""
     before_wrappers(refuse_wrapper)
 
 
