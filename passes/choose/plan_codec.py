@@ -282,8 +282,8 @@ def _check_cut_again(
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are sharded over several axes, "
-                "where there are enough",
+                why=f"{' and '.join(others)} shards dim {place.dim} already; only experts are sharded over several "
+                "axes, where there are enough",
                 where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
 
