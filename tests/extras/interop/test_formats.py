@@ -342,7 +342,7 @@ def test_transformers_own_plan_is_read():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"model.norm": "sequence_parallel"}, "'model.norm' has the style 'sequence_parallel'\n  why    it describes more"),
+        ({"model.norm": "sequence_parallel"}, "has the style 'sequence_parallel'\n  why    it describes more than"),
         ({"model.norm": SequenceParallel()}, "'model.norm' has the style SequenceParallel"),
         ({"model.layers.*.mlp": RowwiseParallel()}, "'model.layers.*.mlp' has the style RowwiseParallel"),
         ({"model.layer.*.mlp.up_proj": ColwiseParallel()}, "'model.layer.*.mlp.up_proj' is not a module of the model"),
