@@ -51,8 +51,8 @@ from autopart.passes.rules.operators.selection_rules import shifts_indices
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""Kinds of atoms (`ir/atoms.py`) that an axis may shard. `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`: features
-and all other dims but the batch, such as the sequence (sequence parallelism)."""
+"""Kinds of atoms (`ir/atoms.py`) that an axis may shard. `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`:
+features and all other dims but the batch, such as the sequence (sequence parallelism)."""
 
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
