@@ -176,7 +176,9 @@ def _rrelu(graph: fx.Graph, node: fx.Node) -> fx.Node:
     source = node.args[0]
     lower, upper = argument(node, "lower"), argument(node, "upper")
     slope = emit(graph, node, aten.uniform.default, template(graph, node, value(source)), lower, upper)
-    facts(slope)["inexact"] = "torch draws slopes only for inputs that are not positive, so the number of draws depends on the values"
+    facts(slope)["inexact"] = (
+        "torch draws slopes only for inputs that are not positive, so the number of draws depends on the values"
+    )
     leaks = emit(graph, node, aten.mul.Tensor, source, slope)
     return emit(graph, node, aten.where.self, emit(graph, node, aten.gt.Scalar, source, 0), source, leaks)
 

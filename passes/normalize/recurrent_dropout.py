@@ -29,7 +29,7 @@ def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the outputs of the split layers: the last layer's output, then the final states of all layers."""
+    """Return the outputs of the split layers: the last layer's output, then all final states."""
     number, weights = argument(node, "num_layers"), argument(node, "params")
     states = argument(node, "hx")
     states = list(states) if isinstance(states, (list, tuple)) else [states]
