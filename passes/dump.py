@@ -173,7 +173,7 @@ def _in_words(root: str) -> Iterator[None]:
 
 def _unusable(root: str, problem: OSError) -> OptionError:
     is_file = isinstance(problem, FileExistsError | NotADirectoryError)
-    why = "the path is a file, or contains one" if is_file else problem.strerror or str(problem)
+    why = "the path or one of its parents is a file" if is_file else problem.strerror or str(problem)
     return OptionError(
         f"{DUMP}={root!r} is not a folder to write to", why=why, where="the environment",
         hint=f"{DUMP}=dump: a folder, which is created if it does not exist",

@@ -39,7 +39,7 @@ def pinned_partition(
     Raises StageError with the conflicting pins if there is none.
 
     Args:
-        folds: deduplicated blocks of the trace; used without stage pins.
+        folds: deduplicated blocks of the trace, used if there are no stage pins.
         send_cost: as in `balance`.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
@@ -83,7 +83,10 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return the indices of the operators that a name matches, by the texts that its `*` match."""
+    """Return the indices of the operators that a name with `*` matches, grouped by what the `*` stand for.
+
+    Keys are the tuples of texts that the `*` match.
+    """
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -98,7 +101,7 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
-    """Return the first of the indices. Raise StageError if no stage can begin there."""
+    """Return the first of these operator indices. Raise StageError if no stage can begin at it."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if boundary_bytes(nodes)[first] == float("inf"):

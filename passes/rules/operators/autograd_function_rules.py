@@ -19,7 +19,7 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""{operator: sets of tensor inputs that it is linear in}, for operators of a backward. Sharding rules list more sets."""
+"""{operator: sets of tensor inputs that it is linear in}, for operators of a backward. Rules list more sets."""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
