@@ -46,7 +46,7 @@ def decide(problem: Problem) -> SolvedDecisions:
         raise LayoutError(
             "the model has nothing to partition",
             why="none of its operators depends on a parameter",
-            hint="run it as it is",
+            hint="run it without parallelize",
         )
     rows = batch_strategies(trace, mesh, microbatches)
     solved: dict[str, tuple[ShardingProblem, Sharding]] = {}

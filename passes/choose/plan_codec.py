@@ -292,8 +292,8 @@ def _check_cut_again(
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are sharded over several axes, "
-                "where there are enough",
+                why=f"{' and '.join(others)} shards dim {place.dim} already; only experts are sharded over several "
+                "axes, if there are enough",
                 where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
 
@@ -463,7 +463,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
         if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(
                 f"the plan cuts before '{cut}'",
-                why="a stage would be empty: cuts follow the order of the operators",
+                why="a stage would be empty: cuts must be in the order of the operators",
                 where=where,
             )
         cuts.append(at)

@@ -94,7 +94,7 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
-        why = "no product of two activations leads to another without a weight between"
+        why = "no product of two activations is followed by another one without a weight between them"
         if fused:
             why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
@@ -134,8 +134,8 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
         notes.append(
-            f"the model's own {which}: not kept, its activations are saved (checkpoints of full repeated blocks "
-            "can be kept)"
+            f"the model's own {which}: not kept, the activations are saved (only checkpoints of whole repeated "
+            "blocks can be kept)"
         )
     return (
         "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")

@@ -60,16 +60,14 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
         if ranks in fits:
             raise LayoutError(
                 f"{axis}={ranks} cannot shard the experts of the model",
-                why="their number divides, but this product reads a weight computed from other weights (such as "
-                    "LoRA on "
-                "the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
+                why="their number divides, but this product uses a weight computed from other weights (such as "
+                "LoRA on the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
                 hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
             )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank, "
-                "and one on "
-            "the last",
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank "
+            "on average, and one on the last rank",
             where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
         )  # fmt: skip

@@ -73,7 +73,7 @@ def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, floa
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:
-        return f"sharded inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
+        return f"each group is sharded ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
     while True:  # up to the producer of the features: the first conversion on the way gathers them
         source, index = source_of(used)
@@ -83,7 +83,7 @@ def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, floa
         if place != wanted:
             sent = _moved(used, wanted, decisions, axis)
             return (
-                "divided before, gathered here" if place.is_shard else "reduced here"
+                "sharded up to this split, which gathers them" if place.is_shard else "reduced before this split"
             ) if sent else "replicated", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:

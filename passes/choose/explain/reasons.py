@@ -150,9 +150,11 @@ class Reasons:
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
                 why = f"only layouts on {self.mesh.tensor_axis} and on {data_axis} have costs"
-                raise OptionError(f"cannot price {pin}", why=why)
+                raise OptionError(f"cannot compute the cost of {pin}", why=why)
         if len(asked.layouts) > 1:
-            raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
+            raise OptionError(
+                f"cannot compute the cost of {name} on two axes at once", hint="ask for one, then for the other"
+            )
         axis = asked.layouts[0].axis
         if axis == data_axis:
             return self._why_not_stored_so(name, asked)

@@ -60,8 +60,8 @@ def check_context_axis(
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if can_shard_sequence(longest, n))
     raise LayoutError(
-        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a part of the longest "
-        f"sequence, of {inputs}",
+        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a shard of the longest "
+        f"sequence; the inputs are {inputs}",
         where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
     )  # fmt: skip
 

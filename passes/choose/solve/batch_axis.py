@@ -163,7 +163,7 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
     mixed = first_batch_mixing(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
-        reason = "a statistic of the batch"
+        reason = "it computes a statistic of the batch"
         if "split" in operator_name(node) or "chunk" in operator_name(node):
             reason = "it splits the full batch, and a microbatch has only some samples"
         reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"

@@ -190,8 +190,7 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         raise LayoutError(
             f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
             why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
-                "rank, and "
-            "one on the last",
+            "rank on average, and one on the last rank",
             where=describe(mixture.product), hint=hint,
         )  # fmt: skip
 

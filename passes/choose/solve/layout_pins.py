@@ -450,7 +450,7 @@ def _layout_conflict(
     if len(conflict) == 1:
         for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.strategies_on_weight_dims(node, ranks)):
-                why = f"{describe(node)} runs so with sequence parallelism only"
+                why = f"{describe(node)} can have this layout only with sequence parallelism"
                 return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _conflict_reason(trace, pinned, ranks)
     return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
@@ -467,13 +467,13 @@ def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
     for node in pinned.operators:
         options = pinned.strategies(node, pinned.strategies_on_axis(node, ranks))
         if not options:
-            return f"{describe(node)} can run in one way only"
+            return f"{describe(node)} can have only one layout"
         for weight, how in _on_weights(trace, node, options):
             taken[weight].append(how)
     for weight, uses in taken.items():
         if weight in pinned.parameters or len(uses) > 1:
             return f"{', '.join(uses[:2])}, but a weight is used as it is stored, or gathered"
-    return "no choice for the operators between them fits all"
+    return "the operators between them have no layouts that fit all of them"
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:

@@ -156,11 +156,11 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_divisor * m) == 0]
         axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
         over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
-        inside = f", or {mesh.innermost('positions')} in the place of {axes[0]}: it cuts the positions of a row"
+        inside = f", or {mesh.innermost('positions')} in place of {axes[0]}: it shards the sequence of a sample"
         raise StageError(
-            f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
+            f"a batch of {batch} samples cannot be split into {over}microbatches={microbatches} equal parts",
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.batch_divisor} rows{inside * (batch < mesh.batch_divisor)}",
+            else f"a batch size that is a multiple of {mesh.batch_divisor}{inside * (batch < mesh.batch_divisor)}",
         )

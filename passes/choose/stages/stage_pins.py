@@ -118,8 +118,8 @@ def _why_inside(nodes: list[fx.Node], position: int, conflict: Sequence[StagePin
     for pin in conflict:
         for name in pin.names if isinstance(pin, TogetherPin) else ():
             if any(position in at for at in _cases(nodes, pin, name, pins).values()):
-                return "is kept together with what runs before it"
-    return "runs between modules that are kept together, and is kept with them"
+                return "is kept on one stage with the operators before it"
+    return "is between modules that are kept on one stage"
 
 
 def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
@@ -133,10 +133,10 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     if both := pinned.begins & pinned.inside:
         why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), conflict, pins)}"
     elif len(pinned.begins) >= num_stages:
-        why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
+        why = f"they request {len(pinned.begins)} stage boundaries; {stages} have {num_stages - 1}"
     else:
         left = num_boundaries(nodes, pinned.inside)
-        why = "what runs between modules that are kept together is kept with them; "
+        why = "operators between modules that are kept on one stage are on this stage too; "
         why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(
         cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
