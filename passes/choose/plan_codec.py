@@ -216,7 +216,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
-    """Return True if the plan was made for a trace with these inputs, shapes, mode and autocast."""
+    """Return True if the plan comes from a trace with these inputs, shapes, mode and autocast."""
     shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
     planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
     same = plan.model.get("mode") == trace.mode and plan.autocast == trace.autocast
@@ -277,14 +277,9 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 def _check_cut_again(
     plan: Plan, beside: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
-    """Raise PlanError if two axes shard one dim of a parameter, unless it is the dim of experts.
+    """Raise PlanError if several axes shard one dim of a parameter, unless it is the dim of experts.
 
     Several axes may shard experts if there are enough experts.
-
-    Args:
-        beside: constraints by the axes that are decoded already.
-        places: placements on this axis, by parameter.
-        stored: layouts on the axes that are decoded already, by parameter.
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
@@ -330,7 +325,7 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """Return the strategies on an axis. The plan must have been made for this very trace.
+    """Return the strategies on an axis, for the very trace that the plan comes from.
 
     Raises PlanError for a strategy that the operator's rule does not allow, or an unknown operator.
     """

@@ -153,7 +153,7 @@ def can_shard_experts_again(
 def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> bool:
     """Return True if another axis of `ranks` ranks can shard the tokens of a dispatch or combine.
 
-    The tokens must divide over its ranks times those of the inner axes that shard them (`taken`).
+    The number of tokens must be a multiple of `ranks` times the ranks of the inner axes that shard tokens.
     """
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)

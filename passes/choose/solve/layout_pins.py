@@ -113,9 +113,6 @@ class AxisConstraints:
 
         The strategy stays as it is if each inner shard is within one shard of this axis. Otherwise it shards each inner
         shard.
-
-        Args:
-            taken: strategies on the inner axes.
         """
         if self._divides_again(node, option, taken):
             return option
@@ -340,7 +337,7 @@ def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionE
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
-    """Return the patterns of those `names` that are most similar to an unknown name."""
+    """Return the patterns of the names that are most similar to an unknown name."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
     return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 

@@ -301,7 +301,7 @@ class ShardingProblem:
         self.choice_of[node] = choice
 
     def _find_values(self) -> list[_SharedValue]:
-        """Return every value that the operators of one choice produce and those of others consume."""
+        """Return every value that operators of one choice produce and operators of any choice consume."""
         reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":

@@ -68,7 +68,7 @@ def find_partition(
 
 
 def flops_per_sent_byte(problem: Problem) -> float:
-    """Return the FLOPs that a rank computes in the time it sends one byte (`load_per_byte`).
+    """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
 
     Each rank of a stage is assumed to have an equal share of every operator.
     """

@@ -1,4 +1,4 @@
-"""Rule of `einsum`, taken from its equation."""
+"""Rule of `einsum`, derived from its equation."""
 
 from __future__ import annotations
 
