@@ -157,8 +157,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
 
     The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). Its entries
     are then followed as far as they fit this trace. For operators that the plan does not list, the solver chooses
-    strategies that fit the listed operators and the stored weights. The batch is sharded over as many ranks as its size
-    allows.
+    strategies that fit the listed operators and the stored weights. The batch is sharded over `dp` if its size
+    divides.
 
     Args:
         decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace. These strategies are not chosen
@@ -379,10 +379,9 @@ def _follow_weights(
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
-    """Return the strategy, or one that fits the stored weights if it does not.
+    """Return the strategy if it fits the stored weights, else the most similar option that does.
 
-    A user may have edited the weights' layouts in the plan. The fitting strategy with the fewest changed placements is
-    used.
+    A user may have edited the weights' layouts in the plan. The most similar option has the fewest changed placements.
     """
     if _fits_weights(node, strategy, stored, chosen):
         return strategy

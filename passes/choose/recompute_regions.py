@@ -82,7 +82,7 @@ def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> 
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
-    """Return a note that explains why a recompute option has no effect; empty if it has one."""
+    """Return notes on why a recompute option has no effect; empty if it has an effect."""
     words = recompute_modes_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)

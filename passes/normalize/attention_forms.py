@@ -114,7 +114,7 @@ _STEPS = ((aten.softmax.int,), _MASKS, (aten.mul.Tensor,), (aten.matmul.default,
 
 
 def _is_of(node: Any, dropped: fx.Node) -> bool:
-    """Return True if a call is of the decomposed attention that dropout call `dropped` belongs to."""
+    """Return True if a call belongs to the decomposed attention of dropout call `dropped`."""
     attention = facts(dropped).get("attention")
     return isinstance(node, fx.Node) and attention is not None and facts(node).get("attention") == attention
 

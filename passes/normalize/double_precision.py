@@ -61,7 +61,6 @@ def _lifted_result(node: fx.Node) -> Any:
 
 
 def _lift_value(node: fx.Node) -> None:
-    """Convert the fake tensor of an input or weight node to float64."""
     tensor = value(node)
     with fake_mode([node]), torch.no_grad():
         lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
@@ -105,7 +104,6 @@ def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torc
 
 
 def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Cast the operands of a call back to the precision in which they were traced."""
     for operand in node.all_input_nodes:
         if operand in traced and value(operand).dtype != traced[operand]:
             _read_as(node, operand, traced[operand], traced)

@@ -86,9 +86,9 @@ def lower(
 
 
 def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the noise operators that are not written, because each dropout draws noise for its own shard.
+    """Return the noise operators that are not written, because the dropouts that use them draw noise.
 
-    All users of such an operator are dropouts that can draw noise, and depend on a parameter.
+    Each rank draws the noise of its own shard. All users of such an operator are dropouts that depend on a parameter.
     """
     return {
         node for node in random

@@ -18,10 +18,10 @@ from autopart.ir.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
-    """Return notes on weights with unequal shards, and on features split into parts that do not divide.
+    """Return notes on weights with unequal shards, and on feature splits that `tp` does not divide.
 
-    An example of the latter is a view that splits features into heads, whose number `tp` does not divide. Repeated
-    blocks share a note.
+    For example, a view splits features into heads, and `tp` does not divide the number of heads. Repeated blocks share
+    a note.
     """
     lines = [_uneven_weights, _undivided_splits]
     axes = decisions.mesh.along("features")

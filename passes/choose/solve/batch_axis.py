@@ -121,9 +121,9 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
 
 
 def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], gathered: set[fx.Node]) -> tuple:
-    """Return a sort key of a strategy: bytes moved to convert its inputs, then its output placement.
+    """Return a sort key of a strategy: bytes moved to convert its inputs, then a number for its output.
 
-    A sharded output comes first, then a partial sum, then replicated ones.
+    The number is lowest for a sharded output, then for a partial sum, then for a replicated output.
     """
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]

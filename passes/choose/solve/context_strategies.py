@@ -69,9 +69,9 @@ def _multiplies_values(node: fx.Node) -> bool:
 
 
 def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Return True if a factor of an attention product is its queries (`DATA_DIM`) or heads (`FEATURE`).
+    """Return True if a factor of an attention product is its queries or its heads.
 
-    `kind` selects one of the two.
+    `kind`: `DATA_DIM` for queries, `FEATURE` for heads.
     """
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]

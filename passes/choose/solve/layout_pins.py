@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the axis that is being solved: layout pins, and shardings over axes solved before.
+    """Constraints on the axis that is being solved: layout pins, and shardings over axes solved already.
 
     Only one axis can shard a dim, except for experts and for sequences that divide.
 
@@ -70,12 +70,12 @@ class AxisConstraints:
         parameters: pins by parameter, including pins that shard it over another axis.
         operators: pins by operator.
         variants: pins by repeated block (`BlockPosition.block`). Blocks share layouts only if they have equal pins.
-        factors: by operator, the factors of its rule that axes solved before shard, and how.
-        dims: by parameter, the number of shards of each dim over the axes solved before.
+        factors: by operator, the factors of its rule that axes solved already shard, and how.
+        dims: by parameter, the number of shards of each dim over the axes solved already.
         ranks: size of this axis.
         context: the attention strategy requested on this axis.
         stacks: mixtures whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
-        before: strategies of each operator on the axes solved before, with the sizes of the axes.
+        before: strategies of each operator on the axes solved already, with the sizes of the axes.
     """
 
     axis: str = ""
@@ -99,7 +99,7 @@ class AxisConstraints:
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options that an operator's pins, and axes solved before, allow."""
+        """Return the options that an operator's pins, and axes solved already, allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -141,12 +141,12 @@ class AxisConstraints:
         return alike and is_innermost(pattern, option.factor) and sequence_divides(node, option.factor, parts)
 
     def is_dispatched(self, node: fx.Node) -> bool:
-        """Return True if an axis solved before has dispatched the operator's tokens to experts."""
+        """Return True if an axis solved already has dispatched the operator's tokens to experts."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
         return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements that a parameter's pins, and axes solved before, allow."""
+        """Return the placements that a parameter's pins, and axes solved already, allow."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -154,14 +154,14 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if this axis may shard the experts of a weight that axes solved before already shard."""
+        """Return True if this axis may shard the experts of a weight that axes solved already already shard."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return these constraints with the shardings over the axes solved before.
+        """Return these constraints with the shardings over the axes solved already.
 
         Args:
             before: {axis: {operator: strategy}}.

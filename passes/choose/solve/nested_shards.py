@@ -17,7 +17,7 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Strategy of an operator on an axis solved before, which shards a factor, and the size of this axis."""
+    """Strategy of an operator on an axis solved already, which shards a factor, and the size of this axis."""
 
     strategy: Strategy
     ranks: int

@@ -166,7 +166,7 @@ def cheapest(
 
     Args:
         graph: annotated graph.
-        pinned: constraints by the user's pins and by the axes solved before.
+        pinned: constraints by the user's pins and by the axes solved already.
     """
     best: tuple[ShardingCost, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
@@ -241,7 +241,7 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
-        """Return this problem with other pins, and the same shardings over axes solved before."""
+        """Return this problem with other pins, and the same shardings over axes solved already."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 
@@ -323,8 +323,8 @@ class ShardingProblem:
     def conversion_costs(self, value: _SharedValue, targets: Sequence[Placement]) -> np.ndarray:
         """Return the conversion costs of a value, an array of shape [options of its producer, targets].
 
-        If another axis has dispatched tokens to experts, no rank knows which tokens it will have. Such tokens can be
-        neither sharded nor gathered over this axis.
+        If another axis has dispatched tokens to experts, the number of tokens on a rank depends on the data. Such
+        tokens can be neither sharded nor gathered over this axis.
         """
         number, node = value.times, value.node
         is_dispatched = self.pinned.is_dispatched(source_of(node)[0])

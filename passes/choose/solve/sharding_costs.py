@@ -143,7 +143,7 @@ def _has_rows(atoms: Any) -> bool:
 class _ConvertedValue(NamedTuple):
     """Properties of a value that its conversion cost depends on.
 
-    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, size) on each axis solved before.
+    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, size) on each axis solved already.
     """
 
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ class ShardingCosts:
         whole: prefer replicated values between operators if they cost little more. The latency of their collectives is
             then left out: the small sizes of a test model would lead to other choices than full sizes.
         weights_chosen: the solver also chooses the placements of weights.
-        before: strategies of each operator on the axes solved before, with the sizes of the axes.
+        before: strategies of each operator on the axes solved already, with the sizes of the axes.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ShardingCosts:
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
     def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
-        """Return a value's (placement, axis size) on each axis that was solved before."""
+        """Return a value's (placement, axis size) on each axis that was solved already."""
         source, index = source_of(node)
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
@@ -307,7 +307,6 @@ class ShardingCosts:
         return self.step.microbatches * (ways * moved_s + counts_s)
 
     def _conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
-        """Return the seconds of a conversion for one microbatch, from a cache by equal values."""
         key = place, target, value
         if key not in self._seconds:
             self._seconds[key] = self._new_conversion_s(place, target, value)

@@ -33,7 +33,7 @@ class Storage:
     Args:
         zero: ZeRO stage.
         pinned: pins on the data axis, by parameter.
-        beside: layout on the axes solved before, by parameter.
+        beside: layout on the axes solved already, by parameter.
     """
 
     mesh: Mesh = field(default_factory=lambda: Mesh({}))
