@@ -69,10 +69,10 @@ def _convolution_backward_flops(
     grad_shape: list[int], input_shape: list[int], weight_shape: list[int], _bias: Any, _stride: Any, _padding: Any,
     _dilation: Any, transposed: bool, _output_padding: Any, _groups: int, output_mask: Sequence[bool], **_: Any,
 ) -> int:  # fmt: skip
-    """Return the FLOPs of a convolution's backward: those of its forward for each computed gradient.
+    """Return the FLOPs of a convolution's backward: the FLOPs of its forward for each computed gradient.
 
-    The gradients are those of the input and of the weight. The weight's shape has the input channels of one group, so
-    the count is also right for grouped convolutions.
+    Gradients of the input and of the weight count. The weight's shape has the input channels of one group, so the
+    count is also right for grouped convolutions.
     """
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
 

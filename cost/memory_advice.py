@@ -102,7 +102,10 @@ def told(rank: RankMemory) -> str:
 
 
 def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
-    """Yield changes of options and of the mesh that may need less memory, those on the same ranks first."""
+    """Yield changes of options and of the mesh that may need less memory.
+
+    Changes that keep the number of ranks come first.
+    """
     if schedule.name is not None:
         same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in (name for name in same if name in FLUSHING and name != schedule.name):

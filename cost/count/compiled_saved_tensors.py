@@ -57,8 +57,8 @@ recomputed."""
 def with_compiled(walk: Liveness) -> Liveness:
     """Return a stage's liveness analysis, with the analysis of its compiled graph in the field `compiled`.
 
-    In the compiled analysis, `keeps` and `others` have the saved tensors from which the compiled backward of each
-    operator computes its inputs. Values that are not materialised have 0 bytes.
+    In the compiled analysis, an operator's saved tensors (`keeps`, `others`) are those that its compiled backward
+    reads or recomputes from. Values that are not materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 

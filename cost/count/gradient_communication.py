@@ -23,7 +23,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
     """Group parameters by the `dp_sync` method that replaces their all-reduce, and total their bytes.
 
-    The bytes are those on one rank. Parameters whose gradients are all-reduced are left out.
+    Bytes are per rank. Parameters whose gradients are all-reduced are left out.
     """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:

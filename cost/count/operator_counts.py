@@ -40,12 +40,12 @@ class OperatorWork(NamedTuple):
     """Kernels and collectives (`Work`) of one operator of a stage for one microbatch.
 
     Args:
-        forward: those of the forward.
-        input_backward: those of the backward that computes gradients of activations.
-        weight_backward: those of the backward that computes gradients of the stage's weights.
-        recompute: those of the forward that run again before the backward.
-        accumulate: additions of gradients of weights to those of earlier microbatches; counted at the first operator
-            that reads the weight.
+        forward: kernels and collectives of the forward.
+        input_backward: backward kernels and collectives that compute gradients of activations.
+        weight_backward: backward kernels and collectives that compute gradients of the stage's weights.
+        recompute: forward kernels and collectives that run again before the backward.
+        accumulate: additions of gradients of weights to the gradients of earlier microbatches. They count at the
+            first operator that reads the weight.
     """
 
     node: fx.Node

@@ -44,8 +44,8 @@ def divided(trace: Trace, program: Program) -> Divided:
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
     """Yield the number of heads, experts or features in each dim that is sharded over an axis.
 
-    The dims are those of a node's inputs and output. The number is the size of the dim's outermost factor. If the dim
-    is a concatenation, the number comes from the concatenated sections.
+    The dims are those of a node's inputs and output. The number is the size of the outermost factor of the dim. If
+    the dim is a concatenation, the numbers come from the sizes of the concatenated parts (`Placement.sections`).
     """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)

@@ -139,7 +139,7 @@ class Liveness:
         input_bytes: {buffer in `input_buffers`: (the node that allocates it, its bytes for all microbatches)}.
         values: {node: its `LocalValue`, or a tuple of them}.
         keeps: {node: buffers of inputs and outputs that autograd saves for its backward}.
-        others: {node: bytes of the other tensors that autograd saves for its backward}.
+        others: {node: bytes of tensors that autograd saves for its backward and that are not inputs or outputs}.
         takes: {node: peak bytes of new memory in its forward, and in its backward}.
         outputs: outputs of the stage graph.
         compiled: the analysis of the compiled graph, if the stage is compiled (`compiled_saved_tensors.py`).

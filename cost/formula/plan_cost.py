@@ -119,8 +119,8 @@ class Cost(dict[str, Any]):
         data = self.plan.timing.get("table") if self.plan is not None else None
         if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
-                "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
-                hint="autopart.plan(...), or keep the entry in the file",
+                "the plan has no formulas", why="they follow from the table in the entry 'timing' of a plan file",
+                hint="make the plan again with autopart.plan(...), or keep this entry in the file",
             )  # fmt: skip
         return from_data(data)
 
@@ -148,7 +148,10 @@ class Cost(dict[str, Any]):
 
     @property
     def expression(self) -> sympy.Expr:
-        """Seconds of a step: the closed formula times `1 + r`. At the plan's own sizes, those of `simulate`."""
+        """Seconds of a step: the closed formula times `1 + r`.
+
+        At the plan's own sizes, this equals the step time of `autopart.simulate`.
+        """
         from autopart.cost.formula.step_formula import r
 
         return (1 + r) * self.formula.step_time_s
@@ -207,7 +210,7 @@ class Cost(dict[str, Any]):
         asked = {"r": self.left_out} | {str(name): value for name, value in (*pairs, *named.items())}
         unknown = [name for name in asked if name not in symbols]
         if unknown:
-            raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
+            raise OptionError(f"the plan's cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
         # `Expr.subs` goes symbol by symbol and compares long terms each time; `xreplace` does not.
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
@@ -226,7 +229,9 @@ class Cost(dict[str, Any]):
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
-                raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
+                raise OptionError(
+                    f"cost.at({name}={size!r}) is not possible", hint=f"numbers above zero for {', '.join(names)}"
+                )
         mesh = self._mesh(sizes)
         if self._plan.balance > 1:
             check_balance(mesh, self._plan.balance, {*mesh.along("experts"), *self._plan.axes_by_expert})
@@ -260,7 +265,7 @@ class Cost(dict[str, Any]):
         if not ranks and not (others and mesh.chosen):
             return ()
         changed = ", ".join(f"{name}={size:g}" for name, size in (ranks | others).items())
-        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have others",)
+        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have other layouts",)
 
     def on(self, hardware: Hardware) -> Figures:
         """Return the predicted figures of the plan on other hardware."""
@@ -305,7 +310,6 @@ class Cost(dict[str, Any]):
         return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        """Return {symbol: value} of the symbols of `expression`."""
         from autopart.cost.formula.step_formula import r
 
         return {**self._formula_values(sizes), r: self.left_out}
@@ -354,8 +358,8 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
     Returns None if one plan is always faster between `low` and `high`.
 
     Args:
-        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). All other sizes
-            are those of each plan.
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). Each plan keeps
+            its other sizes.
         low, high: search range. Default: 1e6 to 1e12 for links, else 1 to 2^20.
 
     Example:

@@ -87,8 +87,8 @@ class Formula:
     """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. This number decides how many
-    neighbours a rank has."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan, on which the number of a
+    rank's neighbours depends."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""
@@ -325,7 +325,7 @@ class Formula:
     def memory_parts(self) -> dict[str, sympy.Expr]:
         """{kind of memory: bytes} of a rank, for equal stages.
 
-        Activations are those of the microbatches in flight under 1F1B: `p` microbatches, or `m` if that is less.
+        Activations count once per microbatch in flight under 1F1B: `p` microbatches, or `m` if that is less.
         Interleaved schedules have `1 + (p-1)/pv` times as many in flight (Korthikanti et al. 2022, section 4.2.3).
         """
         stored, trained = self._held(self.totals.stored) / pp, self._held(self.totals.trained) / pp
@@ -379,7 +379,7 @@ class Formula:
 
         Args:
             rows: samples of the global batch.
-            tokens: tokens per sample; None: those at which the operators were counted.
+            tokens: tokens per sample; None: the number at which the operators were counted.
         """
         per_node = self.hardware.devices_per_node
         inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}

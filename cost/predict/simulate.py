@@ -149,7 +149,7 @@ def simulate(plan: Plan) -> Simulation:
     if not plan.timing:
         raise PlanError(
             "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
-            hint="autopart.plan(...), or keep the entry in the file",
+            hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 

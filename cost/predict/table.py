@@ -392,10 +392,10 @@ class TableCost:
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Reduce the seconds of ZeRO's collectives to those that do not overlap with compute.
+        """Reduce the seconds of ZeRO's collectives to the seconds that do not overlap with compute.
 
-        The collectives of the first block do not overlap. For the other blocks, only the seconds that exceed the
-        compute do not.
+        The collectives of the first block do not overlap. The collectives of the other blocks overlap with as much
+        compute.
 
         Args:
             parts: {part of a step: {kind of work: seconds}}, which is updated.
@@ -436,7 +436,7 @@ class TableCost:
     def sent_bytes(self, name: str) -> float:
         """Return the bytes of a gradient that a rank reduces once a step, or passes to a `dp_sync` method.
 
-        The bytes are those in the parameter's dtype.
+        The bytes are in the parameter's dtype.
         """
         return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 

@@ -46,7 +46,8 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
         scatter_sends: False to drop the bytes that could be sent as shards.
         folds: the blocks of the trace that represent several blocks of the model.
 
-    Raises NotDeduplicable if such a block differs from the blocks before and after the blocks that it represents.
+    Raises NotDeduplicable if a block in `folds` differs from the blocks before and after the blocks that it
+    represents.
     """
     known: dict[Any, int] = {}
     rows, order, parameters = list[OperatorRow](), list[_OrderEntry](), dict[str, Parameter]()
@@ -217,7 +218,7 @@ def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
 
 
 def _in_block(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
-    """Return these runs for the block that is `later` blocks after theirs."""
+    """Return these runs of operators with `later` added to the index of their block."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 

@@ -155,7 +155,7 @@ class Timeline:
         return tuple(curves)
 
     def peak_memory_bytes(self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return, for each rank, the peak of the bytes saved for backward. Arguments are those of `memory`."""
+        """Return, for each rank, the peak of the bytes saved for backward. Arguments are as in `memory`."""
         return tuple(max(size for _, size in curve) for curve in self.memory(activation_bytes, delayed_bytes))
 
 
@@ -289,7 +289,7 @@ def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action
 
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
-    """Return the durations with zeros for those left out.
+    """Return the durations, with zeros in place of omitted ones.
 
     Raises OptionError if their number does not fit the stages and ranks, or if one is negative or not finite.
     """
@@ -312,10 +312,10 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has {len(listed)} durations", why=why)
         wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
         if wrong:
-            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds, at least 0")
+            raise OptionError(f"{name} has a duration of {wrong[0]} s", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a share from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a share", hint="a number from 0 to 1")
     return replace(durations, **complete)
 
 
