@@ -110,7 +110,7 @@ class _Compiled:
     def _signs(self) -> dict[_ExtraSaved, list[MemoryBuffer]]:
         """Replace saved values by a sign buffer if an operator's backward needs only their sign.
 
-        A sign buffer has a byte per element. Returns {sign buffer: the buffers it replaces}. Updates `apart` and
+        A sign buffer has a byte per element. Returns {sign buffer: the buffers it replaces}, and replaces them in
         `in_backward`.
         """
         signs: dict[_ExtraSaved, list[MemoryBuffer]] = {}

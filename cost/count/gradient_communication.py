@@ -21,7 +21,7 @@ def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Group parameters by the `dp_sync` method that replaces their all-reduce, and total their bytes.
+    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
 
     Bytes are per rank. Parameters whose gradients are all-reduced are left out.
     """

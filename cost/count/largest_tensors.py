@@ -21,8 +21,7 @@ def largest_tensors(
 ) -> dict[str, int]:
     """Return {description: bytes} of the `number` largest tensors of a rank, the largest first.
 
-    Activations are summed over repeated blocks and microbatches in flight: one entry has the bytes that an operator
-    saves in all of them.
+    The activations that an operator saves in all repeated blocks and all microbatches in flight are one entry.
 
     Args:
         walks: liveness analysis of every stage.

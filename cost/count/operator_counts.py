@@ -260,10 +260,7 @@ class _Counter:
     def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
         """Return the kernels of the backward of an operator without matrix products.
 
-        Args:
-            written: bytes of its output.
-            kept: bytes of its saved inputs and outputs.
-            grads: bytes of the gradient of each input.
+        The arguments are bytes: of the output, of saved inputs and outputs, and of the gradient of each input.
         """
         notes = cost_notes(node)
         if self.fuses or not notes.is_arithmetic:

@@ -150,9 +150,9 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return the bytes that every stage but the first receives, and how many can be sent as shards.
+    """Return, for each stage but the first, the bytes it receives and how many can be sent as shards.
 
-    The program must send unsharded values.
+    In the given program, stages send full values.
     """
     nodes = {node.name: node for node in trace.graph.nodes}
 

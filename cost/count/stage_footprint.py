@@ -63,7 +63,7 @@ def saved_buffers(
 
     Args:
         alive: nodes that a gradient flows through.
-        received: persistent buffers that count too, because another stage sent them.
+        received: received persistent buffers that also count. Other persistent buffers do not.
     """
     held: set[MemoryBuffer] = set()
     saved: dict[fx.Node, list[MemoryBuffer]] = {}
@@ -95,9 +95,9 @@ def own_saved_bytes(walk: Liveness, node: fx.Node) -> int:
 def recomputed_buffers(walk: Liveness, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[MemoryBuffer], int]]:
     """Return the buffers that recomputation allocates in backward, by the operator that saves them first.
 
-    The result maps the operator to (buffers, bytes of other saved tensors). Recomputation allocates them at the start
-    of the region's backward. They are freed after the operator's backward. Buffers that were saved in forward are not
-    included.
+    Returns {operator: (buffers, bytes of saved tensors that are neither inputs nor outputs)}. They are allocated when
+    the backward of the recomputed region begins, and freed after the operator's backward. Buffers that were saved in
+    forward are not included.
     """
     regions = walk.regions(alive)
     kept = {memory for pieces in saved_buffers(walk, alive).values() for memory in pieces} if regions else set()

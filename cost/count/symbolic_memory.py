@@ -53,7 +53,7 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Bytes that a stage boundary before an operator sends, by the fields of `OperatorRow`."""
+    """Bytes that a stage boundary before an operator sends: fields of `OperatorRow` with these names."""
 
     alike: Size = NOTHING
     unkept: Size = NOTHING
@@ -88,11 +88,14 @@ class _FusedKernel:
 
 
 class SymbolicMemory:
-    """Memory of the operators of one stage as `Size`s.
+    """Memory of the operators of one stage as `Size`s (polynomials in batch, sequence and axis sizes).
 
     Args:
-        saved_before: indices of the received values that earlier stages save for backward.
-        held_before: indices of the received values that earlier stages keep in memory even if they are not sent.
+        walk: liveness analysis of the stage.
+        growth: scaling exponents of its values.
+        saved_before: indices of the values from the previous stage that earlier stages save for backward.
+        held_before: indices of the values from the previous stage that earlier stages keep in memory even if they are
+            not sent.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class SymbolicMemory:
         )
 
     def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
-        """Return the bytes that a stage boundary before a node sends, by the fields of `OperatorRow`.
+        """Return the bytes that a stage boundary before a node sends, as fields of `OperatorRow`.
 
         Args:
             travelling: {value that the boundary sends: its bytes}.
@@ -195,7 +198,10 @@ class SymbolicMemory:
         return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
-        """Return {node: bytes that exist while its forward runs, minus tensors that nodes up to it save}."""
+        """Return {node: bytes that exist while its forward runs}.
+
+        Tensors that the node and earlier nodes save for backward are not counted.
+        """
         now, beyond = _SizeSum(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
         now.add(self._values(memory for memory in held if memory.lives))  # received values

@@ -235,9 +235,10 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
 
 
 def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
-    """Return (bytes per element, size of the first dim or 0 for a vector) of a parameter.
+    """Return (bytes per element, size of the first dim) of a parameter. The size is 0 for a vector.
 
-    Only data-parallel methods that replace the all-reduce of gradients need these. Without one, returns (4, 0).
+    Only `dp_sync` methods that replace the all-reduce of gradients use these numbers. Without such a method, the
+    function returns (4, 0).
     """
     tensor = trace.parameters[name]
     if program.dp_sync.is_default:
@@ -266,7 +267,7 @@ def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, .
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:
-    """Return the bytes of a parameter that compute reads, and of its reduced gradient, per byte stored.
+    """Return the bytes of a parameter in the compute dtype, and of its reduced gradient, per byte stored.
 
     Both are 1 without mixed precision.
     """
@@ -282,7 +283,7 @@ def _shares(trace: Trace, name: str) -> tuple[float, float]:
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
     """Return {module path of a list of repeated blocks: indices of its blocks}.
 
-    Each block thus represents only itself.
+    As an argument of `tabulate`, it means that each block represents only itself.
     """
     counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():
@@ -301,7 +302,7 @@ def _block_of(name: str, blocks: Blocks) -> _At | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return how many operators or tensors of the full model the one with this name represents."""
+    """Return how many operators or tensors of the full model a traced one represents. `name` is its name."""
     at = _block_of(name, blocks)
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
@@ -326,7 +327,10 @@ def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_At | 
 
 
 def _name(node: fx.Node) -> str:
-    """Return the key of a node's operator, or the name of the parameter that the node converts."""
+    """Return the key of a node's operator, or the name of the parameter that a conversion reads.
+
+    A key is a module path and an operator: `layers.3.mlp/linear`.
+    """
     source = source_of(node)[0]
     while "key" not in facts(source) and source.op == "call_function" and isinstance(source.args[0], fx.Node):
         source = source.args[0]
@@ -336,10 +340,10 @@ def _name(node: fx.Node) -> str:
 def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
     """Yield all operators of the model in order, as (row, module path of the list of blocks, block index).
 
-    An operator outside of blocks has the path "" and the index 0.
+    The row is the index of the operator in the trace. An operator outside of blocks has the path "" and the index 0.
 
     Args:
-        at: the block of each row's operator.
+        at: the block of each operator of the trace.
     """
     for row, block in enumerate(at):
         if block is None:

@@ -72,7 +72,9 @@ def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: SyncOption
 ) -> list[MethodParameters]:
-    """Group trained parameters that are not all-reduced by their `dp_sync` method, and total their bytes.
+    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
+
+    Parameters without a gradient, and parameters whose gradients are all-reduced, are left out.
 
     Args:
         parameters: {name: parameter} of a cost table.

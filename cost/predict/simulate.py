@@ -138,7 +138,7 @@ def simulate(plan: Plan) -> Simulation:
 
     The schedule's actions are those that the runtime executes. `plan.timing` has their durations. As in the runtime,
     gradient reduction overlaps with the last backward, except for the last bucket, and weights are prefetched. The
-    hardware profile says which share of an overlapped collective costs no time.
+    hardware profile has the share of an overlapped collective that costs no time.
 
     Raises PlanError for a plan without `timing`.
 

@@ -420,11 +420,7 @@ class TableCost:
                     parts[part][kind] *= share
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
-        """Return the bytes of parameters together with their gradients and optimizer state on a rank.
-
-        Args:
-            held: {name of a parameter: its name in the table}.
-        """
+        """Return the bytes of these parameters on a rank, with their gradients and optimizer state."""
         return sum(
             self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
         )
@@ -458,9 +454,8 @@ class TableCost:
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """Return a rank's entry in `Plan.timing`: the seconds of its work once a step.
 
-        Args:
-            held: {name of a parameter of the rank: its name in the table}.
-            everywhere: for each `pp` coordinate, the names of its rank's parameters.
+        The first argument maps the rank's parameters to their names in the table. `everywhere` has the names of the
+        parameters at each `pp` coordinate.
         """
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
@@ -493,7 +488,7 @@ class TableCost:
         return self.mesh.size(axis), self.mesh.stride(axis)
 
     def carried(self, held: Mapping[str, str]) -> list[MethodParameters]:
-        """Return the bytes that `dp_sync` methods exchange for a rank's parameters, one entry per method.
+        """Return the bytes that each `dp_sync` method exchanges for a rank's parameters.
 
         The result is empty if no axis shards the batch.
         """

@@ -184,7 +184,10 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
-    """Yield runs of operators with their number of repetitions, once for all consecutive equal blocks."""
+    """Yield {"runs": runs of operators, "times": repetitions}, once for equal consecutive blocks.
+
+    A run has consecutive operators of one block. "times" is left out if it is 1.
+    """
     start = single = 0
     while start < len(runs):
         period, times = _period(runs, start)

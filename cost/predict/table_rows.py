@@ -147,7 +147,7 @@ class Totals:
         cast: traffic in a microbatch of casts of the parameters that ZeRO does not shard, and of their gradients.
         read, summed: as in `Parameter`, averaged over all parameters.
         kept: activations saved by all operators.
-        temporary: peak workspace in addition to `kept`.
+        temporary: peak workspace in addition to the saved activations.
         sent: values sent between two stages.
         buffers: buffers of the model.
         summed_over: {axis: {axes of ZeRO's shards: bytes of the parameters whose gradients are reduced over the

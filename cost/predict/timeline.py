@@ -320,7 +320,7 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
 
 
 _Result = tuple[int, str, int]
-"""The result of an action as (stage, kind, microbatch). The kind "B" also stands for "I", whose result is the same
+"""The result of an action as (stage, kind, microbatch). The kind "B" also represents "I", whose result is the same
 gradient."""
 
 _PREREQUISITE = {"B": "F", "I": "F", "W": "B", "U": "B"}
