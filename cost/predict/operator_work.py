@@ -1,7 +1,7 @@
 """Work of one operator on a rank, as polynomials in the sizes of a run.
 
-A `Size` is a polynomial in the samples of a microbatch `b`, the tokens per sample `s`, `1 / tp`, `1 / cp` and `1 /
-ep`. A `Work` is one kernel or collective with its FLOPs and bytes, both `Size`s. A hardware profile (`Hardware`)
+A `Size` is a polynomial in the samples of a microbatch `b`, the tokens per sample `s`, `1 / tp`, `1 / cp` and
+`1 / ep`. A `Work` is one kernel or collective with its FLOPs and bytes, both `Size`s. A hardware profile (`Hardware`)
 converts it to seconds.
 """
 
