@@ -324,7 +324,7 @@ def _check_options(problem: Problem, options: Options) -> None:
     if options.compile and problem.expert_axes:
         hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
         raise OptionError(
-            f"compile=True cannot be on {mesh}",
+            f"compile=True is not supported on {mesh}",
             why="a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time",
             hint=f"leave compile out, or {hint}",
         )

@@ -29,7 +29,7 @@ def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raise PlanError if a plan was made for another mesh."""
+    """Raise PlanError if a plan is for another mesh."""
     of_plan = Mesh.parse(plan.mesh, mesh.axes)
     if any(of_plan.size(axis.name) != mesh.size(axis.name) for axis in mesh.axes):
         raise PlanError(
@@ -84,7 +84,7 @@ def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raise PlanError if a plan was made for another model."""
+    """Raise PlanError if a plan is for another model."""
     identity = identity_of(parameters)
     if plan.model["fingerprint"] != identity["fingerprint"]:
         raise PlanError(

@@ -8,7 +8,7 @@ There are three kinds of outputs:
 
 A loss that the user computes from `ROWS` or `VALUE` outputs is this rank's term of the total loss. The gradients of
 replicated outputs are then summed over all ranks. A loss computed only from `SUM` outputs is the loss of the global
-batch, which every rank computes. Its gradient is not summed.
+batch, which every rank computes. Its gradient needs no reduction.
 """
 
 from __future__ import annotations

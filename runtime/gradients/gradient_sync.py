@@ -88,7 +88,7 @@ class GradientSync:
         """Raise UsageError before the second step if the method averages models and no optimizer is attached."""
 
     def check_gradients(self, asked: str) -> None:
-        """Raise UsageError if `asked` needs global gradients, but every data rank has its own model."""
+        """Raise UsageError if every data rank has its own model, so that there is no global gradient."""
 
     # --- State
 

@@ -139,7 +139,7 @@ def sharded_error(program: Program) -> UsageError | None:
 
 
 def check_reduced(process: Process, asked: str) -> None:
-    """Raise UsageError on every rank if gradients are unreduced; `asked` names the call that needs them."""
+    """Raise UsageError on every rank if gradients are unreduced. The message names the call `asked`."""
     if process.unreduced:
         raise UsageError(
             f"{asked} needs gradients that are reduced over the ranks",

@@ -61,7 +61,7 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError for parameters of a partitioned model's original, if none of them has a gradient.
+    """Raise UsageError for parameters of a partitioned model's original, if all lack a gradient.
 
     `caller`: name of the function that got the parameters, for the message.
     """

@@ -265,12 +265,12 @@ EXPERTS = "where  expert_linear at expert_models.py:LINE\n"
 REFUSED = {
     "too many ranks": ("cp2,ep2,tp2", folded(["cp", "tp"]), {},
         "LayoutError: experts cannot be sharded over cp=2 x ep=2 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over cp and ep alone"),
     "no rank left": ("ep4,tp2", folded(["tp"]), {},
         "LayoutError: experts cannot be sharded over ep=4 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
@@ -282,7 +282,7 @@ REFUSED = {
         "  why    stages are not layouts\n"
         "  try    'stages': {'cut_before': [...]}"),
     "compiled": ("tp2", folded(["tp"]), {"compile": True},
-        "OptionError: compile=True cannot be on tp2\n"
+        "OptionError: compile=True is not supported on tp2\n"
         "  why    a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time\n"
         "  try    leave compile out, or the pins that cut experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
@@ -334,7 +334,7 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
         "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp shards dim 0 already; only experts are sharded over several axes, where there are enough\n"
+        "  why    tp shards dim 0 already; only experts are sharded over several axes, if there are enough\n"
         "  where  line 1\n  try    R"
     )
 
