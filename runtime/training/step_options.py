@@ -143,5 +143,5 @@ def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Progra
         raise InputError(
             f"num_tokens={num_tokens:g} is fewer than the {most:g} labels of this batch alone",
             why="it counts the labels of all batches whose gradients are added",
-            hint="count what is not ignored; causal models read labels[:, 1:] alone",
+            hint="count the labels that are not ignored; causal models read only labels[:, 1:]",
         )

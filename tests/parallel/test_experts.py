@@ -162,8 +162,8 @@ def test_stages_with_experts_are_not_compiled():
     with pytest.raises(OptionError) as error:
         autopart.plan(model, "ep2", example_kwargs=batch, compile=True)
     assert str(error.value) == (
-        "compile=True is not supported on ep2\n  why    a compiled stage has fixed sizes; the number of rows of a rank's "
-        "experts is known only at run time\n  try    leave compile out, or dp in the place of ep"
+        "compile=True is not supported on ep2\n  why    a compiled stage has fixed sizes; the number of rows of a "
+        "rank's experts is known only at run time\n  try    leave compile out, or dp in the place of ep"
     )
 
 
