@@ -1,11 +1,12 @@
-"""Branches by a random number, such as LayerDrop and stochastic depth.
+"""Branches on a random number, as in LayerDrop and stochastic depth.
 
 Example: `if torch.rand([]) < self.layerdrop: continue`.
 
-During a trace each condition needs one fixed outcome. So the forward is traced several times: with all outcomes equal,
-with each outcome changed alone, and once with random outcomes. The difference between two traces is what a branch
-affects. The graph computes both sides, and the random number, equal on all ranks, selects. Every trace must equal the
-graph with its outcomes; otherwise the forward depends on more than these numbers.
+A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
+with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
+branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
+side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
+these random numbers, and is refused.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _INEXACT = "a decision by a random number leaves out others that are drawn here"
 
 
 class RandomBranches:
-    """The random branches of one forward.
+    """The branches of one forward whose conditions are random numbers.
 
-    `answers`: outcomes of the first conditions; later ones get False. `lines`: their source lines. `skips_draws`:
-    whether the skipped code draws random numbers.
+    `answers`: outcomes of the first conditions; all further conditions get False. `lines`: source lines of the
+    branches. `skips_draws`: True if a branch skips code that draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class RandomBranches:
         self.skips_draws = False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """Return the outcome for a condition; None if it depends on more than random numbers."""
+        """Return the fixed outcome for a condition; None if the condition depends on more than random numbers."""
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
         if node is None or not depends_only_on_random(node):
@@ -59,16 +60,16 @@ class RandomBranches:
 
 
 def depends_only_on_random(node: fx.Node) -> bool:
-    """Return True if a value depends on random numbers, and on nothing that differs between calls."""
+    """Return True if a value depends on random numbers and constants, but not on inputs or parameters."""
     nodes = ancestors_of([node])
     drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
     return drawn and all(made.op == "call_function" for made in nodes)
 
 
 def with_random_branches(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
-    """Return an exported program with both sides of every random branch. `again`: traces once more.
+    """Return an exported program with both sides of every random branch. `again`: traces the call again.
 
-    Raises LostInTrace if the branches do not affect separate parts.
+    Raises LostInTrace if two branches affect the same operators.
     """
     lines = next(iter(chances.lines), "")
     try:
@@ -115,10 +116,11 @@ def _lost(why: str) -> LostInTrace:
 
 @dataclass(frozen=True)
 class _Side:
-    """Difference between the full trace and a trace in which branch `number` has the other outcome.
+    """Difference between the full trace and a trace in which the outcome of branch `number` is changed.
 
-    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: the arguments of
-    these in the full trace. `instead`: {value of the full trace: its replacement in later code}.
+    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: nodes before the
+    branch, {node of the other trace: node of the full trace}. `instead`: {value of the full trace: value that later
+    code reads in its place in the other trace}.
     """
 
     number: int
@@ -130,7 +132,7 @@ class _Side:
 
     @classmethod
     def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
-        """Compare the graph of the full trace with `other`, that of the trace with the other outcome."""
+        """Compare two graphs: `graph` is the full trace, `other` has branch `number` changed."""
         ours, theirs = list(graph.nodes), list(other.nodes)
         start = 1 + ours.index(_decided(graph)[number])
         known = dict(zip(theirs[:start], ours[:start], strict=False))
@@ -155,7 +157,7 @@ class _Side:
 
 
 def _check_apart(sides: Sequence[_Side]) -> None:
-    """Raise LostInTrace for nested branches, writes, or values of different metadata."""
+    """Raise LostInTrace for nested branches, in-place writes, or sides of different shapes or dtypes."""
     seen: set[fx.Node] = set()
     for side in sides:
         if seen & {*side.here}:
@@ -176,10 +178,12 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """Build the graph for fixed outcomes, or, for None, with both sides and a `where` per condition.
+    """Build the graph for fixed outcomes of all branches, or (for None) with both sides of every branch.
+
+    In the second case, a `where` selects the side for each condition.
 
     Args:
-        most: the outcome in the longer trace.
+        most: the outcome of the longer trace.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
@@ -211,7 +215,7 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
-    """Return True if two graphs are equal without their unused calls."""
+    """Return True if two graphs are equal after their unused calls are removed."""
     for graph in (one, other):
         graph.eliminate_dead_code()
     pairs = list(zip(one.nodes, other.nodes, strict=False))
@@ -233,7 +237,7 @@ def _slots(node: fx.Node) -> list[fx.Node]:
 
 
 def _form(node: fx.Node) -> Any:
-    """Return a key of a node without the nodes that it reads."""
+    """Return a comparison key of a node: its operator and arguments, except nodes among the arguments."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: _SLOT)
     return node.op, node.target if node.op == "call_function" else "", repr(args)
 
@@ -242,7 +246,7 @@ _SLOT: Any = "a value of the graph"
 
 
 def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
-    """Return notes on the random branches of a trace, and mark draws that the model would not repeat."""
+    """Return notes on the random branches of a trace. Also marks random draws that the model can skip."""
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
