@@ -23,7 +23,12 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """Return {subject: text}. `options` is a dataclass. Each part of the plan has one line per entry."""
+    """Return {subject: text} of versions, options and plan.
+
+    In the texts of a plan, each entry is one line.
+
+    `options`: a dataclass.
+    """
     import torch  # late: the command line names TIMEOUT_S
 
     version = vars(sys.modules["autopart"]).get("__version__")
