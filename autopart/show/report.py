@@ -92,7 +92,7 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _timeline(simulation: Simulation) -> str:
-    """Return one line for every `pp` coordinate: its actions, then its work at the end of the step."""
+    """Return one line for every `pp` coordinate: its actions, gradient reduction and optimizer step."""
     timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
     each = max(1, MOST // len(timeline.spans))
     boxes = []
@@ -113,9 +113,9 @@ def _timeline(simulation: Simulation) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Return one line of memory by kind for the fullest rank at every `pp` coordinate.
+    """Return, for every `pp` coordinate, one line with the memory of its fullest rank by kind.
 
-    Kinds can peak at different times.
+    Kinds can peak at different times, so that their sum can exceed the peak.
     """
     sums = [sum(row.get(kind, 0) for kind in MEMORY_KINDS) for row in plan.memory]
     scale = WIDTH / max([*sums, 1])
