@@ -1,6 +1,6 @@
 """Options that several commands share: model, mesh, plan, training.
 
-Nothing here imports torch before a command has been read, so `--help` is quick.
+torch is imported only after a command line was parsed, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Combine click options to one decorator, in the order of the help."""
+    """Combine several click options into one decorator; the help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -38,7 +38,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def shared(kind: Any) -> Callable[[Command], Command]:
-    """Return the options of a TypedDict of `autopart.options` as click options, None by default."""
+    """Return a decorator with the options of a TypedDict of `autopart.options`. Their default is None."""
 
     def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
@@ -88,7 +88,7 @@ TRAINING = _options(
 
 
 def training_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `TRAINING` from `values`, and return them as arguments of `autopart.verify`."""
+    """Remove the options in `TRAINING` from `values`; return them as arguments of `autopart.verify`."""
     kind, rate = values.pop("optimizer"), values.pop("lr")
     training = {
         "steps": values.pop("steps"),
@@ -108,17 +108,18 @@ def training_of(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a command, as click passes them."""
+    """The command-line options of one command, as click passes them."""
 
     values: Mapping[str, Any]
 
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
-        """Return the model and its example.
+        """Build the model that the options name. Return it with its example call.
 
         Args:
             meta: build weights without memory, unless the user chose otherwise.
-            short: use short example sequences for `--hf-config`, unless the user chose a length, since the model runs.
-            again: a message about the example was already printed.
+            short: use short example sequences for `--hf-config`, because the model runs, unless the user chose a
+                length.
+            again: the message about the example was printed by an earlier call.
         """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
@@ -161,7 +162,7 @@ class Asked:
         return Plan.load(path)
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
-        """Return and check the options of a TypedDict of `autopart.options`, before a model is built.
+        """Return the options of a TypedDict of `autopart.options`, checked before a model is built.
 
         Raises OptionError.
         """
@@ -179,7 +180,7 @@ class Asked:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Return a plan's content without the layouts of parameters and operators, for `--json`."""
+    """Return the content of a plan for `--json`, except the layouts of parameters and operators."""
     mesh = plan.mesh_object()
     return {
         "model": dict(plan.model), "inputs": dict(plan.inputs), "mesh": dict(mesh.sizes), "num_ranks": mesh.num_ranks,
