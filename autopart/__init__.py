@@ -56,7 +56,7 @@ _MODULE_OF = {
 
 
 def _imported(name: str) -> Any:
-    """Import a public name, or a module of autopart, on first use (PEP 562)."""
+    """Import a public name, or a module of autopart, when it is first used (PEP 562)."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value

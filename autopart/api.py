@@ -197,7 +197,7 @@ def _check_model(model: Any) -> None:
 def _module(
     model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler, weights: Weights | None
 ) -> ParallelModule:  # fmt: skip
-    """Return the module that runs the compiler's programs, on the user's own DeviceMesh if there is one."""
+    """Return the module that runs the programs. It uses the user's DeviceMesh if one was passed."""
     name, compiled = compiler.options.schedule, compiler.options.compile
     if compiler.has_plan:
         name, compiled = compiler.plan.schedule.name, compiler.plan.compile
@@ -215,7 +215,7 @@ def _module(
 def _searched(
     model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
 ) -> tuple[Plan, Options]:
-    """Return the best plan for a number of devices, and the options that are not part of a plan."""
+    """Search over meshes. Return the best plan, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
         raise InputError(
             f"mesh={devices} needs an example call",
