@@ -52,7 +52,7 @@ _MODULE_OF = {
     "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",
 }  # fmt: skip
-"""The module, below autopart, that each public name is defined in."""
+"""{public name: the module below autopart that defines it}."""
 
 
 def _imported(name: str) -> Any:

@@ -18,16 +18,16 @@ from autopart.errors import AutopartError
 Command = Callable[..., Any]
 
 WIDTH = 80
-"""Columns of help and of errors."""
+"""Width of help and of errors, in columns."""
 
 LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
-"""How lines begin that go on under their text, not under their label."""
+"""Prefixes of lines whose continuation is aligned with their text."""
 
 MISTAKE = 2
 """Exit code for invalid input."""
 
 OTHER_RANKS_WAIT_S = 10.0
-"""Seconds that other ranks leave an error to the first rank, which usually has the same one."""
+"""Seconds that a rank waits before it prints an error, as the first rank usually prints an equal one."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
 

@@ -36,7 +36,7 @@ MOST_UNSHARDED, MOST_NOTES = 4, 2
 """Maximum number of lines per mesh for kinds of replicated operators, and for notes."""
 
 NEGLIGIBLE = 0.005
-"""A share of the matrix work that gets no words."""
+"""Shares of the matrix work below this are not mentioned."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
 """Suffix of a suggested rule."""

@@ -76,7 +76,7 @@ PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follo
 
 
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RMSprop", "SGD")}
-"""{as it is named on the command line: in torch.optim}."""
+"""{name of an optimizer on the command line: its name in torch.optim}."""
 
 TRAINING = _options(
     click.option("--steps", type=click.IntRange(1), help="Also run so many training steps of all ranks and compare."),

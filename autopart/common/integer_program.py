@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 ProgramRow = tuple[list[tuple[Any, Any]], float, float]
-"""A constraint of a program: (column, factor) of its sum, and between which that is."""
+"""A constraint: (column, factor) of each term of a sum, and the lower and upper bound of the sum."""
 
 
 def integer_program(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 
 MULTIPLE = 8
-"""Values of 16 bits in 16 bytes."""
+"""Number of 16-bit values in 16 bytes."""
 
 MOST_UNALIGNED = 3
-"""Of an odd number of values."""
+"""Penalty for rows with an odd number of values."""
 
 
 def unaligned(rows: Iterable[int]) -> int:

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 AFTER_S = 2.0
-"""Work that takes less time prints nothing."""
+"""Seconds: work that takes less time prints nothing."""
 
 SETTLED_S = 0.2
-"""A phase that is over sooner gets no line."""
+"""Seconds: a phase that ends sooner gets no line."""
 
 Listener = Callable[[str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)

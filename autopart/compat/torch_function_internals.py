@@ -12,7 +12,7 @@ local_values = torch._C.DisableTorchFunctionSubclass
 """Context inside which a sharded tensor is the plain tensor of this rank's values."""
 
 full_values = torch._C._EnableTorchFunction
-"""Context inside which it behaves as the full tensor again: for code of the user that the runtime calls."""
+"""Context inside which a sharded tensor behaves as the full tensor: for user code that the runtime calls."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 ADVICE = "to fit into memory: "
-"""Prefix of the note on settings that would fit."""
+"""Prefix of the note that lists settings that would fit into memory."""
 
 
 def step_size(plan: Plan) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from autopart.plans.plan import Plan
 
 TIMEOUT_S = 120.0
-"""Seconds that a rank waits for others in a call before it reports who waits for whom."""
+"""Default timeout: seconds that a rank waits for other ranks before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""The subject that determines all others: plans and programs are for these shapes."""
+"""The text that is compared first, because plan and program depend on it."""
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",

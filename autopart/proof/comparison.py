@@ -37,13 +37,13 @@ SEED = 0
 """Random seed of all runs: of the model, of its graph, and of the ranks."""
 
 GRAD_FLOOR = 1e-4
-"""The same floor for gradients: if all cancel (a shift of all classes), only rounding is left."""
+"""Gradients below this are compared absolutely: if all cancel (a shift of all classes), only rounding is left."""
 
 Shards = dict[int, dict[str, nn.Parameter]]
 """{rank: {name: local shard of the parameter}}"""
 
 Tamper = Callable[[Program, Shards], None]
-"""Plants a fault in a program or its ranks' parameters, in place."""
+"""Function that plants a fault in a program or its ranks' parameters, in place."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.comparison import GraphUnderTest, Results
 
 SHOWN = 3
-"""Number of values of one kind that a message names."""
+"""Maximum number of values of one kind that a message lists."""
 
 
 @dataclass(frozen=True)

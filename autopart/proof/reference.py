@@ -54,7 +54,7 @@ NOT_FINITE_IN_DOUBLE = (
     "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
     "in float64"
 )
-"""Possible with finite weights: a softmax in float32 turns a mask of the least float64 into minus infinity."""
+"""The non-finite values can come from finite weights: a float32 softmax turns the smallest float64 into -inf."""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}

@@ -60,7 +60,7 @@ from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_UNSHARDED = 3
-"""Number of unsharded kinds of operators that a note names."""
+"""Maximum number of kinds of replicated operators that a note lists."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ SHARE_FULL_SIZE = 0.75
 """Share of the free memory that the verification of a full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
-"""Limits of a reduced copy, which proves as much: share of the free memory, and bytes."""
+"""Limits of a reduced copy's verification: share of the free memory, and bytes."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 WHOLE = "whole"
-"""An operator that is not listed: replicated work."""
+"""Text for an operator without an entry: it is replicated."""
 
 _MOST_ROWS = 30
 

@@ -188,9 +188,9 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
     what = f"the trace of {name} loses the gradient of {names}"
-    why = "the model itself gives a gradient there, and what was traced of it does not"
+    why = "the model gives them a gradient, and its trace does not"
     if not lost:
         what = f"the trace of {name} gives a gradient to {names}"
-        why = "the model itself gives none there"
+        why = "the model gives them none"
     return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
                       hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip

@@ -39,7 +39,7 @@ class _KnownFailure(NamedTuple):
 
 _KINDS = (
     _KnownFailure(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
-          "numpy computes outside of the graph", "the same in torch operations, or before the call"),
+          "numpy computes outside of the graph", "the same computation in torch, or before the call"),
     _KnownFailure(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     _KnownFailure(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
@@ -57,7 +57,7 @@ _KINDS = (
     _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor",
           "a nested (jagged) tensor has no dense values", "padded rows and a mask"),
     _KnownFailure(Refusal.REGION, r"[Hh]igher.order op",
-          "while_loop, scan and the like hold parts of the model that cannot be cut",
+          "while_loop, scan and the like contain parts of the model, which cannot be sharded",
           "torch.where and plain operations, or parallelize the modules inside"),
     _KnownFailure(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",
@@ -101,7 +101,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
         what = f"{name} fails in its own forward, or in its trace"
-        hint = "call the model itself with this example; where it works, plain operations here"
+        hint = "call the model itself with this example; if that works, use plain operations on this line"
         return TraceError(what, why=why, where=where, hint=hint)
     hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
     return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)

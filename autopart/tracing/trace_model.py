@@ -114,8 +114,8 @@ def check_values(call: Call) -> None:
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta:
             raise InputError(
-                f"the input '{name}' is on meta", why="it has a shape and no values to compute with",
-                hint=f"a tensor with values, of shape {list(tensor.shape)}; a plan alone needs none, on meta",
+                f"the input '{name}' is on meta", why="it has a shape, but no values to compute with",
+                hint=f"a tensor with values, of shape {list(tensor.shape)}; only plan() accepts inputs on meta",
             )  # fmt: skip
 
 
@@ -159,8 +159,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_bounded_sizes(traced.graph, list(entry.semantics.skipped.lines))
-    passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
-    both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
+    passed = [f"the program does not contain a check of values: {text}" for text in entry.semantics.passed]
+    both = ["both branches of torch.cond are computed, and the condition selects the result"] * entry.semantics.both
     notes = (
         *traced.notes,
         *passed,
@@ -321,8 +321,8 @@ def _from_exported(
 def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
     """Silence torch.export's warnings, and the graph that it prints when it fails, in a `with` block.
 
-    Data-dependent sizes are assumed to be larger than 1 (`many_elements`). Data-dependent branches that skip only writes
-    are traced as if their code ran.
+    Data-dependent sizes are assumed to be larger than 1 (`many_elements`). Data-dependent branches that skip only
+    writes are traced as if their code ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()

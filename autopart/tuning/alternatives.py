@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space
 
 TELLS = 0.001
-"""A share of the step's time under which a difference is not mentioned."""
+"""Differences below this share of the step's time are not mentioned."""
 
 SAME = 1.005
-"""Times the step of the best from which another takes longer: both are estimates."""
+"""Factor of the best step time above which another is called slower: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:

@@ -44,24 +44,24 @@ from autopart.tracing.trace_model import bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
 
 TRACED_ROWS = 2
-"""Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
+"""Batch size of the trace whose operators are counted; with 1, the batch dim could not be recognized."""
 
 SHORTEST = 1024
-"""Minimum tokens of a rank for `cp`: shorter sequences gain less than the keys and values cost."""
+"""Minimum tokens per rank for `cp`: with fewer, sending keys and values costs more than `cp` saves."""
 
 LEVELS = (0, 1, 2, 3)
-"""Of ZeRO."""
+"""ZeRO stages to try."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
-"""Number of candidates to simulate: the fastest by formula, and the fastest of those with less memory."""
+"""Number of candidates to simulate: the fastest by formula, and the fastest that need less memory."""
 
 RESCHEDULED = 2
-"""How many of these are simulated under all other schedules, if they have no more than `LONGEST` forwards of stages."""
+"""Number of candidates to simulate under all other schedules, if they have at most `LONGEST` stage forwards."""
 
 ACTIONS = 50_000
-"""How many forwards of stages these have together: of very deep pipelines fewer are simulated."""
+"""Maximum number of stage forwards of the simulated candidates: fewer very deep pipelines are simulated."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (1, 2)
 """Share of every sharded dim on the first rank: numerator and denominator."""
 UNEVEN = ((1, 4), (1, 3), HALVES)
-"""Shares for the second trial: the first of these that divides all sharded dims."""
+"""Candidates for the shares of the second trial: the first that divides all sharded dims is used."""
 
 Edit = Callable[[Any, int, int], Any]
 """`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""

@@ -16,7 +16,7 @@ from autopart.runtime.shards.shard_state import splits_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
-"""Gradients below this, relative to the largest, are rounding of sums that cancel."""
+"""Gradients below this, relative to the largest gradient, count as rounding of sums that cancel."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
 _COMPUTING = ("torch.nn.", "torch.masked.")
-"""Parts of torch that compute by Functions, as users do."""
+"""Modules of torch that use autograd.Function in the same way as users."""
 _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it calls is its own", default=False)
 
 
@@ -265,7 +265,7 @@ def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
         _MADE[key] = _make(f"{name}.{overload}", user, examined, wanted)
         _BY_OPERATOR[_MADE[key].operator] = user.function.__name__, _MADE[key]
     if _MADE[key].examined.code != examined.code:
-        raise _lost(user.function, "it computes something else than in an earlier call of the same arguments")
+        raise _lost(user.function, "its result differs from that of an earlier call with equal arguments")
     return _MADE[key]
 
 

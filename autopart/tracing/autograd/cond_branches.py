@@ -31,7 +31,7 @@ def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands
                ((if_true, True), (if_false, False))]  # fmt: skip
     (ours, spec), (others, other_spec) = map(tree_flatten, outputs)
     if spec != other_spec or [_form(leaf) for leaf in ours] != [_form(leaf) for leaf in others]:
-        raise _lost("its branches give tensors of unlike shapes or types")
+        raise _lost("its branches give tensors of different shapes or dtypes")
     pairs = zip(ours, others, strict=True)
     return tree_unflatten([torch.where(chosen, a, b) if isinstance(a, Tensor) else a for a, b in pairs], spec)
 
@@ -76,7 +76,7 @@ def _check(region: Sequence[fx.Node]) -> None:
     """Raise LostInTrace if a branch draws random numbers or writes to a tensor that it was passed."""
     for node in region:
         if draws_random_numbers(node):
-            raise _lost("a branch draws random numbers, and would draw them also where it is not taken")
+            raise _lost("a branch draws random numbers, and would draw them even if it is not selected")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and not {*node.all_input_nodes[:1]} <= {*region}:
             raise _lost("a branch writes to a tensor that it is given")
@@ -88,4 +88,4 @@ def _form(leaf: Any) -> Any:
 
 def _lost(why: str) -> LostInTrace:
     hint = "torch.where and plain operations, or parallelize the modules inside"
-    return LostInTrace("torch.cond holds branches that cannot both be computed", why, hint, Refusal.REGION)
+    return LostInTrace("torch.cond has branches that cannot both be computed", why, hint, Refusal.REGION)

@@ -129,7 +129,7 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
 
 
 _LARGEST_ROW = 64
-"""Elements of rows that are sorted: by one after the other."""
+"""Maximum row length for sorting rows, which sorts by one column after another."""
 
 
 def _unique(
@@ -260,4 +260,4 @@ TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
 }
-"""Functions that a trace takes in another form."""
+"""{torch function: its decomposition in a trace}."""

@@ -20,7 +20,7 @@ from autopart.tracing.exported_graph import record_origin
 aten = torch.ops.aten
 
 _WITHOUT_DERIVATIVE = {"logical_and_", "logical_not_", "logical_or_", "logical_xor_"}
-"""Operators that leave the gradient of the written value as it was, in eager PyTorch."""
+"""In-place operators for which eager PyTorch keeps the gradient of the value before the write."""
 
 
 @torch.no_grad()  # torch refuses writes to weights in grad mode, also to fake ones
@@ -33,7 +33,7 @@ def explicit_writes(graph: fx.Graph) -> None:
         if operator_name(node) == "aten::as_strided_scatter":
             raise _refused(
                 node, "torch.as_strided_scatter has a wrong gradient in torch",
-                why="it is zero for the elements that stay, and not for those that are written",
+                why="the gradient is zero for elements that stay, and non-zero for written ones",
                 hint="x = x.clone(); x.as_strided(size, stride).copy_(src)",
             )  # fmt: skip
         elif operator_name(node) == "aten::fill_diagonal_":
@@ -67,7 +67,7 @@ def _masked_diagonal(node: fx.Node) -> fx.Node:
         if not value(target).is_contiguous():
             raise _refused(
                 node, "fill_diagonal_(wrap=True) writes memory outside of its input",
-                why="torch takes a later row to begin where the one before ends", hint="x.contiguous()",
+                why="torch assumes that each row begins where the previous one ends", hint="x.contiguous()",
             )  # fmt: skip
         row = added(node.graph, node, aten.remainder.Scalar, row, others[0] + 1)
     for dim, size in enumerate(others, 1):
@@ -225,7 +225,7 @@ def _check_unread(write: fx.Node, detached: list[fx.Node], bases: Mapping[fx.Nod
 def _gradient_before(write: fx.Node, target: str) -> TraceError:
     name = short_name(write)
     return _refused(
-        write, f"{name} writes in place to {target}", why="its gradient would be that of the value before",
+        write, f"{name} writes in place to {target}", why="its gradient would be that of the value before the write",
         hint=f"{name.rstrip('_')} in grad mode, or on value.detach().clone()",
     )  # fmt: skip
 

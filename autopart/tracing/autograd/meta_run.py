@@ -25,7 +25,7 @@ from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstant
 from autopart.tracing.python.value_checks import asking_frame, passing_answer
 
 _SMALL = 2**16
-"""Entries of the largest tensor that is real."""
+"""Maximum number of elements of a real tensor."""
 _TENSOR: Any = Tensor
 _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
@@ -104,7 +104,7 @@ class _Forms(TorchDispatchMode):
         super().__init__()
         self.known: dict[Any, Any] = {}
         self.own: dict[int, Tensor] = {}
-        """Real tensors created inside, by the start of their memory: these may be written."""
+        """{memory address: real tensor that was created during the run}: only these may be written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None

@@ -21,7 +21,7 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator, code
 from autopart.tracing.trace_errors import LostInTrace
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
-"""{name and computation of a hook: its first Function}"""
+"""{(name, computation) of a hook: the first Function made for it}"""
 
 
 class Rewrites(Exception):
@@ -33,7 +33,7 @@ class TracedHookHandle:
 
     def remove(self) -> None:
         """Raise LostInTrace, because the trace already contains the hook."""
-        raise _lost("it is removed in the forward again", "register it only where it shall act")
+        raise _lost("the forward removes it again", "register it only on tensors whose gradient it must change")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx.Node, fx.Node]) -> str:
@@ -68,7 +68,10 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
         function = _FUNCTIONS.setdefault((_name(hook), code), function)
         hooked = apply_as_operator(function.apply, function, tuple(tensors), {})  # type: ignore[attr-defined]
     if not tracing.put_in_place(tensor, hooked, before):
-        raise _lost("it reads a tensor that is made after its own was used", "the hook before its tensor is used")
+        raise _lost(
+            "it reads a tensor that is computed after the hook's own tensor was used",
+            "register the hook before its tensor is used",
+        )
     return ""
 
 

@@ -112,7 +112,7 @@ def _source(code: CodeType) -> tuple[Any, int]:
 
 
 _Path = tuple[tuple[ast.AST | None, Sequence[ast.stmt]], ...]
-"""The statements that follow one, of every block around it from the outermost on, and whose block it is."""
+"""For every block that encloses a statement, outermost first: (owner of the block, statements that follow)."""
 
 
 def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -> Iterator[tuple[ast.If, _Path]]:

@@ -50,7 +50,7 @@ class DataDependentBranches:
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
         self.running: dict[tuple[FrameType, Skipped], int] = {}
-        """By the frame that runs such code and its lines, which turn it is."""
+        """{(frame, lines of skippable code): number of the current execution}."""
         self.turns = 0
 
     def go_on(self) -> None:
@@ -119,7 +119,7 @@ class Marks:
     def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
         self.lines, self.same = lines, same
         self.around: list[fx.Node] = []
-        """The markers whose code contains the present node, outermost first."""
+        """The markers whose code contains the current node, outermost first."""
         self.empty: dict[fx.Node, set[fx.Node]] = {}
         """{marker: masks that are false everywhere if the model skips its code}."""
 

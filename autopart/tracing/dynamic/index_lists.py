@@ -31,9 +31,9 @@ class IndexList:
 
     def lost(self, *_: Any) -> Any:
         raise LostInTrace(
-            "tolist() makes a list that is as long as the values in a tensor say",
-            "a trace knows neither how many places there are nor which, and can only index by them",
-            "the tensor itself in the place of its list",
+            "the length of the list that tolist() returns depends on tensor values",
+            "a trace has neither its length nor its entries, so it can only be used as an index",
+            "the tensor itself instead of the list",
             Refusal.SIZE,
         )
 

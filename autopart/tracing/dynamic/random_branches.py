@@ -32,7 +32,7 @@ _DEFINED.define("decided(Tensor condition) -> Tensor")
 _DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
 _DECIDED = torch.ops.autopart_chance.decided.default
 keep_calls(_DECIDED)
-_INEXACT = "a decision by a random number leaves out others that are drawn here"
+_INEXACT = "a branch on a random number can skip this random operator"
 
 
 class RandomBranches:
@@ -85,7 +85,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
         chances.answers, chances.count = tuple(answers), 0
         result = again()
         if chances.count != count:
-            raise _lost("how many decisions there are depends on the others")
+            raise _lost("the number of random branches depends on the outcome of another one")
         return result
 
     none, every = traced([False] * count), traced([True] * count)
@@ -97,7 +97,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
     mixed = [bool(draws.getrandbits(1)) for _ in range(count)]
     for answers, trace in (([not most] * count, least), (mixed, traced(mixed))):
         if not _same(_built(program.graph, sides, most, answers), trace.graph):
-            raise _lost("what one decides depends on another")
+            raise _lost("the effect of one random branch depends on the outcome of another")
     merged = _built(program.graph, sides, most, None)
     chances.skips_draws = any(draws_random_numbers(node) for side in sides for node in (*side.here, *side.there))
     for spec, node in zip(program.graph_signature.output_specs, merged.output_node().args[0], strict=True):
@@ -109,7 +109,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
 
 def _lost(why: str) -> LostInTrace:
     return LostInTrace(
-        "the forward decides by random numbers in a way that no graph holds", why,
+        "the branches of the forward on random numbers cannot be traced", why,
         "torch.where(torch.rand(()) < p, a, b), or the decision outside of forward()", Refusal.RANDOM,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ class _Side:
         known = dict(zip(theirs[:start], ours[:start], strict=False))
         if any(_form(theirs) != _form(ours) or _slots(ours) != [known[n] for n in _slots(theirs)]
                for theirs, ours in known.items()):  # fmt: skip
-            raise _lost("what comes before a decision depends on it")
+            raise _lost("code before a random branch differs with the branch's outcome")
         behind, most = 0, min(len(ours), len(theirs)) - start
         while behind < most and _form(ours[-1 - behind]) == _form(theirs[-1 - behind]):
             behind += 1
@@ -149,10 +149,10 @@ class _Side:
             for b, a in zip(_slots(their), _slots(our), strict=True):
                 replacement = common.get(b) or known.get(b) or b
                 if instead.setdefault(a, replacement) is not replacement:
-                    raise _lost("what is decided is felt in one place and not in another")
+                    raise _lost("a random branch changes some uses of a value and not all")
         instead = {a: b for a, b in instead.items() if a is not b}
         if any(a in common.values() or b in common.values() for a, b in instead.items()):
-            raise _lost("what comes behind a decision is in another order")
+            raise _lost("code after a random branch runs in another order with the other outcome")
         return cls(number, ours[start:first], theirs[start:second], known, instead, ours[first])
 
 
@@ -161,20 +161,20 @@ def _check_apart(sides: Sequence[_Side]) -> None:
     seen: set[fx.Node] = set()
     for side in sides:
         if seen & {*side.here}:
-            raise _lost("a decision lies in what another one leaves out")
+            raise _lost("a random branch is nested in another one")
         seen |= {*side.here}
         for node in (*side.here, *side.there):
             schema = getattr(node.target, "_schema", None)
             if node.target is _DECIDED:
-                raise _lost("a decision lies in what another one leaves out")
+                raise _lost("a random branch is nested in another one")
             if schema is not None and schema.is_mutable and node.all_input_nodes[0] not in (*side.here, *side.there):
                 raise _lost(f"{schema.name.removeprefix('aten::')} writes to a tensor that is read elsewhere")
         for a, b in side.instead.items():
             one, other = value(a), value(b)
             if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise _lost("the two sides of a decision give tensors of unlike shapes or types")
+                raise _lost("the two sides of a random branch give tensors of different shapes or dtypes")
             if any(getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in a.users):
-                raise _lost("what is decided is written in place")
+                raise _lost("the result of a random branch is written in place")
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
@@ -250,5 +250,5 @@ def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
-    text = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"
+    text = "code that a random branch skips is computed too: its parameters get a gradient of zero instead of None"
     return [f"{text}: {few}"] * bool(chances.count)

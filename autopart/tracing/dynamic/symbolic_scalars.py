@@ -171,7 +171,7 @@ class SymbolicScalars:
             return counted
         if not (size.is_Add or size.is_Mul):
             raise TraceError(
-                "a size that depends on values is used as a number", refusal=Refusal.SIZE,
+                "a data-dependent size is used as a number", refusal=Refusal.SIZE,
                 why=f"autopart has no formula for it: {size}", where=source_text(line),
                 hint="the same number from the mask: mask.sum()",
             )  # fmt: skip

@@ -88,8 +88,9 @@ class AssignedBuffers:
                 f"{type(module).__name__} fills its buffer '{name}' in its forward",
                 refusal=Refusal.STATE,
                 why="it was None, and its new value depends on more than constants and unchanged buffers: the next "
-                "call would find the value of this one",
-                hint=f"register_buffer('{name}', ...) with a value in __init__; or a call of the model before",
+                "call would reuse this call's value",
+                hint=f"register_buffer('{name}', ...) with a value in __init__; "
+                "or call the model once before parallelize()",
             )
         self.caches[module, name] = _BufferMetadata(new.shape, new.dtype, new.device)
 

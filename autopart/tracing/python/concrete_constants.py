@@ -37,7 +37,7 @@ UNKNOWN = object()
 
 
 Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
-"""A function, its arguments, and its keyword arguments."""
+"""A call: the function, its arguments, and its keyword arguments."""
 
 
 @dataclass(frozen=True, eq=False)

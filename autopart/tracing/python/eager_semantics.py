@@ -54,7 +54,7 @@ _ASKING = frozenset(
     {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
     | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
 )
-"""Functions that return the values of a tensor to Python, or a number of items that depends on them."""
+"""Functions that return tensor values to Python, or a number of items that depends on tensor values."""
 _TENSOR: Any = Tensor
 _OF_METADATA = frozenset(
     getattr(_TENSOR, name).__get__
@@ -65,13 +65,13 @@ _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
     "_pack_padded_sequence": (
-        "pack_padded_sequence leaves as much of every row as its length says",
-        "lengths are values, and a graph has sizes",
-        "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
+        "the size of pack_padded_sequence's result depends on the values of the lengths",
+        "sizes in a graph cannot depend on tensor values",
+        "padded sequences as input of the recurrent layer, and a mask of the positions after each end",
     ),
     "ctc_loss": (
-        "torch.ctc_loss makes tables that are as large as the lengths of its targets say",
-        "lengths are values, and a graph has sizes",
+        "torch.ctc_loss allocates tables whose sizes depend on the values of the target lengths",
+        "sizes in a graph cannot depend on tensor values",
         "torch.nn.functional.ctc_loss, or nn.CTCLoss",
     ),
 }
@@ -165,8 +165,8 @@ class EagerSemantics(TorchFunctionMode):
         """Raise LostInTrace if one of these tensors was recorded by `spend`."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
-                "a tensor is read that an autograd.Function has written to",
-                "the Function does not say so (ctx.mark_dirty), and its gradient would be that of the value before",
+                "a tensor is read after an autograd.Function has written to it",
+                "the Function does not declare the write (ctx.mark_dirty): the gradient would be that of the old value",
                 "a Function that writes to a copy: x = x.clone()",
                 Refusal.WRITE,
             )
@@ -195,9 +195,8 @@ class EagerSemantics(TorchFunctionMode):
         if func == Tensor.register_hook and args[0].requires_grad:
             return self._hook(*args, **kwargs)
         if func == Tensor.detach_ and args[0].requires_grad:
-            raise LostInTrace("detach_() cuts a tensor off in place", "a trace loses that: what was made of it "
-            "before would "
-                       "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
+            raise LostInTrace("detach_() detaches a tensor in place", "a trace loses that: values computed "
+                       "from it earlier would keep their gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
             _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
@@ -219,7 +218,7 @@ class EagerSemantics(TorchFunctionMode):
             if target.requires_grad and not target.is_leaf:
                 raise LostInTrace(
                     f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
-                    "its gradient would be that of the value before",
+                    "its gradient would be that of the value before the write",
                     f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
                     Refusal.WRITE,
                 )
@@ -267,7 +266,7 @@ def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> Non
     if parameter.requires_grad != requires_grad:
         raise LostInTrace(
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
-            "a program has one answer for the whole call: whether it needs a gradient",
+            "in a program, a parameter needs a gradient for the whole call or not at all",
             "requires_grad_() outside of forward(), or weight.detach() in it",
             Refusal.WRITE,
         )  # fmt: skip

@@ -38,7 +38,7 @@ from autopart.tracing.python.recorded_reads import (
 from autopart.tracing.with_loss import users_model, users_modules
 
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
-"""Attributes that every module has. The mode is a part of the call."""
+"""Attributes that every module has; not guarded. (The cache key of a call has the train/eval mode.)"""
 
 _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
@@ -74,7 +74,7 @@ class Guards:
         self._reads, self._device = reads, device
         self._inputs = {slot.identity for slot in inputs}
         self.unstable: list[str] = []
-        """Paths of values that the user's code changes in a call and reads in the next."""
+        """Paths of values that the user's code changes in one call and reads in the next call."""
         self._containers: list[_Entries] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
@@ -158,7 +158,7 @@ class Guards:
         if others:
             raise UsageError(
                 f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
-                why="the partitioned model trains the parameters that the model had then",
+                why="the partitioned model trains the parameters that the model had when it was traced",
                 hint="change layers before parallelize()",
             )
         return True

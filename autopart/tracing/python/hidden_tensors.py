@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 _FOREIGN = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
-"""Packages whose own code keeps no tensors of a model: it is not looked through."""
+"""Packages whose code stores no tensors of a model, so that it is not searched."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, deque)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 NUMBERS = "python_numbers"
-"""The name among a call's arguments under which its numbers are, as {name: tensor}."""
+"""Name of the argument that holds the Python numbers of a call, as {name: tensor}."""
 
 
 class NumberSlot(NamedTuple):

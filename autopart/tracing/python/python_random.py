@@ -16,7 +16,7 @@ import torch
 from autopart.common.scoped import attributes
 
 DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
-"""The note of a plan that this was so in the trace."""
+"""Note of a plan whose trace draws Python's random numbers with torch."""
 
 
 def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:

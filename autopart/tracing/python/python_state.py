@@ -41,14 +41,14 @@ class PythonState:
     def __init__(self, model: nn.Module):
         self.modules = dict(users_modules(model))
         self.start: dict[str, Any] = {}
-        """{attribute: its value inside}"""
+        """{attribute: its value during the forward}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
-        """{attribute: its value before and after}"""
+        """{attribute: (value before the forward, value after it)}"""
         self.caches = HiddenTensors(model)
         self.word: int | None = None
-        """Value to fill the states of Python's and numpy's generators with; None keeps them"""
+        """Value with which the states of Python's and numpy's generators are filled; None leaves the states."""
         self.drawn = ""
-        """Which of them was drawn from last"""
+        """Name of the generator that was drawn from last."""
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
@@ -301,4 +301,4 @@ def check_attributes(
     if not changed:
         return ()
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
-    return (f"forward() also sets {written}: that happens in the trace only",)
+    return (f"forward() also sets {written}: this happens only while the model is traced",)

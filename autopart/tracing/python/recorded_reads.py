@@ -34,7 +34,7 @@ PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,
     types.EllipsisType,
 )  # fmt: skip
-"""Types whose values a trace holds as they are: equal values of one type are the same to it."""
+"""Types that guards compare by value: a trace cannot distinguish equal values of one of these types."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH, _MAX_NOTED = 3, 64
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

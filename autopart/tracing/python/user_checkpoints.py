@@ -29,7 +29,7 @@ class UserCheckpoints:
         self.inside: set[str] = set()
         """Paths of the modules that ran in a checkpoint."""
         self.unnamed = False
-        """Whether the function of a checkpoint called no module."""
+        """True if the function of a checkpoint called no module."""
         self._seen: set[str] | None = None
 
     @property

@@ -21,10 +21,10 @@ from torch import Tensor
 _ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 """Functions that return one truth value of tensors to Python."""
 _CHECKING = frozenset({"_assert", "_assert_async"})
-"""Functions of torch that check one, and give nothing."""
+"""Functions of torch that raise if a truth value is false, and return nothing."""
 
 Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
-"""End of an expression: line and byte offset; with "item", of a number that is compared there."""
+"""(line, byte offset) of the end of an expression; with "item" added, of a number that is compared."""
 
 
 class Passing(float):
