@@ -21,7 +21,7 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator, code
 from autopart.tracing.trace_errors import LostInTrace
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
-"""{(name, computation) of a hook: the first Function made for it}"""
+"""{(name, computation) of a hook: the first Function created for it}"""
 
 
 class Rewrites(Exception):
