@@ -1,1 +1,1 @@
-"""Cost of a plan: symbolic time and memory of a partitioned graph."""
+"""Cost of a plan: time and memory of a partitioned graph, as numbers and as sympy formulas."""

@@ -1,4 +1,4 @@
-"""FLOPs of traced operators, by their sharding rules or by torch's own counter."""
+"""FLOPs of traced operators, from their sharding rules or from `torch.utils.flop_counter`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopart.ops.operators import autopart_ops
 
 
 def work(node: fx.Node) -> float:
-    """Return the FLOPs of an operator: matrix FLOPs, or one per element of its output, or 0 for views."""
+    """Return an operator's FLOPs: matrix FLOPs, else one per output element, or 0 if it only moves data."""
     flops = matrix_work(node)
     if flops:
         return float(flops)
@@ -27,18 +27,19 @@ def work(node: fx.Node) -> float:
 
 
 def matrix_work(node: fx.Node) -> int:
-    """Return the FLOPs of a matrix product by its rule, or without a rule as torch counts them.
+    """Return the FLOPs of a matrix product, and 0 for all other operators.
 
-    All other operators have 0.
+    The operator's sharding rule gives the FLOPs. If it has no rule, torch's counter gives them.
     """
     pattern = facts(node)["pattern"]
     return pattern.flops if pattern is not None else counted_flops(node)
 
 
 def counted_flops(node: fx.Node) -> int:
-    """Return the FLOPs of a call as `torch.utils.flop_counter` counts them on fake tensors, else 0.
+    """Return the FLOPs of a call as `torch.utils.flop_counter` counts them, or 0 if it has no formula.
 
-    A user's operator is counted once it has a formula (`torch.utils.flop_counter.register_flop_formula`).
+    The call runs on the fake tensors of the trace. A user's operator is counted if a formula is registered for it
+    (`torch.utils.flop_counter.register_flop_formula`).
     """
     if "counted_flops" not in facts(node):
         args, kwargs = fx.map_arg((node.args, node.kwargs), _known)
@@ -49,14 +50,17 @@ def counted_flops(node: fx.Node) -> int:
 
 
 def _known(node: fx.Node) -> Any:
-    """Return a node's value, or 0 for a per-rank number on which no shape depends."""
+    """Return a node's traced value, or 0 if it has none.
+
+    An integer that differs by rank has no traced value. No shape depends on it.
+    """
     return 0 if value(node) is None else value(node)
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's counter with formulas that it lacks, or has wrong.
+    """Return torch's FLOP counter with the formulas of `FORMULAS`, which torch lacks or has wrong.
 
-    torch counts the backward of a grouped convolution as that of a dense one.
+    For example, torch counts the backward of a grouped convolution as if the convolution were dense.
     """
     return FlopCounterMode(display=False, custom_mapping=FORMULAS)
 
@@ -65,9 +69,10 @@ def _convolution_backward_flops(
     grad_shape: list[int], input_shape: list[int], weight_shape: list[int], _bias: Any, _stride: Any, _padding: Any,
     _dilation: Any, transposed: bool, _output_padding: Any, _groups: int, output_mask: Sequence[bool], **_: Any,
 ) -> int:  # fmt: skip
-    """Count the FLOPs of the forward for each gradient, of the input and of the weight.
+    """Return the FLOPs of a convolution's backward: the FLOPs of its forward for each computed gradient.
 
-    The shape of a weight has its input channels per group.
+    Gradients of the input and of the weight count. The weight's shape has the input channels of one group, so the
+    count is also right for grouped convolutions.
     """
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
 
@@ -86,4 +91,4 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     autopart_ops.attention_dropout: _attention_flops,
     autopart_ops.attention_dropout_forward: _attention_flops,
 }
-"""{operator: FLOPs from the shapes of its arguments}."""
+"""{operator: function that returns its FLOPs from the shapes of its arguments}."""

@@ -1,4 +1,4 @@
-"""Error texts and suggested changes for a plan that needs more memory than a rank has."""
+"""Error for a plan that needs more memory than a rank has, and changes of options that need less."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.run.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD, Schedule
 
 SEARCH_S = 10.0
-"""Processor time in seconds after which no further change is estimated."""
+"""Seconds of processor time after which `does_not_fit` estimates the memory of no further change."""
 
 TRIES = 5
-"""Changes that are estimated for the note of a plan that does not fit."""
+"""Maximum number of changes whose memory `helpful_remedies` estimates."""
 
 MOST_TENSOR_RANKS = 8
-"""Ranks of a node. With this many `tp` ranks, a larger mesh gets more stages."""
+"""Assumed number of ranks in a node. A mesh with this many `tp` ranks is enlarged along `pp` instead of `tp`."""
 
 _KIND_NAMES = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
@@ -30,15 +30,19 @@ _KIND_NAMES = {
 }  # fmt: skip
 
 Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
-"""The memory on a mesh with these options instead of the requested ones. Raises AutopartError if no plan exists."""
+"""Function of a mesh and {option: new value} that returns the memory of all ranks. Raises AutopartError if no plan
+exists."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One suggested change.
+    """One suggested change of the mesh or of options.
 
     Args:
-        more_ranks: True if it needs a larger mesh.
+        text: the change as a user would write it.
+        mesh: the mesh with the change.
+        options: {option: new value}.
+        more_ranks: True if `mesh` has more ranks than the requested mesh.
     """
 
     text: str
@@ -55,15 +59,16 @@ def does_not_fit(
     rank: RankMemory, largest: Mapping[str, int], limit: int, mesh: Mesh, schedule: Schedule, rows: int,
     estimate: Estimate, plan_options: Mapping[str, Any],
 ) -> MemoryLimitError:  # fmt: skip
-    """Return the error for a plan whose fullest rank, `rank`, needs more than `limit` bytes.
+    """Return the error for a plan whose fullest rank needs more than `limit` bytes.
 
     The error lists what uses the memory, and changes that need less.
 
     Args:
-        largest: {name: bytes} of its largest tensors, the largest first.
+        rank: memory of the fullest rank.
+        largest: {name: bytes} of the rank's largest tensors, the largest first.
         rows: samples of the global batch.
-        estimate: the memory on a mesh with given options.
-        plan_options: the requested options, by name.
+        estimate: function that returns the memory of all ranks with a changed mesh or changed options.
+        plan_options: {option: requested value}.
     """
     end_s = time.process_time() + SEARCH_S
     in_time = takewhile(lambda _: time.process_time() <= end_s, ways(mesh, schedule, rows, plan_options))
@@ -83,7 +88,10 @@ def does_not_fit(
 
 
 def told(rank: RankMemory) -> str:
-    """Format `activations of 4 microbatches in flight 3.41 GB, ...`, the largest kind first."""
+    """Format a rank's memory by kind, the largest kind first.
+
+    Kinds below 1 % of the total are left out. Example: `activations of 4 microbatches in flight 3.41 GB, ...`.
+    """
     count = sum(rank.in_flight.values())
     flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
     sizes = {kind: getattr(rank, kind) for kind in _KIND_NAMES if getattr(rank, kind) * 100 >= rank.total}
@@ -94,7 +102,10 @@ def told(rank: RankMemory) -> str:
 
 
 def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
-    """Yield the suggested changes, those on the same ranks first."""
+    """Yield changes of options and of the mesh that may need less memory.
+
+    Changes that keep the number of ranks come first.
+    """
     if schedule.name is not None:
         same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in (name for name in same if name in FLUSHING and name != schedule.name):
@@ -118,10 +129,10 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, A
 
 
 def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
-    """Yield the few changes that save the most memory.
+    """Yield the few changes that save the most memory: `zero=3`, `recompute='full'` and more ranks.
 
-    First come single changes on the same ranks. Then come all changes together, on the same ranks and on two and
-    eight times as many.
+    First come single changes of options on the requested mesh. Then come both options together: on the requested
+    mesh, on twice as many ranks, and on eight times as many ranks.
     """
     changes: list[tuple[str, dict[str, Any]]] = []
     if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
@@ -144,8 +155,8 @@ def quick_remedies(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Reme
 def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
     """Return a text for each change that needs less than `needed` bytes, up to the first that fits.
 
-    At most `TRIES` changes are estimated. The limit is a count, not a time, so that all processes return the same
-    texts.
+    A change fits if the fullest rank needs at most `limit` bytes. All processes must return the same texts. The
+    search therefore ends after `TRIES` changes, not after a time.
     """
     lines = []
     for way, total in _tried(islice(remedies, TRIES), needed, estimate):
@@ -156,7 +167,10 @@ def helpful_remedies(remedies: Iterator[Remedy], needed: int, limit: int, estima
 
 
 def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
-    """Yield the changes that need less memory, with the bytes of the fullest rank."""
+    """Yield each change with which the fullest rank needs less than `total` bytes, and the bytes it needs.
+
+    Changes for which no plan exists are skipped.
+    """
     for way in remedies:
         try:
             less = fullest(estimate(way.mesh, way.options)).total

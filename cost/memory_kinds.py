@@ -1,4 +1,4 @@
-"""Memory of a rank by kind, and parsing of memory sizes."""
+"""Peak memory of a rank by kind (parameters, gradients, activations, ...), and parsing of sizes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Peak memory of a rank of one pipeline coordinate during a training step, in bytes.
+    """Peak memory of one rank during a training step, by kind, in bytes.
 
-    A step begins without gradients (`optimizer.zero_grad()`, whose default frees them). AdamW updates without
-    copies (`fused=True`). torch's default on GPUs, `foreach`, needs up to the bytes of all trained parameters in
-    addition.
+    One object represents all ranks with the same `pp` coordinate. The figures assume that a step begins without
+    gradients (`optimizer.zero_grad()`, whose default frees them), and that AdamW updates without copies
+    (`fused=True`). torch's default on GPUs, `foreach`, needs additional memory, up to the bytes of all trained
+    parameters.
 
     Args:
-        stages: the stages that the rank runs.
+        stages: indices of the pipeline stages that the rank runs.
         parameters, optimizer, buffers: persistent state.
-        gradients: gradients of all its weights.
-        inputs: the batch, and values that depend on it alone.
-        activations: tensors saved for backward at their peak, with `in_flight` microbatches per stage.
-        temporary: the peak workspace of one forward or backward beyond the activations.
-        communication: receive buffers of pipelining, and the largest bucket of tied gradients.
-        gathered: with ZeRO 1 and 2, unsharded parameters beyond the shards; with ZeRO 1 also unsharded gradients.
-        total: the peak. The kinds do not all peak at the same time.
+        gradients: gradients of all the rank's weights.
+        inputs: the batch, and values that are computed from the batch alone.
+        activations: peak of the tensors saved for backward.
+        temporary: peak memory of one forward or backward in addition to the saved tensors.
+        communication: receive buffers of pipelining, and the largest bucket of gradients of tied parameters.
+        gathered: with ZeRO 1 and 2, unsharded parameters, in addition to the rank's shards; with ZeRO 1 also
+            unsharded gradients.
+        total: peak of the sum. It can be below the sum of all kinds, because they do not all peak at the same time.
+        in_flight: {stage: microbatches whose activations are saved when `activations` peaks}.
     """
 
     stages: tuple[int, ...]
@@ -53,16 +56,17 @@ class RankMemory:
     in_flight: Mapping[int, int]
 
     def as_row(self) -> dict[str, Any]:
-        """Return the row of `Plan.memory`, as JSON data."""
+        """Return this rank's row of `Plan.memory`, as JSON data."""
         in_flight = [self.in_flight[stage] for stage in self.stages]
         sizes = {kind: getattr(self, kind) for kind in MEMORY_KINDS}
         return {"stages": list(self.stages), **sizes, "total": self.total, "in_flight": in_flight}
 
 
 def parse_size(size: Any) -> int:
-    """Convert `"24GB"` (10^9), `"24GiB"` (2^30), `"800MB"` or a number of bytes to bytes.
+    """Convert a memory size, such as `"24GB"`, to bytes.
 
-    Raises OptionError for anything else.
+    Accepts text with a decimal unit (`"800MB"`: 10^6 bytes each) or a binary unit (`"24GiB"`: 2^30 bytes each), and
+    integers, which are bytes. Raises OptionError for anything else.
 
     >>> parse_size("24GB"), parse_size("1.5 GiB"), parse_size(4096)
     (24000000000, 1610612736, 4096)

@@ -1,1 +1,1 @@
-"""Compiler passes: choose a plan, and rewrite a graph by it."""
+"""Compiler passes: choose a plan for a traced model, and write the program of the plan."""

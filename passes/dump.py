@@ -1,12 +1,12 @@
-"""Dumps of what passes change, as files in the folder that `AUTOPART_DUMP` names.
+"""Dumps of the graph changes of passes, as files in the folder that `AUTOPART_DUMP` names.
 
     rank0/1/00-traced.txt          the graph of the first trace of rank 0 (`pid4711` without ranks)
     rank0/1/06-one_reshape.diff    the change of the sixth pass; the first line has the time
-    rank0/1/49-lower/stage0.txt    a written program, stage by stage
-    rank0/1/passes.txt             every pass in order: whether it changed anything, milliseconds, text
+    rank0/1/49-lower/stage0.txt    the program of stage 0
+    rank0/1/passes.txt             every pass in order: its number, if it changed anything, milliseconds, name
 
 The diffs, applied in order to `00-traced.txt`, give the graph after every pass. A pass over another graph than the
-traced one (`fuse_bias` of stage 0) has a diff of that graph.
+traced one (`fuse_bias` on stage 0) has a diff of that graph.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from autopart.ir.layout import format_layout
 from autopart.ir.program import Program
 
 Notes = Callable[[fx.Node], Iterable[str]]
-"""Returns the comment after a node's line."""
+"""Function that yields the comments for one node, which a dump prints after the node's line."""
 NodeNotes = Mapping[str, tuple[str, ...]]
-"""The same of every node, by its name."""
+"""{name of a node: its comments}"""
 
 
 class Shown(NamedTuple):
-    """Functions that turn the result of a pass into text, for a pass that does not change its graph.
+    """Functions that print the result of a pass that does not change its graph.
 
-    `notes`: returns what the pass found out about each node. `files`: returns {file name: text} of written programs.
+    `notes`: given the result, returns a function that yields comments for one node. `files`: given the result, returns
+    {file name: text}.
     """
 
     notes: Callable[[Any], Notes] | None = None
@@ -47,7 +48,7 @@ class Shown(NamedTuple):
 
 
 class Dump:
-    """Dump folder of one trace, with the latest text of each graph to compare the next pass with."""
+    """Dump folder of one trace, with the latest text of each graph, which the next pass is compared with."""
 
     def __init__(self, root: str, graph: fx.Graph):
         self.root, self.folder, self.num_passes = root, _new_folder(root), 0
@@ -58,14 +59,21 @@ class Dump:
         self._write(self.folder / "passes.txt", "")
 
     def see(self, graph: fx.Graph) -> None:
-        """Keep the text of a graph before the first pass over it."""
+        """Store the text of a graph if it has none yet: the text before the first pass."""
         if graph not in self.texts:
             self.texts[graph] = graph_text(graph)
 
     def record(
         self, graph: fx.Graph, name: str, text: str, took_s: float, failed: bool, shown: Shown, result: Any
     ) -> None:
-        """Write the change of a pass. `name` is for files, `text` for readers."""
+        """Write the files of a pass, and its line in `passes.txt`.
+
+        Args:
+            name: name of the pass, for file names.
+            text: name and options of the pass, for readers.
+            failed: the pass raised an error.
+            shown: prints `result`, the return value of the pass.
+        """
         self.num_passes += 1
         numbered = f"{self.num_passes:02}-{name}"
         if shown.notes is not None and not failed:
@@ -98,9 +106,9 @@ _within: ContextVar[Dump | None] = ContextVar("the dump of the pass that is runn
 
 
 def dump_of(graph: fx.Graph, root: str) -> Dump | None:
-    """Return the dump that records passes over this graph; None if `root` is "".
+    """Return the dump that records passes over this graph; None if `root` (the dump folder) is "".
 
-    A graph that a pass creates belongs to the dump of that pass, any other graph to a new dump.
+    A graph that a pass creates belongs to the dump of that pass. Any other graph gets a new dump.
     """
     if not root:
         return None
@@ -113,7 +121,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Use this dump, for a `with` block, for the passes over graphs that were not given one."""
+    """Within a `with` block, let this dump record passes over graphs that have no dump yet."""
     token = _within.set(dump)
     try:
         yield
@@ -122,13 +130,16 @@ def within(dump: Dump | None) -> Iterator[None]:
 
 
 def check_folder() -> None:
-    """Raise OptionError if `AUTOPART_DUMP` cannot be written to, before the work of the passes."""
+    """Raise OptionError if the folder in `AUTOPART_DUMP` cannot be written to. Runs before any pass."""
     if root := flags().dump:
         _own_folder(root)
 
 
 def _own_folder(root: str) -> Path:
-    """Return the folder of this process; several machines can share `root`."""
+    """Return the dump folder of this process, which is created if missing.
+
+    Each process has its own folder, because all processes of a run can share `root`.
+    """
     rank = os.environ.get("RANK")
     folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")
     with _in_words(root):
@@ -139,7 +150,7 @@ def _own_folder(root: str) -> Path:
 
 
 def _new_folder(root: str) -> Path:
-    """Make a folder for one more trace, next to those of earlier traces and runs."""
+    """Create and return the folder of the next trace (`1`, `2`, ...) in the folder of this process."""
     parent = _own_folder(root)
     for number in itertools.count(1):
         try:
@@ -162,7 +173,7 @@ def _in_words(root: str) -> Iterator[None]:
 
 def _unusable(root: str, problem: OSError) -> OptionError:
     is_file = isinstance(problem, FileExistsError | NotADirectoryError)
-    why = "it is a file, or lies below one" if is_file else problem.strerror or str(problem)
+    why = "the path or one of its parents is a file" if is_file else problem.strerror or str(problem)
     return OptionError(
         f"{DUMP}={root!r} is not a folder to write to", why=why, where="the environment",
         hint=f"{DUMP}=dump: a folder, which is created if it does not exist",
@@ -193,7 +204,7 @@ def _call_text(node: fx.Node) -> str:
 
 
 def program_files(program: Program) -> dict[str, str]:
-    """Return `{stage0.txt: the graph and the prologue of stage 0}` for every stage."""
+    """Return `{stage0.txt: the graphs of stage 0 and its prologue, as text}` for every stage."""
     return {
         f"stage{stage.index}.txt": f"prologue\n\n{graph_text(stage.prologue.graph)}\n"
         f"stage {stage.index}\n\n{graph_text(stage.graph.graph)}"

@@ -1,7 +1,7 @@
-"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and locates failures.
+"""Driver of passes: it times and checks them, writes dumps (`dump.py`), and reports which node failed.
 
-A `Pass` rewrites a graph in place, under `run_passes`. A function of a trace that analyzes, chooses or writes runs in
-the same driver when it is decorated with `driven`.
+A `Pass` rewrites a graph in place, under `run_passes`. Functions of a trace that do not rewrite its graph (they analyze
+it, choose a plan or write a program) run in the driver if they are decorated with `driven`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ Option = bool | int | float | str
 
 UNTOUCHED = object()
 """Return value of a pass that found nothing to rewrite."""
-same_calls: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors gave in these passes")
+same_calls: ContextVar[dict[tuple, Any]] = ContextVar("results of calls on fake tensors in the running passes")
 
 
 class PassError(RuntimeError):
     """A pass failed. The text names the pass, the node, and the module and line of the user's code.
 
-    It is a fault of autopart and no `AutopartError`, so code that handles mistakes of users does not catch it.
+    The failure is a fault of autopart. PassError is no `AutopartError`, so code that handles mistakes of users does not
+    catch it.
     """
 
 
@@ -67,9 +68,9 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str, known: Mapping[str, Pass]) -> Pass:
-        """Return the pass with this text, the inverse of `str`.
+        """Return the pass that a text such as `take_apart{depth=2}` describes, the inverse of `str`.
 
-        Raises OptionError if it is unknown or malformed.
+        `known`: passes by name. Raises OptionError if the pass is unknown or the text is malformed.
         """
         name, brace, rest = text.strip().partition("{")
         if name not in known:
@@ -87,7 +88,7 @@ class Pass:
 
 
 def _read_options(text: str) -> dict[str, Any] | None:
-    """Parse options, `depth=2}`; None if they are malformed."""
+    """Parse the options of a pass, a text such as `depth=2}`. Return None if it is malformed."""
     try:
         call = ast.parse(f"dict({text.removesuffix('}')})", mode="eval").body
         if not text.endswith("}") or not isinstance(call, ast.Call) or call.args:
@@ -98,7 +99,7 @@ def _read_options(text: str) -> dict[str, Any] | None:
 
 
 def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
-    """Decorate a function that rewrites one call as a pass over all calls of these operators."""
+    """Decorate a function that rewrites one call. The result is a pass over all calls of these operators."""
 
     def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
         def run(graph: fx.Graph) -> Any:
@@ -116,13 +117,13 @@ def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Cal
 
 
 def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
-    """Run passes in order, and return their results.
+    """Run passes in this order, and return their results.
 
-    After each pass that changed the graph, dead code is removed and the order of nodes is checked. The full check runs
-    at the end, or after each pass under `AUTOPART_CHECK`. Raises PassError.
+    After each pass that changed the graph, dead code is removed and the order of nodes is checked. `graph.lint` runs
+    after the last pass, or after each pass if `AUTOPART_CHECK` is set. Raises PassError.
 
     Args:
-        of: name of the graph, if it is not the traced one.
+        of: name of the graph in dumps and errors; "" for the traced graph.
     """
     token = same_calls.set({})
 
@@ -140,7 +141,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """Protocol of the first argument of a `driven` function: a trace, or a problem with one."""
+    """Protocol of the first argument of a `driven` function: a trace, or an object with a trace's graph."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -152,10 +153,10 @@ Subject = TypeVar("Subject", bound=Driven)
 def driven(
     notes: Callable[[Any], Notes] | None = None, files: Callable[[Any], Mapping[str, str]] | None = None
 ) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
-    """Decorate a function of a trace so that it runs as a pass that does not change the graph.
+    """Decorate a function of a trace that does not change the graph, so that it runs as a pass.
 
-    It is timed, its result is dumped by `Shown`, and it is checked under `AUTOPART_CHECK`. Errors other than the user's
-    become a PassError.
+    The driver times the function, dumps its result (`notes` and `files`, as in `Shown`), and checks the graph if
+    `AUTOPART_CHECK` is set. Errors that are not the user's mistake become a PassError.
     """
     shown = Shown(notes, files)
 
@@ -203,7 +204,7 @@ def _drive(
 
 
 def _failed(called: Pass, of: str, error: Exception) -> PassError:
-    """Return the PassError for an exception in a pass, with the node that it worked on, if known."""
+    """Return the PassError for an exception in a pass. It names the node that the pass was working on."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
     described = AutopartError(
@@ -219,7 +220,10 @@ def _said(called: Pass, of: str) -> str:
 
 
 def _node_of(error: Exception) -> fx.Node | None:
-    """Return the node in work: the variable `node` of the innermost frame that has one, else any node."""
+    """Return the node that a failed pass was working on, from the local variables of the traceback.
+
+    This is the variable `node` of the innermost frame that has one, else any local node, else None.
+    """
     named = other = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         nodes = {name: local for name, local in frame.f_locals.items() if isinstance(local, fx.Node)}
@@ -229,17 +233,17 @@ def _node_of(error: Exception) -> fx.Node | None:
 
 
 def _check_order(graph: fx.Graph) -> None:
-    """Raise RuntimeError if a node is used before its definition, or was erased."""
+    """Raise RuntimeError if a node uses a node that is after it in the graph, or that was erased."""
     earlier: set[fx.Node] = set()
     for node in graph.nodes:
         if not earlier.issuperset(node.all_input_nodes):
             missing = [source.name for source in node.all_input_nodes if source not in earlier]
-            raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
+            raise RuntimeError(f"'{node.name}' uses '{missing[0]}', which is not computed before it")
         earlier.add(node)
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove unused calls, except those that draw random numbers: later draws depend on them."""
+    """Remove unused calls, except random operators: removing one would change the numbers of later ones."""
     for node in reversed(graph.nodes):
         if node.users or node.op in ("placeholder", "output"):
             continue

@@ -1,4 +1,4 @@
-"""Helpers to write a pass: new calls, with values on fake tensors."""
+"""Helpers for passes that rewrite a graph: they add calls, and compute the fake tensors of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from autopart.passes.pass_pipeline import same_calls
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call before the insertion point, with the metadata of `like` and its value on fake tensors."""
+    """Add a call to the graph at the insertion point. Return its node.
+
+    The node gets the module and source line of `like`. Its value (`meta["val"]`) is computed on fake tensors.
+    """
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
     node.meta["val"] = fake_call(target, args, kwargs, [*node.all_input_nodes, like, *like.all_input_nodes])
@@ -24,7 +27,10 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
-    """Return the result of a call on fake tensors. `run_passes` computes equal calls once."""
+    """Return the result of a call on fake tensors. Within `run_passes`, equal calls are computed once.
+
+    `near`: nodes whose fake mode is used.
+    """
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
     key = (target, str(spec), *map(told, leaves))
@@ -36,7 +42,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
 
 
 def told(leaf: Any) -> tuple:
-    """Return a cache key of an argument: everything that the metadata of a call's result depends on."""
+    """Return a cache key of an argument. Arguments with equal keys give results with equal metadata."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
     sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
@@ -44,7 +50,7 @@ def told(leaf: Any) -> tuple:
 
 
 def fake_mode(near: list[fx.Node]) -> Any:
-    """Return the context manager under which calls return fake tensors like the values of these nodes."""
+    """Return a context manager under which calls compute on fake tensors, as the values of `near` are."""
     values = [v for n in near for v in (value(n) if isinstance(value(n), (tuple, list)) else [value(n)])]
     values = [v for v in values if isinstance(v, torch.Tensor)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
@@ -52,10 +58,10 @@ def fake_mode(near: list[fx.Node]) -> Any:
 
 
 def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
-    """Name the calls between `before` and `node`, which replace `node`.
+    """Name the calls that replace `node`: those between `before` and `node` in the graph.
 
-    The first one gets the name of `node`. So a stage boundary at `node` is also found in a trace without random
-    numbers, in which `node` is not replaced. The others get `name`.
+    The first call gets the name of `node`, all others get `name`. So a stage boundary at `node` is also found in a
+    trace without random operators (eval mode), in which `node` is not replaced.
     """
     call, first = before.next, True
     while call is not node:
@@ -72,7 +78,10 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
-    """Replace the used results of a call with several results by `parts[index]`, and erase the call."""
+    """Replace a call with several results: result `i` by `parts[i]`. Erase the call.
+
+    Unused results may be missing in `parts`.
+    """
     for part in list(node.users):
         if part.users:
             part.replace_all_uses_with(parts[part.args[1]])
@@ -81,7 +90,7 @@ def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node
 
 
 def repeat_each(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, times: int) -> fx.Node:
-    """Repeat each index along a dim `times` times, with the copies adjacent (`torch.repeat_interleave`)."""
+    """Emit `torch.repeat_interleave`: each index along `dim` is repeated `times` times. Return the node."""
     before, size, after = shape(node)[:dim], shape(node)[dim], shape(node)[dim + 1 :]
     apart = emit(graph, like, torch.ops.aten.unsqueeze.default, node, dim + 1)
     wide = emit(graph, like, torch.ops.aten.expand.default, apart, [*before, size, times, *after])

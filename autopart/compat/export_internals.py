@@ -136,6 +136,11 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
     return attributes({**redirected, (functorch, "jacfwd"): functorch.jacrev})
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return True for a value inside of `torch.vmap`, which has no storage of its own."""
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Initialize a lazy module for these arguments, as its first call would."""
     if isinstance(module, LazyModuleMixin):  # an earlier import may have loaded it already

@@ -1,1 +1,1 @@
-"""Counts of a lowered program for the simulator and the formulas: bytes, FLOPs, collectives."""
+"""Counts of FLOPs, bytes and collectives in the per-rank graphs of a program, for cost predictions."""

@@ -1,15 +1,16 @@
 """Saved tensors of a compiled stage, and the values that its kernels materialise.
 
-`torch.compile` does not save what autograd would. Its backward kernels recompute everything that they can fuse.
-Of a graph it saves the values with the fewest bytes such that only fusible operators lie between them and the
-backward. This is a minimum cut (recomputation: Chen et al. 2016, arXiv:1604.06174; as a cut: torch's own
+`torch.compile` does not save what autograd would. Its backward kernels recompute everything that they can fuse. Of
+all sets of values from which fusible operators alone can compute what the backward reads, it saves the one with the
+fewest bytes. This set is a minimum cut (recomputation: Chen et al. 2016, arXiv:1604.06174; as a cut: torch's own
 `min_cut_rematerialization_partition`, whose rules are below).
 
-Never recomputed: products, attention, collectives, random ops, inputs of a product's backward, and reductions
-to a quarter or less. A value that is fused with its users is not materialised, and neither is its gradient.
+The backward never recomputes matrix products, attention, collectives, random ops, tensors that the backward of an
+operator that cannot be fused reads, and reductions to less than a quarter of their input. A value that is fused with
+its users is not materialised, and neither is its gradient.
 
-Operators that are never recomputed split a graph into small components. Components of repeated blocks are
-identical, so each is solved once.
+Operators that are never recomputed divide a graph into small components. Components of repeated blocks are identical,
+so each is solved once.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from autopart.ir.facts import cost_notes, is_fusible
 from autopart.ops.operators import is_cast
 
 SMALL = 4
-"""A reduction to one part in `SMALL` or less is saved, not recomputed."""
+"""An output with less than 1 / `SMALL` of the bytes of its operator's inputs is saved, not recomputed."""
 
 FARTHER = 1.1
-"""Factor by which the weight of a buffer grows with each operator between it and the backward."""
+"""Factor by which the cost of saving a buffer grows with each operator between it and the backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class _ExtraSaved:
-    """A buffer that an operator saves for its own backward alone.
+    """A buffer that an operator saves for its own backward, in addition to its inputs and outputs.
 
-    It holds statistics, a copy of the output, or one byte per element if the backward needs the sign alone.
+    It holds statistics, a copy of the output, or one byte per element if the backward needs only the sign.
     """
 
     size_bytes: int
@@ -49,23 +50,23 @@ class _ExtraSaved:
 
 Piece = MemoryBuffer | _ExtraSaved
 Edges = Mapping[Piece, list[MemoryBuffer] | None]
-"""The buffers from which each buffer is computed, without parameters and gathered weights. None: it is never
+"""{buffer: the buffers from which it is computed, without parameters and gathered weights}. None: the buffer is never
 recomputed."""
 
 
 def with_compiled(walk: Liveness) -> Liveness:
-    """Return the liveness of a stage with the memory of its compiled graph as `compiled`.
+    """Return a stage's liveness analysis, with the analysis of its compiled graph in the field `compiled`.
 
-    There, `keeps` and `others` are the saved tensors that an operator's backward uses. Values that are not
-    materialised have 0 bytes.
+    In the compiled analysis, an operator's saved tensors (`keeps`, `others`) are those that its compiled backward
+    reads or recomputes from. Values that are not materialised have 0 bytes.
     """
     return replace(walk, compiled=_Compiled(walk).walk())
 
 
 class _Compiled:
-    """The compiled graph of one stage.
+    """Saved tensors and materialised values of the compiled graph of one stage.
 
-    A piece is a buffer of values, or a buffer that an operator saves in addition to its values.
+    A piece is a buffer that the compiled graph can save: the buffer of a value, or an `_ExtraSaved`.
     """
 
     def __init__(self, eager: Liveness):
@@ -98,7 +99,7 @@ class _Compiled:
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
-        """Return the buffers that each backward uses, without parameters and gathered weights."""
+        """Return {operator: buffers that its backward uses}, without parameters and gathered weights."""
         reads: dict[fx.Node, list[Piece]] = {}
         for node in self.calls:
             if node in self.alive:
@@ -107,9 +108,10 @@ class _Compiled:
         return reads
 
     def _signs(self) -> dict[_ExtraSaved, list[MemoryBuffer]]:
-        """Return {sign buffer: the buffers it replaces} for operators whose backward needs the sign alone.
+        """Replace saved values by a sign buffer if an operator's backward needs only their sign.
 
-        The backward then uses the sign buffer (a byte per element) instead of the values.
+        A sign buffer has a byte per element. Returns {sign buffer: the buffers it replaces}, and replaces them in
+        `in_backward`.
         """
         signs: dict[_ExtraSaved, list[MemoryBuffer]] = {}
         for node, read in self.in_backward.items():
@@ -121,12 +123,10 @@ class _Compiled:
         return signs
 
     def _used_far_apart(self) -> dict[MemoryBuffer, bool]:
-        """Return values that are used both before and after an operator that cannot be fused.
+        """Find values that are used both before and after an operator that cannot be fused.
 
-        Values that the later users compute from them are included.
-
-        The result maps each buffer to True if it is computed by a later user, and to False if it is the shared
-        value.
+        Returns {buffer: False} for these values, and {buffer: True} for the outputs of fusible operators that use
+        them after that operator.
         """
         far: dict[MemoryBuffer, bool] = {}
         for memory, users in self.users.items():
@@ -140,9 +140,10 @@ class _Compiled:
         return far
 
     def _first_apart(self, users: Sequence[fx.Node]) -> int:
-        """Return the index of the first operator that cannot be fused with these users.
+        """Return the index of the first operator that cannot be fused with the users of a value.
 
-        Operators that use the users' outputs are searched too.
+        The search follows the users' outputs up to the last user. If all operators can be fused, it returns the index
+        of the last user.
         """
         last = max(self.order[node] for node in users)
         queue, seen = [self.order[node] for node in users], set(users)
@@ -160,7 +161,7 @@ class _Compiled:
         return last
 
     def _forced(self) -> set[Piece]:
-        """Return the buffers that are never recomputed."""
+        """Return the buffers that the backward never recomputes."""
         forced: set[Piece] = {memory for memory, is_behind in self.far.items() if is_behind}
         for node in self.calls:
             size = sum(memory.size_bytes for memory in self.read[node])
@@ -174,7 +175,7 @@ class _Compiled:
         return forced
 
     def _sources(self) -> dict[Piece, list[MemoryBuffer]]:
-        """Return the buffers each buffer is computed from, without parameters and gathered weights."""
+        """Return {buffer: the buffers from which it is computed}, without parameters and gathered weights."""
         sources: dict[Piece, list[MemoryBuffer]] = {}
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
@@ -182,7 +183,7 @@ class _Compiled:
         return sources | self.signs_of
 
     def _kept(self) -> set[Piece]:
-        """Return the saved buffers: the minimum cut, and the inputs of recomputed regions."""
+        """Return the buffers to save for backward: the minimum cut, and the inputs of recomputed regions."""
         regions = self.eager.regions(self.alive)
         kept: set[Piece] = {m for nodes in regions.values() for m in self.eager.read_by(nodes)}
         self.entering = set(kept)
@@ -200,7 +201,10 @@ class _Compiled:
         return kept
 
     def _away(self, reads: set[Piece]) -> dict[Piece, int]:
-        """Return the number of operators between each buffer and the backward."""
+        """Return {buffer: its distance from the backward, in operators}.
+
+        Buffers that the backward uses have distance 1.
+        """
         away: dict[Piece, int] = dict.fromkeys(reads, 1)
         for node in reversed(self.calls):
             nearest = min((away[made] for made in self._pieces(node) if made in away), default=100)
@@ -209,13 +213,13 @@ class _Compiled:
         return away
 
     def _is_apart(self, piece: Piece) -> bool:
-        """Return True if some user of a buffer cannot be fused with the operator that computes it."""
+        """Return True if a value must be materialised: it has no user, or a user that cannot be fused."""
         return isinstance(piece, MemoryBuffer) and not (
             self.users.get(piece) and all(map(self.joined, self.users[piece]))
         )
 
     def _needs(self) -> dict[Piece, dict[Piece, None]]:
-        """Return the saved buffers from which the backward obtains each buffer."""
+        """Return {buffer: the saved buffers from which the backward obtains it}."""
         needs: dict[Piece, dict[Piece, None]] = {}
         for piece, sources in self.sources.items():
             if piece in self.kept:
@@ -244,9 +248,10 @@ class _Compiled:
         return replace(eager, values=values, keeps=keeps, others=others, takes=takes, in_place=joined)
 
     def _left_out(self) -> dict[MemoryBuffer, MemoryBuffer]:
-        """Map buffers that are not materialised to copies with 0 bytes.
+        """Return {buffer: its replacement} for buffers that differ between eager and compiled mode.
 
-        Saved casts are mapped to copies that are not recomputed.
+        A buffer that is not materialised maps to a copy with 0 bytes. A cast weight that is saved maps to a copy that
+        the backward does not cast again.
         """
         outputs = (self.eager.values[node] for node in self.eager.outputs if isinstance(node, fx.Node))
         sent = {memory for output in outputs for memory in memories(output)}
@@ -269,7 +274,7 @@ def _with(value: Any, others: dict[MemoryBuffer, MemoryBuffer]) -> Any:
 
 
 def _parts(edges: Edges) -> Iterable[list[Piece]]:
-    """Return the connected components of the buffers, each in program order."""
+    """Return the connected components of the graph of buffers, each in program order."""
     graph: nx.Graph[Piece] = nx.Graph()
     for piece, sources in edges.items():
         graph.add_node(piece)
@@ -279,7 +284,13 @@ def _parts(edges: Edges) -> Iterable[list[Piece]]:
 
 
 def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, float], reads: set[Piece]) -> set[Piece]:
-    """Return the buffers of one connected component to save."""
+    """Return the buffers to save, among the buffers of one connected component.
+
+    Args:
+        part: the buffers of the component, in program order.
+        weights: {buffer: cost of saving it}.
+        reads: the buffers that the backward uses.
+    """
     number = {piece: i for i, piece in enumerate(part)}
     component = []
     for piece in part:
@@ -291,11 +302,11 @@ def _component_cut(part: Sequence[Piece], edges: Edges, weights: dict[Piece, flo
 
 @lru_cache(MAX_CACHED_SIGNATURES)
 def _minimum_cut(component: tuple[tuple[tuple[int, ...] | None, int, bool], ...]) -> frozenset[int]:
-    """Return the indices of the buffers in the minimum cut.
+    """Return the indices of the buffers to save in one connected component (the minimum cut).
 
     Args:
-        component: for each buffer, the indices it is computed from (None if it is never recomputed), its weight, and
-            whether the backward uses it.
+        component: for each buffer, a tuple: indices of the buffers from which it is computed (None if it is never
+            recomputed), cost of saving it, and True if the backward uses it.
     """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     for i, (sources, weight, is_read) in enumerate(component):

@@ -1,4 +1,4 @@
-"""Bytes of parameters on a rank, and of the gradients that data-parallel ranks exchange."""
+"""Bytes of parameters on a rank, and bytes that data-parallel ranks exchange for their gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from autopart.ir.trace import Trace
 
 
 def reduce_dtype_of(stored: torch.dtype, program: Program) -> torch.dtype:
-    """Return the dtype in which the gradient of a parameter of this dtype is reduced."""
+    """Return the dtype in which the gradient of a parameter is reduced. `stored` is the parameter's dtype."""
     reduce = program.reduce_dtype
     return reduce if reduce is not None and stored.is_floating_point else stored
 
 
 def exchanged_by_method(trace: Trace, program: Program, names: Iterable[str]) -> list[MethodParameters]:
-    """Return what data-parallel ranks exchange for these parameters instead of an all-reduce, by method."""
+    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
+
+    Bytes are per rank. Parameters whose gradients are all-reduced are left out.
+    """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
         stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize

@@ -1,4 +1,4 @@
-"""The largest tensors of a rank, for the error of a plan that does not fit."""
+"""The largest tensors of a rank, for the error of a plan that does not fit in memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from autopart.ir.trace import Trace
 def largest_tensors(
     trace: Trace, program: Program, walks: Sequence[Liveness], rank: RankMemory, number: int = 8
 ) -> dict[str, int]:
-    """Return {name: bytes} of the largest tensors of a rank, the largest first.
+    """Return {description: bytes} of the `number` largest tensors of a rank, the largest first.
 
-    Activations are those that the operators of one pattern save, over all blocks and microbatches in flight.
+    The activations that an operator saves in all repeated blocks and all microbatches in flight are one entry.
+
+    Args:
+        walks: liveness analysis of every stage.
+        rank: memory of the rank, with its stages.
     """
     sizes: dict[str, int] = defaultdict(int)
     trained = {str(node.target) for walk in walks for node in walk.reached() if node.op == "get_attr"}
@@ -40,6 +44,6 @@ def largest_tensors(
 
 
 def _named(node: fx.Node) -> str:
-    """Format a node as `model.layers.*.mlp (linear)`."""
+    """Format a node as its module path and operator: `model.layers.*.mlp (linear)`."""
     path = pattern_of(facts(node).get("key", "").rsplit("/", 1)[0])
     return f"{path} ({short_name(node)})" if path else short_name(node)

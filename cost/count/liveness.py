@@ -1,12 +1,12 @@
-"""Liveness analysis of a stage graph: the buffers each operator allocates and frees, both passes.
+"""Buffers that each operator of a stage graph allocates and frees, in forward and in backward.
 
-`symbolic_memory.py` counts the steps as `Size`, for a plan's own sizes and for others.
+`symbolic_memory.py` adds up the bytes of these buffers, as polynomials in the batch, the sequence and the axis sizes.
 
 Rules for gradients:
 
 - The gradient of a view is a view of the gradient. The gradient of a sum's operand is the sum's gradient, expanded.
-- A second gradient of a value is added out of place, after the operator that produced it has run. Operators that
-  overwrite their inputs add in place.
+- If a value has a second gradient, the two are added out of place, after the operator that produced the second one
+  has run. Operators that overwrite their inputs add in place.
 - A parameter's gradient stays allocated in the first backward of a step. Later backwards add to it in place, once
   their own gradient is complete.
 """
@@ -24,7 +24,7 @@ from autopart.ir.facts import cost_notes, facts
 
 
 class Forward(NamedTuple):
-    """One operator of the forward pass.
+    """Buffers that the forward of one operator allocates and frees.
 
     Args:
         made: buffers that this operator allocates.
@@ -37,14 +37,14 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The backward of one operator.
+    """Buffers that the backward of one operator allocates and frees.
 
     Args:
         rerun: operators that are recomputed right before it.
         made: buffers whose gradient is allocated.
-        further: values that receive a second or later gradient.
+        further: values that receive a second or later gradient, which is added to the earlier ones.
         done: buffers whose gradient is freed.
-        whole: {parameter whose gradient is now complete: its buffer, or None if the gradient is a view of another}.
+        whole: {parameter whose gradient is now complete: its buffer, or None if its gradient is a view of another}.
     """
 
     node: fx.Node
@@ -56,9 +56,10 @@ class Backward(NamedTuple):
 
 
 def forward_steps(walk: Liveness, kept: Set[MemoryBuffer]) -> Iterator[Forward]:
-    """Yield one step per node in forward order.
+    """Yield the buffers that each node allocates and frees, in forward order.
 
     Args:
+        walk: liveness analysis of the stage.
         kept: buffers saved for backward, which are not freed in forward.
     """
     last: dict[MemoryBuffer, fx.Node] = {}
@@ -77,9 +78,10 @@ def forward_steps(walk: Liveness, kept: Set[MemoryBuffer]) -> Iterator[Forward]:
 
 
 def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
-    """Yield one step per operator that a gradient flows through, from the last operator on.
+    """Yield the buffers that the backward of each operator allocates and frees, the last operator first.
 
     Args:
+        walk: liveness analysis of the stage.
         alive: nodes that a gradient flows through.
     """
     calls = [node for node in walk.values if node in alive and node.op == "call_function"]
@@ -104,5 +106,5 @@ def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
 
 
 def _key(node: fx.Node) -> Any:
-    """Return the identity of a value: a parameter is one value, however many nodes read it."""
+    """Return a key of a value: the parameter's name for a node that reads a parameter, else the node."""
     return str(node.target) if node.op == "get_attr" else node

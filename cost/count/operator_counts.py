@@ -1,11 +1,11 @@
-"""Kernels and collectives of every operator of a stage in a microbatch, from local shapes.
+"""Kernels and collectives of every operator of a stage for one microbatch, counted from local shapes.
 
-The FLOPs of a matrix product are those that torch counts on the local shapes. All other operators count their
-memory traffic. Views allocate nothing and cost nothing.
+The FLOPs of a matrix product are those that torch counts for the local shapes. All other operators are counted by
+their memory traffic. Views allocate nothing and cost nothing.
 
-The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its
-scores (Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward
-of all other operators reads the output's gradient and the saved tensors, and writes the inputs' gradients.
+The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its scores
+(Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward of all other
+operators reads the output's gradient and the saved tensors, and writes the inputs' gradients.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from autopart.ir.trace import Trace
 from autopart.ops.operators import is_cast
 
 _SUMMED = 3
-"""Values that the addition of two gradients reads and writes, per element."""
+"""Memory traffic of the addition of two gradients, in values per element: two reads and one write."""
 
 
 class OperatorWork(NamedTuple):
-    """Work of one operator of a stage in a microbatch.
+    """Kernels and collectives (`Work`) of one operator of a stage for one microbatch.
 
     Args:
-        forward: work of the forward.
-        input_backward: backward towards the tensors that the stage received.
-        weight_backward: backward towards the stage's weights.
-        recompute: forward work that is recomputed before the backward.
-        accumulate: adding gradients of weights to those of earlier microbatches; counted at the first operator that
-            reads the weight.
+        forward: kernels and collectives of the forward.
+        input_backward: backward kernels and collectives that compute gradients of activations.
+        weight_backward: backward kernels and collectives that compute gradients of the stage's weights.
+        recompute: forward kernels and collectives that run again before the backward.
+        accumulate: additions of gradients of weights to the gradients of earlier microbatches. They count at the
+            first operator that reads the weight.
     """
 
     node: fx.Node
@@ -57,12 +57,14 @@ class OperatorWork(NamedTuple):
 
 
 def counted(trace: Trace, program: Program, walks: Sequence[Liveness], fused: bool = False) -> list[list[OperatorWork]]:
-    """Return the work of every stage's operators in a microbatch, in program order, on its first rank.
+    """Return, for every stage, the work of its operators in program order.
+
+    The work is that of one microbatch on the stage's first rank.
 
     Args:
-        fused: count everything between two products or collectives as one kernel, as a compiler emits it (or
-            Megatron's fused kernels: Narayanan et al. 2021, section 4.2). The kernel reads its inputs and writes
-            its outputs, each buffer once. The last operator of the chain has the work of the chain.
+        fused: True to count everything between two products or collectives as one kernel, as a compiler emits it (or
+            Megatron's fused kernels: Narayanan et al. 2021, section 4.2). The kernel reads its inputs and writes its
+            outputs, each buffer once. The last operator of the chain has the work of the chain.
     """
     growth = ScalingExponents(trace, program)
     known: dict[Any, OperatorWork] = {}
@@ -71,10 +73,11 @@ def counted(trace: Trace, program: Program, walks: Sequence[Liveness], fused: bo
 
 
 class _Counter:
-    """Counter of one stage.
+    """Counter of the kernels and collectives of one stage.
 
     Args:
-        known: cache of the work of calls by signature, so that repeated blocks are counted once.
+        known: {call signature: work}, a cache with which repeated blocks are counted once.
+        fuses: True if pointwise operators are fused.
     """
 
     def __init__(self, walk: Liveness, growth: ScalingExponents, known: dict[Any, OperatorWork], fuses: bool):
@@ -84,7 +87,7 @@ class _Counter:
         self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
 
     def stage(self) -> list[OperatorWork]:
-        """Return the work of all operators of the stage."""
+        """Return the kernels and collectives of all operators of the stage."""
         rerun = recomputed_nodes(self.walk, self.alive)
         added, read = set[fx.Node](), set[fx.Node]()
         operators = []
@@ -104,9 +107,10 @@ class _Counter:
         return operators
 
     def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
-        """Return the additions of a value's gradients where earlier operators use the same input.
+        """Return the additions of gradients for inputs of a node that earlier nodes use too.
 
-        Adds this node's inputs to `read`.
+        Adds this node's inputs to `read`, the inputs of earlier nodes. A compiler fuses the additions, so they count
+        only in eager mode.
         """
         if self.fuses or node not in self.alive:
             return ()
@@ -120,7 +124,7 @@ class _Counter:
         return tuple(works)
 
     def fused(self, operators: Sequence[OperatorWork]) -> list[OperatorWork]:
-        """Replace every chain of operators that cost memory traffic alone by one kernel."""
+        """Replace every chain of operators that cost only memory traffic by one kernel."""
         fused, chain = [], list[OperatorWork]()
         ends: tuple[OperatorWork | None, ...] = (*operators, None)
         for one in ends:
@@ -204,7 +208,7 @@ class _Counter:
         return OperatorWork(node, moved, others, towards)
 
     def _rotation(self, node: fx.Node) -> OperatorWork:
-        """Count ring attention: products with the keys of all ranks, and the sends around the ring."""
+        """Return the work of ring attention: products with the keys of all ranks, and sends around the ring."""
         query, axis, key, value = node.args[0], str(node.args[1]), node.args[2], node.args[3]
         ranks = self.walk.program.mesh.size(axis)
         (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
@@ -222,7 +226,7 @@ class _Counter:
         return OperatorWork(node, (one, sent), (one._replace(times=2.5), back))
 
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
-        """Return the bytes of a value over all ranks of an axis, each of which has a shard before and after."""
+        """Return the bytes of a value over all ranks of an axis, from the bytes of one rank's shard."""
         mesh = self.walk.program.mesh
         cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in mesh_axes_of(axis)}
         return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
@@ -254,7 +258,10 @@ class _Counter:
         )
 
     def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
-        """Count the backward of an operator without matrix products."""
+        """Return the kernels of the backward of an operator without matrix products.
+
+        The arguments are bytes: of the output, of saved inputs and outputs, and of the gradient of each input.
+        """
         notes = cost_notes(node)
         if self.fuses or not notes.is_arithmetic:
             return (Work("other", Size.sum((written, kept, *grads))),)
@@ -275,10 +282,10 @@ class _Counter:
         return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
 
     def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
-        """Count the backward of an operator that allocates no memory.
+        """Return the kernels of the backward of an operator that allocates no memory.
 
-        A slice writes zeros and the slice's gradient. A split concatenates gradients. An expand sums over the
-        expanded dims.
+        The backward of a slice writes zeros and the slice's gradient. The backward of a split concatenates gradients.
+        The backward of an expand sums over the expanded dims.
         """
         gradients, (source, *_) = cost_notes(node).gradients, tensor_inputs(node)
         if gradients == "part":
@@ -319,35 +326,42 @@ class _Counter:
         return OperatorWork(node, (one,), parts[False], parts[True])
 
     def _width(self, query: fx.Node) -> Size:
-        """Return the head width of attention, which does not depend on the mesh or the batch."""
+        """Return the head width of attention as a `Size`. It does not depend on the mesh or the batch."""
         return Size.of(float(self.walk.values[query].form.shape[-1]), Exponents())
 
     def _row(self, node: fx.Node) -> int:
-        """Return the elements in a row of a matrix on a rank, or 0 if the node is not a matrix."""
+        """Return the number of elements in a row of a node's local value, or 0 if the value is not a matrix."""
         found = self.walk.values[node]
         return found.form.shape[-1] if isinstance(found, LocalValue) and len(found.form.shape) > 1 else 0
 
     def _queries(self, node: fx.Node) -> Size:
-        """Return the number of queries of attention.
+        """Return the number of queries of attention as a `Size`.
 
-        It scales with the sequence if the scores scale faster than the keys.
+        It scales with the sequence if the FLOPs of attention do.
         """
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Exponents(s=min(1, self.growth.of_product(node).s)))
 
     def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
-        """Convert attention work over attended keys alone to causal attention work over all keys.
+        """Convert attention work that counts only attended keys to causal attention work over all keys.
 
-        Causal attention attends half of the keys, so the FLOPs are doubled. The excess that a kernel computes in
-        partly masked blocks is then the same as for causal attention.
+        Causal attention attends half of the keys, so the FLOPs are doubled. Kernels also compute masked keys in
+        blocks that are partly masked. This excess is then predicted as for causal attention.
+
+        Args:
+            keys: number of all keys.
         """
         grown = Exponents(s=min(1, self.growth.of_product(node).s))
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, product: fx.Node, flops: Size) -> Size:
-        """Return the features over which each element of a product is summed (the inner dim).
+        """Return the inner dim of a matrix product: how many products are summed for each output element.
 
-        Returns `NOTHING` for sums over batch and sequence, as in the gradient of a weight.
+        Returns `NOTHING` if the sum is over the batch and the sequence, as in the gradient of a weight.
+
+        Args:
+            product: the node of the product's output.
+            flops: FLOPs of the product.
         """
         if not isinstance(self.walk.values[product], LocalValue):  # a recurrent layer returns several tensors
             return NOTHING
@@ -357,7 +371,7 @@ class _Counter:
         return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
-        """Return the bytes of new memory that a call writes."""
+        """Return the bytes of the new buffers that a call writes, as a `Size`."""
         result = self.walk.values[node]
         values = result if isinstance(result, tuple) else (result,)
         written = {v.memory for v in values if isinstance(v, LocalValue) and v.memory.made_by is node}
@@ -367,8 +381,8 @@ class _Counter:
 def recomputed_nodes(walk: Liveness, alive: Set[fx.Node]) -> set[fx.Node]:
     """Return the operators that the backward recomputes.
 
-    Of each region, these are the operators up to the last one that saves a tensor, because `torch.utils.checkpoint`
-    stops there.
+    In each recomputed region, these are the operators up to the last one that saves a tensor, because
+    `torch.utils.checkpoint` stops there.
     """
     last: dict[int, int] = {}
     nodes = [node for node in walk.values if "region" in facts(node) and node.op == "call_function"]
@@ -379,7 +393,7 @@ def recomputed_nodes(walk: Liveness, alive: Set[fx.Node]) -> set[fx.Node]:
 
 
 def _flops(node: fx.Node) -> int:
-    """Return the FLOPs of matrix products on local shapes, or 0 if they depend on values."""
+    """Return the matrix FLOPs of a call on local shapes, or 0 if they depend on values of tensors."""
     is_own = operator_name(node).startswith("autopart::")
     if is_own and node.target.overloadpacket not in FORMULAS:
         return facts(node).get("counted_flops", 0)

@@ -41,7 +41,10 @@ _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
-    """Return every collective and send of a program, with bytes per rank. Repeated blocks share one entry."""
+    """Return the collectives and sends of a program, with the bytes that a rank sends.
+
+    Equal collectives of repeated blocks share one entry, which has their number and total bytes.
+    """
     totals: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
         entry = totals[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
@@ -55,6 +58,9 @@ class _Move(NamedTuple):
     """One collective of a stage graph.
 
     Args:
+        path: path of the module that it is in.
+        axis: the mesh axis.
+        forward, backward: the kind of collective in forward and in backward; empty if there is none.
         bytes: bytes that one rank sends for it, forward and backward.
         times: how many collectives of the model it represents.
     """
@@ -112,7 +118,7 @@ def _scattered_bytes(node: fx.Node, program: Program) -> int:
 
 
 def _is_saved(weight: fx.Node) -> bool:
-    """Return True if the backward uses a gathered weight, for the gradient of the other operand."""
+    """Return True if the backward uses a gathered weight to compute the gradient of another operand."""
     for user in weight.users:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
@@ -123,9 +129,9 @@ def _is_saved(weight: fx.Node) -> bool:
 
 
 def _module_of(node: fx.Node) -> str:
-    """Return the path of a lowered node's module.
+    """Return the path of the module that a node of a stage graph is in.
 
-    For an operation on a parameter, this is the module that owns the parameter.
+    If the node processes a parameter, this is the module that owns the parameter.
     """
     if "key" in facts(node):
         return facts(node)["key"].rsplit("/", 1)[0]
@@ -144,7 +150,10 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return what every stage but the first receives, in bytes, in a program that sends unsharded values."""
+    """Return, for each stage but the first, the bytes it receives and how many can be sent as shards.
+
+    In the given program, stages send full values.
+    """
     nodes = {node.name: node for node in trace.graph.nodes}
 
     def alike(sent: Boundary) -> bool:
@@ -173,9 +182,9 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _methods(trace: Trace, program: Program) -> list[Collective]:
-    """Return the exchanges per step of data-parallel methods that replace the gradient all-reduce.
+    """Return the collectives per step of the `dp_sync` methods that replace the gradient all-reduce.
 
-    Exchanges that do not happen in every step are averaged.
+    The bytes of a collective that does not run in every step are averaged over the steps.
     """
     rows, trained = [], [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
     axis = next(iter(program.mesh.along("rows")), "")
@@ -188,7 +197,7 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 
 
 def _wholes(trace: Trace, program: Program) -> list[Collective]:
-    """Return the once-per-step all-gathers of parameters and, with ZeRO 1, reduce-scatters of gradients."""
+    """Return ZeRO's once-per-step collectives: all-gathers, and with ZeRO 1 reduce-scatters of gradients."""
     mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
     for name, way in unsharded_for_step(program, program.stages).items():
         stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
@@ -208,7 +217,7 @@ def _wholes(trace: Trace, program: Program) -> list[Collective]:
 
 
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
-    """Return one row per stage: first and last operator, FLOPs, parameters, received values, blocks.
+    """Return one mapping per stage: first and last operator, FLOPs, parameters, received values, blocks.
 
     FLOPs are those of the forward on the global batch.
     """
@@ -228,7 +237,7 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
 
 
 def block_of(path: str) -> str:
-    """Return the block of a module: its child of a repeated layer, or the first two names of its path.
+    """Return the block of a module: a child of a repeated layer, or the first two names of the path.
 
     >>> block_of("transformer.h.3.attn.c_attn"), block_of("transformer.wte"), block_of("transformer.h.3")
     ('transformer.h.*.attn', 'transformer.wte', 'transformer.h.*')
@@ -239,10 +248,10 @@ def block_of(path: str) -> str:
 
 
 def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: DeduplicatedBlocks) -> list[dict[str, Any]]:
-    """Return one row per block of a stage, in model order. Empty and zero entries are left out.
+    """Return one mapping per block of a stage, in model order, without empty and zero entries.
 
-    A row has the layers (`"0-3"`), the number of modules if it is not one per layer, FLOPs, weights of other blocks
-    that the block reads, collectives as `{"tp all_reduce": count}` and the bytes they send.
+    A mapping has the layers (`"0-3"`), the number of modules if it is not one per layer, FLOPs, weights of other
+    blocks that the block reads, collectives as `{"tp all_reduce": count}`, and the bytes that the collectives send.
     """
     paths: dict[str, dict[str, None]] = defaultdict(dict)
     flops: dict[str, int] = defaultdict(int)
@@ -277,7 +286,7 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: DeduplicatedBlo
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format [0, 1, 2, 5] as `0-2,5`."""
+    """Format sorted layer numbers as ranges: [0, 1, 2, 5] becomes `0-2,5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -299,7 +308,9 @@ def cost(
     """Return the entries of `Plan.cost`: the simulated step, the counts, and the memory of a device.
 
     Args:
-        device_memory: the source of the limit (a profile's name or "memory="), and its bytes.
+        rows: one mapping per stage (`stage_rows`).
+        moved: the collectives of the program.
+        device_memory: the source of the memory limit (a profile's name or "memory="), and its bytes.
         lower_bound: lower bound of the most loaded stage's FLOPs; None with one stage.
     """
     flops = max(row["flops"] for row in rows)

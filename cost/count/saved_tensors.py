@@ -1,9 +1,9 @@
 """Tensors that autograd saves for the backward of an operator, found by a run on fake tensors.
 
 An operator runs once per signature (target, shapes, strides, dtypes, which inputs need gradients) under
-`torch.autograd.graph.saved_tensors_hooks`. Each saved tensor is classified by its storage: an input's, an
-output's, or its own. Composite operators may choose their kernel by device (attention, recurrent layers). They
-run as on a CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
+`torch.autograd.graph.saved_tensors_hooks`. The storage of each saved tensor shows if it is an input, an output, or
+another tensor. Composite operators may choose their kernel by device (attention, recurrent layers). They run as on a
+CPU, where flash attention saves the same tensors as on a GPU. All other operators run on `meta`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopart.common.scoped import no_autocast
 from autopart.compat.torch_internals import TorchDispatchMode, fake_mode, is_composite, tree_flatten
 
 MAX_CACHED_SIGNATURES = 20_000
-"""Maximum number of cached signatures per process, over all plans."""
+"""Maximum number of operator signatures that one process caches, over all plans."""
 
 
 class TensorSpec(NamedTuple):
-    """Tensor spec: the properties that decide what an operator saves of a tensor."""
+    """Shape, strides, dtype and gradient flag of a tensor: they decide what autograd saves of it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -71,9 +71,13 @@ def _differentiable(dtype: torch.dtype) -> bool:
 
 
 class SavedTensors(NamedTuple):
-    """Tensors that an operator saves: indices of inputs and outputs, and the bytes of other tensors.
+    """Tensors that autograd saves for an operator's backward.
 
-    Inputs are numbered as `graph.tensor_inputs` lists them, each as often as it occurs.
+    Args:
+        inputs: indices of the saved inputs, as `graph.tensor_inputs` lists them. An input that occurs twice has two
+            indices.
+        outputs: indices of the saved outputs.
+        other_bytes: bytes of saved tensors that are neither inputs nor outputs.
     """
 
     inputs: tuple[int, ...]
@@ -83,15 +87,15 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """Outputs and saved tensors of a call.
+    """Outputs, buffers, saved tensors and workspace of an operator call.
 
     Args:
-        made: the call's result with a `TensorIndex` index into `forms` in place of every tensor.
+        made: the call's result with a `TensorIndex` in place of every tensor.
         forms: the spec of each output tensor.
-        memory: the owner of each output's storage: input `i`, or from -1 down the call's buffer `-1 - memory`.
-        pieces: bytes of the call's new buffers.
+        memory: the storage of each output tensor: `i` for that of input `i`, or `-1 - j` for the new buffer `j`.
+        pieces: bytes of each new buffer.
         kept: the saved tensors.
-        forward_bytes, backward_bytes: peak of new memory in bytes while forward or backward runs. Some of it may be
+        forward_bytes, backward_bytes: peak bytes of new memory while forward or backward runs. Some of it may be
             freed when the call ends.
     """
 
@@ -106,21 +110,22 @@ class Effect:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """Placeholder for a tensor in `Effect.made`."""
+    """Placeholder for a tensor in `Effect.made`: the tensor's index in `Effect.forms`."""
 
     number: int
 
 
 @dataclass
 class EffectCache:
-    """Cache of the effects of operators by signature."""
+    """Cache of the `Effect` of each operator call, by target and specs of the arguments."""
 
     effects: dict[Hashable, Effect] = field(default_factory=dict)
 
     def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
-        """Return outputs and saved tensors of `target(*args, **kwargs)`. A `TensorSpec` replaces every tensor.
+        """Return the outputs and saved tensors of `target(*args, **kwargs)`.
 
-        Raises what the operator raises on fake tensors.
+        A `TensorSpec` takes the place of every tensor in the arguments. Raises what the operator raises on fake
+        tensors.
         """
         key = (target, _hashable(args), _hashable(kwargs))
         if key not in self.effects:
@@ -175,7 +180,7 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
-    """Return the peak of new memory in bytes during backward, or 0 if it cannot run without values."""
+    """Return the peak bytes of new memory of a backward, or 0 if it cannot run without values."""
     outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     towards = [tensor for tensor in inputs if tensor.requires_grad]
     if not outputs or not towards:
@@ -190,7 +195,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
 
 
 class Allocated(TorchDispatchMode):
-    """Dispatch mode that measures the peak bytes of storages allocated inside it, as `most`."""
+    """Dispatch mode that measures the peak bytes of the storages allocated under it, as `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +221,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class _Saved:
-    """A tensor that autograd has packed. It is collected when autograd drops it."""
+    """Wrapper of a tensor that autograd saves. It is garbage-collected when autograd drops the tensor."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""Scaling exponents of values and FLOPs in batch, sequence, `1 / tp`, `1 / cp` and `1 / ep`."""
+"""Scaling exponents: how bytes and FLOPs grow with batch, sequence, `1 / tp`, `1 / cp` and `1 / ep`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopart.ir.trace import Trace
 
 
 def tokens(trace: Trace) -> int:
-    """Return the tokens per sample: size of dim 1 of the first integer or embedding input, else 1."""
+    """Return the tokens per sample: dim 1 of the first input of token ids or embeddings, else 1."""
     for node in trace.graph.find_nodes(op="placeholder"):
         tensor = value(node)
         if tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.dtype.is_floating_point):
@@ -27,9 +27,10 @@ def tokens(trace: Trace) -> int:
 
 
 class ScalingExponents:
-    """Scaling exponents of lowered nodes, from the factors of the dims of the traced values.
+    """Scaling exponents (`Exponents`) of the values and FLOPs of nodes of a stage graph.
 
-    A dim counts tokens if it is a multiple of the tokens per sample and is not a size of a weight.
+    They follow from the dims of the traced values. A dim, or a factor of a dim, scales with the sequence if its size
+    is a multiple of the tokens per sample and not a size of a weight.
     """
 
     def __init__(self, trace: Trace, program: Program):
@@ -43,15 +44,21 @@ class ScalingExponents:
         self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
 
     def of_value(self, node: fx.Node, result: Any) -> Size:
-        """Return the bytes of a node's value as a `Size`, or `NOTHING` if the node returns several values."""
+        """Return the bytes of a node's value as a `Size` (a polynomial in batch, sequence and axis sizes).
+
+        Returns `NOTHING` if the node returns several values.
+        """
         return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, LocalValue) else NOTHING
 
     def of_memory(self, memory: MemoryBuffer) -> Size:
-        """Return the bytes of a buffer as a `Size`."""
+        """Return the bytes of a buffer as a `Size` (a polynomial in batch, sequence and axis sizes)."""
         return Size.of(memory.size_bytes, self.of(memory.made_by))
 
     def _of_written(self, node: fx.Node) -> Exponents:
-        """Return the exponents of the bytes of a lowered value."""
+        """Return the exponents of the bytes of a node's value.
+
+        An intermediate node between two traced values takes them from its users or inputs.
+        """
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # an intermediate step of a traced value, or a tuple
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
@@ -67,10 +74,9 @@ class ScalingExponents:
         return self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
 
     def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
-        """Return the dim of a lowered value that is sharded over an axis, or None.
+        """Return the dim of a node's value that is sharded over an axis, or None.
 
-        A node without a traced value (one of several lowered steps) takes the dim from its input, if it keeps that
-        dim.
+        An intermediate node between two traced values takes the dim from its input, if its value still has that dim.
         """
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
@@ -86,7 +92,10 @@ class ScalingExponents:
         return None
 
     def of_product(self, node: fx.Node) -> Exponents:
-        """Return the exponents of a matrix product's FLOPs: those of its factors, each counted once."""
+        """Return the scaling exponents of a matrix product's FLOPs.
+
+        The FLOPs are the product of the sizes m, k and n. Each of them counts once, even if two tensors have the dim.
+        """
         largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
         origin = self._traced.get(facts(node).get("origin", ""))
         pattern = facts(origin).get("pattern") if origin is not None else None

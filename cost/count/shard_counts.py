@@ -1,4 +1,7 @@
-"""Number of shards that the layouts of a program can divide over an axis: heads, experts, features."""
+"""Numbers of heads, experts or features that a program's layouts distribute over an axis.
+
+An axis with more ranks than heads, experts or features would leave ranks without a shard.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ from autopart.ir.program import Program
 from autopart.ir.trace import Trace
 
 Divided = dict[str, dict[int, str]]
-"""For each axis, the counts that products divide over it, with the first such product: `{"tp": {16:
-"model.layers.*.self_attn/scaled_dot_product_attention"}}`."""
+"""{axis: {number of heads, experts or features that a matrix product distributes over the axis: name of the first such
+product}}, for example `{"tp": {16: "model.layers.*.self_attn/scaled_dot_product_attention"}}`."""
 
 
 def divided(trace: Trace, program: Program) -> Divided:
-    """Return the counts that products divide over feature and expert axes: {axis: {count: product}}."""
+    """Return the numbers of heads, experts or features that matrix products distribute over each axis.
+
+    The result has the form of `Divided`. Only axes that shard features or experts have an entry.
+    """
     mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
     traced = {node.name: node for node in trace.graph.nodes}
@@ -36,9 +42,10 @@ def divided(trace: Trace, program: Program) -> Divided:
 
 
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:
-    """Yield the size of the outermost factor of each dim that is sharded over an axis.
+    """Yield the number of heads, experts or features in each dim that is sharded over an axis.
 
-    The dims are those of a node's inputs and output.
+    The dims are those of a node's inputs and output. The number is the size of the outermost factor of the dim. If
+    the dim is a concatenation, the numbers come from the sizes of the concatenated parts (`Placement.sections`).
     """
     for used in (node, *tensor_inputs(node)):
         origin, placement = traced.get(facts(used).get("origin", "")), facts(used).get("layout", {}).get(axis)

@@ -1,9 +1,9 @@
-"""Memory footprint of a program on its ranks, from its lowered graphs with local shapes.
+"""Liveness analysis of a stage graph on one rank: buffers, saved tensors and workspace.
 
-The analysis follows a rank's values through every stage graph node by node: the owner of each value's buffer,
-the tensors that autograd saves of it (`saved_tensors.py`), and its last use. The activations of a microbatch
-therefore equal those of the runtime to the byte. The number of microbatches in flight comes from the schedule's
-actions (`autopart.ir.run.schedule_actions`).
+The analysis evaluates every stage graph node by node on local shapes. For each value, it finds the buffer that stores
+the value, and the tensors that autograd saves (`saved_tensors.py`). The activations of a microbatch therefore equal
+those of the runtime to the byte. The number of microbatches in flight comes from the schedule's actions
+(`autopart.ir.run.schedule_actions`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from autopart.ops.operators import is_cast, stored_source
 
 @dataclass(eq=False)
 class MemoryBuffer:
-    """A buffer.
+    """A memory buffer on one rank.
 
     Args:
         lives: True if it persists before and after a microbatch, as a parameter does.
-        again: True for a gathered or cast weight, which is gathered or cast again if the backward reads it.
+        made_by: the node that allocates it.
+        again: True for a gathered or cast weight. If the backward reads the weight, it is gathered or cast again
+            instead of saved.
     """
 
     size_bytes: int
@@ -46,7 +48,7 @@ class MemoryBuffer:
 
 @dataclass(frozen=True)
 class LocalValue:
-    """A local tensor of one rank: its spec and its buffer."""
+    """A local tensor of one rank: its spec, and the buffer that stores it."""
 
     form: TensorSpec
     memory: MemoryBuffer
@@ -55,12 +57,13 @@ class LocalValue:
 def saved_buffers(
     walk: Liveness, alive: Set[fx.Node], received: Set[MemoryBuffer] = frozenset()
 ) -> dict[fx.Node, list[MemoryBuffer]]:  # fmt: skip
-    """Return the buffers that autograd saves, by the node that saves them first.
+    """Return {node: the buffers that autograd saves for its backward, if no earlier node saves them}.
 
     A recomputed region saves its inputs, which count at its first node.
 
     Args:
-        received: persistent buffers that count too, because another stage sent them.
+        alive: nodes that a gradient flows through.
+        received: received persistent buffers that also count. Other persistent buffers do not.
     """
     held: set[MemoryBuffer] = set()
     saved: dict[fx.Node, list[MemoryBuffer]] = {}
@@ -82,17 +85,19 @@ def saved_buffers(
 
 
 def own_saved_bytes(walk: Liveness, node: fx.Node) -> int:
-    """Return the bytes that a node saves for its own backward, besides inputs and outputs."""
+    """Return the bytes that a node saves for its backward in addition to its inputs and outputs.
+
+    A recomputed node saves 0 bytes.
+    """
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
 def recomputed_buffers(walk: Liveness, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[MemoryBuffer], int]]:
-    """Return the buffers that a recomputed region allocates at the start of its backward.
+    """Return the buffers that recomputation allocates in backward, by the operator that saves them first.
 
-    Saved buffers are excluded.
-
-    The result maps the node that saves them first to buffers and to bytes of other saved tensors. Both are freed
-    with that node's backward.
+    Returns {operator: (buffers, bytes of saved tensors that are neither inputs nor outputs)}. They are allocated when
+    the backward of the recomputed region begins, and freed after the operator's backward. Buffers that were saved in
+    forward are not included.
     """
     regions = walk.regions(alive)
     kept = {memory for pieces in saved_buffers(walk, alive).values() for memory in pieces} if regions else set()
@@ -105,7 +110,7 @@ def recomputed_buffers(walk: Liveness, alive: Set[fx.Node]) -> dict[fx.Node, tup
 
 
 def liveness_of(trace: Trace, program: Program, stage: Stage) -> Liveness:
-    """Return the liveness analysis of a stage for one microbatch, on the rank that holds the most."""
+    """Return the liveness analysis of a stage for one microbatch, on the rank with the largest shards."""
     held = unsharded_for_step(program, program.stages)
     walk = Liveness(trace, program, stage, *_stage_inputs(trace, program, stage), held)
     walk.run()
@@ -113,7 +118,7 @@ def liveness_of(trace: Trace, program: Program, stage: Stage) -> Liveness:
 
 
 def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
-    """Return the buffers of a value, or of a tuple of values.
+    """Return the buffers of a value, or of all values in a nested tuple.
 
     Args:
         lasting: True to include persistent buffers.
@@ -125,13 +130,18 @@ def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
 
 @dataclass
 class Liveness:
-    """Liveness analysis of a stage graph, which is evaluated on tensor specs.
+    """Liveness analysis of a stage graph, which `run` evaluates on tensor specs.
 
     Args:
+        inputs: {stage input that depends on the call's inputs alone: its value}.
         input_buffers: {stage input that depends on the call's inputs alone: its buffer}. A buffer has the name of the
             first stage input that views it.
-        input_bytes: bytes of these buffers for all microbatches, with the node that made each one.
-        takes: peak of new memory in a node's forward and in its backward, in bytes.
+        input_bytes: {buffer in `input_buffers`: (the node that allocates it, its bytes for all microbatches)}.
+        values: {node: its `LocalValue`, or a tuple of them}.
+        keeps: {node: buffers of inputs and outputs that autograd saves for its backward}.
+        others: {node: bytes of tensors that autograd saves for its backward and that are not inputs or outputs}.
+        takes: {node: peak bytes of new memory in its forward, and in its backward}.
+        outputs: outputs of the stage graph.
         compiled: the analysis of the compiled graph, if the stage is compiled (`compiled_saved_tensors.py`).
     """
 
@@ -154,7 +164,7 @@ class Liveness:
 
     @property
     def in_memory(self) -> Liveness:
-        """The analysis of the graph that runs: the compiled one if there is one."""
+        """The analysis of the graph that the runtime executes: the compiled graph's if there is one."""
         return self.compiled or self
 
     def run(self) -> None:
@@ -174,7 +184,10 @@ class Liveness:
                 self.values[node] = self._call(node)
 
     def _read(self, node: fx.Node) -> LocalValue:
-        """Return the value of an attribute. A parameter that stays unsharded for a step has its full shape."""
+        """Return the value of a parameter or buffer that a node reads.
+
+        A parameter that stays unsharded for a step has its full shape.
+        """
         attribute = _attribute(self.trace, node)
         if str(node.target) not in self.held:
             return attribute
@@ -184,7 +197,7 @@ class Liveness:
         return LocalValue(form, MemoryBuffer(form.size_bytes, True, node))
 
     def gathers_unsharded(self, node: fx.Node) -> bool:
-        """Return True if a node gathers a parameter that is already unsharded."""
+        """Return True if a node gathers a parameter that stays unsharded for a step, so that nothing is sent."""
         source = node.args[0] if node.args else None
         return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
 
@@ -208,10 +221,10 @@ class Liveness:
         return result
 
     def _rotate(self, node: fx.Node) -> LocalValue:
-        """Return the output of ring attention.
+        """Return the output of ring attention, and record its saved tensors and workspace.
 
-        It saves its operands, its output and a log-sum-exp per query. Its workspace is two ranks' keys and values;
-        in backward also their gradients.
+        Ring attention saves its operands, its output and one log-sum-exp per query. Its workspace has the keys and
+        values of two ranks; in backward, also their gradients.
         """
         traced = value(node)
         sides: list[LocalValue] = [self.values[used] for used in tensor_inputs(node)]
@@ -226,7 +239,7 @@ class Liveness:
         return output
 
     def _conversion_bytes(self, node: fx.Node, result: TensorSpec, source: TensorSpec) -> tuple[int, int]:
-        """Return the peak of new memory of a layout conversion and its backward, dtype casts included."""
+        """Return the peak bytes of new memory of a layout conversion and of its backward, with dtype casts."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
         numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]
@@ -240,7 +253,10 @@ class Liveness:
         return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
-        """Return the result of a collective, or of its local part, as `runtime.comm.collectives` computes it."""
+        """Return the output of a layout conversion: of a collective, or of a local operation such as a slice.
+
+        Shapes and buffers are those of `runtime.comm.collectives`.
+        """
         source: LocalValue = self.values[node.args[0]]
         parts = self.program.mesh.size(node.args[1])
         form, owner = source.form, source.memory
@@ -271,7 +287,7 @@ class Liveness:
         return LocalValue(result_form, MemoryBuffer(result_form.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
-        """Return the nodes that a gradient of the outputs flows through."""
+        """Return the nodes that a gradient of the stage's outputs flows through."""
         alive: set[fx.Node] = set()
         todo = [node for node in self.outputs if isinstance(node, fx.Node)]
         while todo:
@@ -282,7 +298,10 @@ class Liveness:
         return alive
 
     def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """Return the operators of every region that the backward recomputes (`Facts.region`)."""
+        """Return {number of a recomputed region: its operators} (`Facts.region`).
+
+        Regions without an operator in `alive` are left out. `alive` has the nodes that a gradient flows through.
+        """
         by_region: dict[int, list[fx.Node]] = {}
         for node in self.values:
             if "region" in facts(node) and node.op == "call_function":
@@ -290,17 +309,17 @@ class Liveness:
         return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs that get a gradient from this node's backward."""
+        """Return the inputs of a node for which its backward computes a gradient."""
         return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[MemoryBuffer]:
-        """Return the buffers that these operators read and do not allocate."""
+        """Return the buffers that these operators read and do not compute, without persistent buffers."""
         inside = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
         return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
 
     def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
-        """Return the nodes in `alive` whose backward computes gradients of weights alone."""
+        """Return the nodes in `alive` whose backward computes only gradients of weights."""
         weights: set[fx.Node] = set()
         for node in self.values:
             if node not in alive:
@@ -312,9 +331,16 @@ class Liveness:
 
 
 def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
-    """Return the peak of new memory of a collective or its local part in `runtime.comm.collectives`.
+    """Return the peak bytes of new memory of a layout conversion in `runtime.comm.collectives`.
 
-    Shards that are not contiguous are copied together before they are sent, or concatenated afterwards.
+    Shards that are not contiguous are copied into one buffer before they are sent, or concatenated after they are
+    received.
+
+    Args:
+        primitive: a collective or a local operation.
+        whole: bytes of the full array.
+        part: bytes of a shard.
+        in_order: True if shards are contiguous in the full array.
     """
     copied = 0 if in_order else whole
     taken = {"all_reduce": whole, "all_gather": whole + copied, "reduce_scatter": part + copied}
@@ -325,9 +351,9 @@ def call(
     node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[MemoryBuffer]], others: dict[fx.Node, int],
     takes: dict[fx.Node, tuple[int, int]],
 ) -> Any:  # fmt: skip
-    """Return the outputs of a call with their buffers.
+    """Return the outputs of an operator call, and record its saved tensors and workspace.
 
-    Adds its saved tensors and workspace to `keeps`, `others` and `takes`.
+    Adds an entry for `node` to `keeps`, `others` and `takes`, which are as in `Liveness`.
     """
     assert callable(node.target)
     inputs = [values[used] for used in tensor_inputs(node)]
@@ -395,7 +421,11 @@ def _attribute(trace: Trace, node: fx.Node) -> LocalValue:
 def _stage_inputs(
     trace: Trace, program: Program, stage: Stage
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[fx.Node, int]]]:  # fmt: skip
-    """Return the prologue's outputs for one microbatch on one rank, and their buffers as in `Liveness`."""
+    """Return the stage inputs that depend on the call's inputs alone, for one microbatch on one rank.
+
+    The stage's prologue computes them. The result has the fields `inputs`, `input_buffers` and `input_bytes` of
+    `Liveness`.
+    """
     values: dict[fx.Node, Any] = {}
     forms = [TensorSpec.of(t, t.requires_grad) for t in trace.call.tensors]
     if program.input_names[-1:] == (SEEDS,):
@@ -433,7 +463,14 @@ def _stage_inputs(
 
 
 def _rows(program: Program, dim: int | None, whole: LocalValue) -> tuple[TensorSpec, MemoryBuffer]:
-    """Return one microbatch's samples on one rank: a view if the batch is dim 0, else a copy."""
+    """Return the spec and the buffer of the samples of one microbatch on one rank.
+
+    They are a view of the global batch's value if the batch is dim 0, else a copy.
+
+    Args:
+        dim: the batch dim; None if the value has no batch dim.
+        whole: the value for the global batch.
+    """
     blocks = program.data_parallel_size * program.microbatches
     form = whole.form
     if dim is None or blocks == 1:

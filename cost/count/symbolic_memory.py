@@ -1,8 +1,9 @@
-"""Memory of a stage's operators as `Size` polynomials.
+"""Memory of each operator of a stage as `Size`s: polynomials in batch, sequence and axis sizes.
 
-A plan's memory is their value at the plan's sizes. They count the tensors that each operator saves for backward,
-the bytes that a stage boundary before it sends, and the buffers that exist while it runs (`liveness.py`). In-flight
-weights and gradients of weights are not included: `cost/predict/table_memory.py` adds them.
+At a plan's own sizes, they give the plan's memory. They count the tensors that the operator saves for backward, the
+bytes that a stage boundary before the operator sends, and the buffers that exist while the operator runs
+(`liveness.py`). Weights that are being gathered and gradients of weights are not included:
+`cost/predict/table_memory.py` adds them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulat
 
 
 class _SizeSum:
-    """A running sum of `Size` polynomials that are added and removed."""
+    """Running sum of `Size`s, from which `Size`s can also be subtracted."""
 
     def __init__(self) -> None:
         self.total: dict[Exponents, float] = {}
@@ -52,7 +53,7 @@ class _SizeSum:
 
 
 class _SentBytes(NamedTuple):
-    """Fields of `OperatorRow` about the values that a stage boundary before it sends."""
+    """Bytes that a stage boundary before an operator sends: fields of `OperatorRow` with these names."""
 
     alike: Size = NOTHING
     unkept: Size = NOTHING
@@ -60,29 +61,41 @@ class _SentBytes(NamedTuple):
 
 
 class _FusedKernel:
-    """Consecutive fused operators of a backward, whose inputs stay allocated until the kernel ends."""
+    """Consecutive operators whose backward is one fused kernel. Its inputs stay allocated until it ends."""
 
     def __init__(self) -> None:
         self.read = NOTHING
         self.saved_bytes: set[int] = set()
-        """Sizes of the buffers that the operators saved. The kernel overwrites one of its output's size."""
+        """Bytes of each buffer that the operators saved. The kernel can overwrite one of the size of its output."""
 
     def add(self, read: Size, saved: Iterable[MemoryBuffer]) -> None:
-        """Add an operator that reads so many bytes more than it writes."""
+        """Add an operator to the kernel.
+
+        Args:
+            read: bytes that its backward reads minus bytes that it writes.
+            saved: buffers that it saved for backward.
+        """
         self.read += read if read.value > 0 else NOTHING
         self.saved_bytes |= {memory.size_bytes for memory in saved}
 
     def needs(self, made: Size) -> Size:
-        """Return the bytes of the output and of all inputs, if the kernel cannot overwrite an input."""
+        """Return the bytes of all inputs and of the output, or none if the output can overwrite an input.
+
+        Args:
+            made: bytes of the output.
+        """
         return NOTHING if made.value in self.saved_bytes else made + self.read
 
 
 class SymbolicMemory:
-    """Symbolic memory of a stage's operators.
+    """Memory of the operators of one stage as `Size`s (polynomials in batch, sequence and axis sizes).
 
     Args:
-        saved_before: indices of the received values that earlier stages save for backward.
-        held_before: indices of the received values that earlier stages hold anyway, so that sending them adds nothing.
+        walk: liveness analysis of the stage.
+        growth: scaling exponents of its values.
+        saved_before: indices of the values from the previous stage that earlier stages save for backward.
+        held_before: indices of the values from the previous stage that earlier stages keep in memory even if they are
+            not sent.
     """
 
     def __init__(
@@ -129,9 +142,10 @@ class SymbolicMemory:
         self.cast_again = {str(node.target) for node in read if node is not None}
 
     def row(self, one: OperatorWork, is_place: bool, load: Size) -> OperatorRow:
-        """Return the table row of one operator.
+        """Return the cost table's row of one operator.
 
         Args:
+            one: FLOPs, bytes and collectives of the operator.
             is_place: True if a stage may begin at this operator.
             load: FLOPs by which stages are balanced.
         """
@@ -163,7 +177,11 @@ class SymbolicMemory:
         )
 
     def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> _SentBytes:
-        """Return the fields of `OperatorRow` about the values that a stage boundary before a node sends."""
+        """Return the bytes that a stage boundary before a node sends, as fields of `OperatorRow`.
+
+        Args:
+            travelling: {value that the boundary sends: its bytes}.
+        """
         alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
         pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
         later = {memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]}
@@ -175,12 +193,15 @@ class SymbolicMemory:
         return _SentBytes(alike, Size.sum(map(self.size, unkept)), Size.sum(map(self.size, later)))
 
     def _can_be_scattered(self, node: fx.Node) -> bool:
-        """Return True if a value of the stage can be sent as shards (scatter-gather)."""
+        """Return True if each rank can send a shard of a value to the next stage, which gathers the shards."""
         origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         return origin is not None and scatter_layout(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
-        """Return the bytes that exist while the forward of each node runs."""
+        """Return {node: bytes that exist while its forward runs}.
+
+        Tensors that the node and earlier nodes save for backward are not counted.
+        """
         now, beyond = _SizeSum(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
         now.add(self._values(memory for memory in held if memory.lives))  # received values
@@ -195,9 +216,9 @@ class SymbolicMemory:
         return beyond
 
     def _in_backward(self) -> tuple[dict[fx.Node, Size], dict[fx.Node, Size]]:
-        """Return the bytes that exist while the backward of each node runs, and after it.
+        """Return {node: bytes while its backward runs} and {node: bytes after its backward}.
 
-        They are gradients, recomputed values and workspace, without those of weights.
+        The bytes are those of gradients, recomputed values and workspace. Gradients of weights are not included.
         """
         now, beyond, after = _SizeSum(), dict[fx.Node, Size](), dict[fx.Node, Size]()
         kernel, self.recomputed = _FusedKernel(), dict[fx.Node, Size]()
@@ -236,9 +257,9 @@ class SymbolicMemory:
         return Size.sum(self.size(memory) for memory in self.saved.get(node, ()) if memory.lives)
 
     def _delayed(self) -> dict[fx.Node, Size]:
-        """Return the bytes of gradients that a split backward keeps from its input part to its weight part.
+        """Return {node: bytes of gradients that a split backward keeps until its weight part}.
 
-        They are gradients of values that depend on weights and on other values.
+        These are gradients of the outputs of nodes that read both weights and other values that need a gradient.
         """
         weights, seen, delayed = self.walk.of_weights(self.alive), set[MemoryBuffer](), dict[fx.Node, Size]()
         for node in self.walk.values:
@@ -249,11 +270,10 @@ class SymbolicMemory:
         return delayed
 
     def _writes_over(self, node: fx.Node) -> bool:
-        """Return True if an operator's output can reuse the buffer of its input.
+        """Return True if an operator can write its output into the buffer of its input.
 
-        In backward, the input's gradient then reuses the buffer of the output's gradient.
-
-        A cast to another element size cannot.
+        Its backward can then write the input's gradient into the buffer of the output's gradient. A cast to another
+        element size cannot do either.
         """
         if node not in self.walk.in_place:
             return False
@@ -262,7 +282,11 @@ class SymbolicMemory:
         return made in read
 
     def _takes(self, node: fx.Node, direction: int) -> Size:
-        """Return the workspace of a node, which scales like the largest of its inputs and outputs."""
+        """Return the workspace of a node as a `Size`, which scales like its largest input or output.
+
+        Args:
+            direction: 0 for its forward, 1 for its backward.
+        """
         if node in self.gathers:
             return NOTHING
         sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], LocalValue)]
@@ -270,7 +294,7 @@ class SymbolicMemory:
         return Size.of(self.walk.takes.get(node, (0, 0))[direction], self.growth.of(largest))
 
     def _values(self, pieces: Iterable[MemoryBuffer]) -> Size:
-        """Return the bytes of buffers, without weights and gathered weights."""
+        """Return the total bytes of buffers. Weights and gathered weights are left out."""
         return Size.sum(self.size(memory) for memory in pieces if not self._is_weight(memory))
 
     def _is_weight(self, memory: MemoryBuffer) -> bool:
@@ -280,9 +304,10 @@ class SymbolicMemory:
         return self.growth.of_value(node, self.walk.values[node])
 
     def _other(self, node: fx.Node, size_bytes: int) -> Size:
-        """Return the size of a saved tensor that is neither an input nor an output of its operator.
+        """Return the `Size` of a saved tensor that is neither an input nor an output of its operator.
 
-        It is matched to copies of inputs by its bytes. Without a match it scales like the operator's output.
+        If its bytes equal those of an input, or of all inputs together, it scales like them. Else it scales like the
+        operator's output.
         """
         read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], LocalValue)]
         options = [Size.sum(read), *read]
@@ -290,14 +315,15 @@ class SymbolicMemory:
 
     @property
     def received(self) -> list[fx.Node]:
-        """The nodes that receive values from the stage before."""
+        """The nodes of the stage graph whose values the previous stage sends."""
         return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
-        """For each node, the values that a stage which begins there would receive, with their sizes.
+        """{node: {value: bytes}}, the values that a stage would receive if it began at the node.
 
-        The size is None for a value without gradient, which pipelining cannot send.
+        The bytes are None for a value without gradient, which pipelining cannot send. Values that depend on inputs
+        alone or on weights alone are left out: each stage computes them itself.
         """
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
@@ -305,7 +331,7 @@ class SymbolicMemory:
         data, weights = (
             set[fx.Node](),
             set[fx.Node](),
-        )  # depend on inputs or weights alone: each stage computes them itself
+        )  # nodes that depend on inputs or weights alone: each stage computes them itself
         received, travelling = set(self.received), dict[fx.Node, Size | None]()
         crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Builds the `Table` of a model from the operators of a lowered program."""
+"""Construction of a model's cost table (`Table`) from the stage graphs of a program."""
 
 from __future__ import annotations
 
@@ -37,34 +37,36 @@ from autopart.ir.sharding import DimSharding
 from autopart.ir.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
-"""{path of a container: for every block of the model, the index of the traced block that represents it}."""
+"""{module path of a list of blocks: for every block of the model, the index of the traced block that represents it}."""
 
 
 class BlocksNotContiguous(Exception):
-    """Raised if the operators of a repeated block are not contiguous.
+    """Raised if another block begins between the operators of a repeated block.
 
-    One block then cannot represent others.
+    One traced block can then not represent equal blocks.
     """
 
 
 class _At(NamedTuple):
-    """A repeated block: its container, and its index in the traced model."""
+    """A repeated block: the module path of the list that it is in, and its index in the traced model."""
 
     path: str
     number: int
 
 
 def tabulate(trace: Trace, program: Program, walks: Sequence[Liveness], blocks: Blocks, fused: bool = False) -> Table:
-    """Build the table of a program in which one traced block represents all equivalent blocks.
+    """Build the cost table of a program in which one traced block may represent several equal blocks.
 
-    For a deduplicated trace, the order has the traced blocks alone; `deduplicated_rows` adds the others.
+    The table lists all operators of the model in order. If the trace itself is deduplicated (`trace.folds`), the
+    table lists only the operators of the trace, and `deduplicated_rows` adds the blocks that are not traced.
 
     Args:
-        walks: the liveness analysis of every stage.
-        blocks: for each container, the traced block that represents each block of the model.
-        fused: as in `counted`.
+        walks: liveness analysis of every stage.
+        blocks: for each list of blocks, the traced block that represents each block of the model. Empty if each
+            traced block represents only itself.
+        fused: True to count each chain of fusible operators as one kernel, as a compiler emits it.
 
-    Raises BlocksApart if the operators of such a block are not contiguous.
+    Raises BlocksNotContiguous if another block begins between the operators of a repeated block.
     """
     growth, mesh = ScalingExponents(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
@@ -139,12 +141,20 @@ def _parameters(trace: Trace, program: Program, held: Sequence[SymbolicMemory]) 
 
 
 def _per_sample(size_bytes: int, powers: Exponents, batch: int) -> Size:
-    """Return the bytes of a value that every rank has in full; `b` is the samples of the global batch."""
+    """Return the bytes of a value as a `Size` in which `b` is the number of samples of the global batch.
+
+    Every rank has the full value.
+
+    Args:
+        size_bytes: bytes of the value in the trace.
+        powers: scaling exponents of the value.
+        batch: samples of the global batch in the trace.
+    """
     return Size.of(size_bytes / batch**powers.b, Exponents(b=powers.b, s=powers.s))
 
 
 def _scattered_shards(program: Program) -> set[str]:
-    """Return the parameters whose ZeRO shards are not contiguous in the unsharded parameter."""
+    """Return the parameters whose ZeRO shards are not contiguous slices of the unsharded parameter."""
     axes, names = storing_axes(program), set[str]()
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
@@ -157,10 +167,14 @@ def _scattered_shards(program: Program) -> set[str]:
 
 
 def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the lowered operators before which a stage may begin.
+    """Return the nodes of the stage graphs at which a stage may begin.
 
-    These are the first nodes lowered from each traced operator that depends on parameters, including conversions of
-    its inputs. The reduction of a partial sum belongs to the operator that produces the partial sum.
+    For each traced operator that depends on parameters, this is the first of its nodes. Conversions of its inputs
+    count as its nodes. The reduction of a partial sum counts as a node of the operator that computes the partial sum,
+    so no stage begins between them.
+
+    Args:
+        nodes: all operators of the stage graphs, in order.
     """
     keys = {facts(node).get("key") for node in active_operators(trace.graph)}
     places, last, begins, is_made = set[fx.Node](), None, True, False
@@ -178,9 +192,10 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
-    """Attribute each traced operator's FLOPs to the first lowered node of that operator.
+    """Return {node of a stage graph: FLOPs of the traced operator whose first node it is}.
 
-    A traced operator without a node of its own is fused into another operator and counts on that operator's node.
+    A traced operator without a node was fused into another operator. Its FLOPs are added to the next operator that
+    has a node.
     """
     first = {key: node for node in reversed(nodes) if (key := facts(node).get("key")) is not None}
     loads, total = dict[fx.Node, Size](), 0.0
@@ -193,9 +208,10 @@ def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> 
 
 
 def _hidden(trace: Trace, program: Program) -> float:
-    """Return the share of gradient bytes outside the bucket that the backward completes last.
+    """Return the share of gradient bytes whose reduction can overlap with the backward.
 
-    That bucket holds the parameters that the forward reads first.
+    In each stage, only the bucket that the backward completes last cannot overlap. It holds the parameters that the
+    forward reads first.
     """
     total = last = 0
     for stage in program.stages:
@@ -209,7 +225,7 @@ def _hidden(trace: Trace, program: Program) -> float:
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
-    """Return the bytes that a rank stores of a parameter, before ZeRO shards it."""
+    """Return the bytes of a parameter on a rank as a `Size`, without ZeRO sharding."""
     mesh, stored = program.mesh, program.parameters[name]
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
     cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
@@ -219,7 +235,11 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
 
 
 def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
-    """Return the element size in bytes and the first dim if data-parallel methods need them, else (4, 0)."""
+    """Return (bytes per element, size of the first dim) of a parameter. The size is 0 for a vector.
+
+    Only `dp_sync` methods that replace the all-reduce of gradients use these numbers. Without such a method, the
+    function returns (4, 0).
+    """
     tensor = trace.parameters[name]
     if program.dp_sync.is_default:
         return 4, 0
@@ -227,13 +247,13 @@ def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
 
 
 def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
-    """Return the axes over which its gradient is reduced, or would be if ZeRO did not shard it."""
+    """Return the axes over which a parameter's gradient is reduced, or would be if ZeRO did not shard it."""
     over = mesh_axes_of(mesh.stored_over(stored.layout) or mesh.data_axis)
     return tuple(dict.fromkeys((mesh.data_axis, *over, *stored.grad_axes)))
 
 
 def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
-    """Return the axes over which ZeRO-3 shards it on a mesh on which all of them have several ranks.
+    """Return the axes over which ZeRO-3 shards a parameter on a mesh whose axes all have several ranks.
 
     Args:
         is_stored: True if this program shards parameters with ZeRO-3.
@@ -247,7 +267,10 @@ def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, .
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:
-    """Return the bytes read of a parameter, and reduced of its gradient, per byte stored."""
+    """Return the bytes of a parameter in the compute dtype, and of its reduced gradient, per byte stored.
+
+    Both are 1 without mixed precision.
+    """
     stored, precision = trace.parameters[name].dtype, trace.precision
     if precision is None or not stored.is_floating_point:
         return 1.0, 1.0
@@ -258,7 +281,10 @@ def _shares(trace: Trace, name: str) -> tuple[float, float]:
 
 
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
-    """Return every named repeated block as one that represents itself alone."""
+    """Return {module path of a list of repeated blocks: indices of its blocks}.
+
+    As an argument of `tabulate`, it means that each block represents only itself.
+    """
     counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():
         path, _, number = name.rpartition(".")
@@ -276,13 +302,17 @@ def _block_of(name: str, blocks: Blocks) -> _At | None:
 
 
 def _copies(name: str, blocks: Blocks) -> int:
-    """Return how many operators or tensors of the model one of the traced model represents."""
+    """Return how many operators or tensors of the full model a traced one represents. `name` is its name."""
     at = _block_of(name, blocks)
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
 
 def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_At | None]:
-    """Return the block of every operator. An operator between two operators of a block is in that block."""
+    """Return the repeated block of every operator, or None for an operator outside of blocks.
+
+    An operator between two operators of a block is in that block. Raises BlocksNotContiguous if another block begins
+    between them.
+    """
     at = [_block_of(_name(one.node), blocks) for one in operators]
     last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
     inside: _At | None = None
@@ -297,7 +327,10 @@ def _blocks_of(operators: Sequence[OperatorWork], blocks: Blocks) -> list[_At | 
 
 
 def _name(node: fx.Node) -> str:
-    """Return the key of an operator, or the parameter that it processes."""
+    """Return the key of a node's operator, or the name of the parameter that a conversion reads.
+
+    A key is a module path and an operator: `layers.3.mlp/linear`.
+    """
     source = source_of(node)[0]
     while "key" not in facts(source) and source.op == "call_function" and isinstance(source.args[0], fx.Node):
         source = source.args[0]
@@ -305,9 +338,12 @@ def _name(node: fx.Node) -> str:
 
 
 def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
-    """Yield all operators of the model in order as (row, container, block index).
+    """Yield all operators of the model in order, as (row, module path of the list of blocks, block index).
 
-    The container is "" for operators outside blocks.
+    The row is the index of the operator in the trace. An operator outside of blocks has the path "" and the index 0.
+
+    Args:
+        at: the block of each operator of the trace.
     """
     for row, block in enumerate(at):
         if block is None:

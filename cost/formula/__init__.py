@@ -1,1 +1,1 @@
-"""Closed formulas (sympy) of step time and memory."""
+"""Closed formulas (sympy) of the seconds of a step and the bytes of a rank."""

@@ -1,4 +1,4 @@
-"""`Plan.cost`: figures as a mapping, and the formulas behind them with the plan's own values."""
+"""`Plan.cost`: a mapping of figures, and the formulas from which they follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
-"""Keys of older plans, whose time was not the simulated one."""
+"""Keys of plans of older versions, whose step time was not the simulated one."""
 
 
 def _simulated(plan: Plan) -> Any:
@@ -41,9 +41,9 @@ class Figures:
     Args:
         step_time_s: seconds of a step.
         memory_bytes: peak bytes of the fullest rank.
-        parts_s: seconds by kind of work.
-        memory_parts: bytes by kind.
-        notes: what a plan made for these sizes may do differently.
+        parts_s: {kind of work: seconds}.
+        memory_parts: {kind of memory: bytes}.
+        notes: texts that say how a plan made for these sizes may differ.
     """
 
     step_time_s: float
@@ -57,17 +57,17 @@ class Figures:
 
 
 class Cost(dict[str, Any]):
-    """Cost of a plan. As a mapping, it has the plan's figures.
+    """Cost of a plan. As a mapping, it has the plan's figures. It also has formulas in sympy.
 
-    `expression` and `parts` are the seconds of a step in sympy, in total and by kind. `memory` and `memory_parts`
-    are the bytes of a rank.
+    `expression` is the seconds of a step, and `parts` are the seconds by kind. `memory` is the bytes of a rank, and
+    `memory_parts` are the bytes by kind.
 
     The closed formula is simpler than `autopart.simulate`, which gives the plan's step time. It leaves out unequal
     stages, waiting for sends, the order of a schedule's actions, partly filled gradient buckets, and blocks whose
-    weights are gathered too late to overlap. The symbol `r` represents all of that: `expression` is the closed formula
-    times `1 + r`, and `parts["left out"]` is the closed formula times `r`. All other parts are the closed formula's
-    own. `left_out` is the value of `r` at the plan's own sizes, and `subs` fills it in unless it is given:
-    `plan.cost.subs(r=0)` is the closed formula alone. `str(plan.cost)` prints the formula's error.
+    weights are gathered too late to overlap. The symbol `r` represents all of that: `expression` is the closed
+    formula times `1 + r`, and `parts["left out"]` is the closed formula times `r`. All other parts are the closed
+    formula's own. `left_out` is the value of `r` at the plan's own sizes. `subs` uses this value unless you pass
+    another: `plan.cost.subs(r=0)` is the closed formula alone. `str(plan.cost)` prints the formula's error.
 
     Symbols are those of `autopart.cost.formula.step_formula`: `b` samples of a microbatch on a rank, `s` tokens per
     sample, `tp`, `dp`, `pp`, `m` microbatches, `v` stages per rank, and the hardware's.
@@ -82,7 +82,7 @@ class Cost(dict[str, Any]):
     def of(plan: Plan) -> Cost:
         """Return the cost of a plan.
 
-        Plans of older versions stored the time of other formulas. Their step is simulated again.
+        Plans of older versions stored step times of other formulas. The steps of these plans are simulated again.
         """
         cost = Cost(plan.cost)
         cost.plan = plan
@@ -94,7 +94,7 @@ class Cost(dict[str, Any]):
 
     @cached_property
     def scale(self) -> float:
-        """Simulated step time over the closed formula's, at the plan's own sizes. 1 without a step time."""
+        """Simulated step time divided by the closed formula's, at the plan's own sizes; 1 without a step time."""
         simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
         return simulated_s / self.formula_s if simulated_s and self.formula_s else 1.0
 
@@ -108,25 +108,25 @@ class Cost(dict[str, Any]):
 
     @property
     def left_out(self) -> float:
-        """Value of `r` at the plan's own sizes: what the closed formula leaves out, per second of its step."""
+        """Value of `r` at the plan's own sizes: what the closed formula leaves out, per second that it gives."""
         return self.scale - 1
 
     @cached_property
     def table(self) -> Table:
-        """Table of the plan's operators. Raises PlanError for a plan without it."""
+        """The cost table with the plan's operators. Raises PlanError for a plan without one."""
         from autopart.cost.predict.table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
         if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
-                "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
-                hint="autopart.plan(...), or keep the entry in the file",
+                "the plan has no formulas", why="they follow from the table in the entry 'timing' of a plan file",
+                hint="make the plan again with autopart.plan(...), or keep this entry in the file",
             )  # fmt: skip
         return from_data(data)
 
     @cached_property
     def formula(self) -> Formula:
-        """Formulas of the plan. Raises PlanError for a plan without a table."""
+        """Closed formulas of step time and memory. Raises PlanError for a plan without a cost table."""
         from autopart.cost.formula.step_formula import Formula
         from autopart.cost.hardware.profile import Hardware
         from autopart.cost.predict.dp_sync_costs import shares
@@ -148,16 +148,19 @@ class Cost(dict[str, Any]):
 
     @property
     def expression(self) -> sympy.Expr:
-        """Seconds of a step: the closed formula times `1 + r`. At the plan's own sizes, those of `simulate`."""
+        """Seconds of a step: the closed formula times `1 + r`.
+
+        At the plan's own sizes, this equals the step time of `autopart.simulate`.
+        """
         from autopart.cost.formula.step_formula import r
 
         return (1 + r) * self.formula.step_time_s
 
     @property
     def parts(self) -> Mapping[str, sympy.Expr]:
-        """Seconds of a step by kind of work and collective, `sends`, `bubble`, `gradient sums`, `optimizer`.
+        """{kind of work or collective: seconds of a step}, with sends, bubble and optimizer.
 
-        `left out` is what the closed formula leaves out.
+        `left out` has the seconds that the closed formula leaves out.
         """
         from autopart.cost.formula.step_formula import r
 
@@ -170,7 +173,10 @@ class Cost(dict[str, Any]):
 
     @property
     def memory_parts(self) -> Mapping[str, sympy.Expr]:
-        """Bytes of a rank by kind. With one microbatch, gradients and activations do not peak together."""
+        """{kind of memory: bytes of a rank}.
+
+        With one microbatch, gradients and activations do not peak at the same time.
+        """
         return self.formula.memory_parts
 
     @property
@@ -183,14 +189,14 @@ class Cost(dict[str, Any]):
 
     @property
     def free_symbols(self) -> set[sympy.Basic]:
-        """Symbols of the seconds of a step."""
+        """Symbols of `expression`, the seconds of a step."""
         return self.expression.free_symbols
 
     def subs(self, *values: Any, **named: Any) -> sympy.Expr:
-        """Return the seconds of a step with values for some symbols.
+        """Return the seconds of a step, with values in place of some symbols.
 
-        Symbols are given by name, or as `sympy.Expr.subs` takes them. `r` has the plan's own value unless it is
-        given. Raises OptionError for an unknown symbol.
+        Pass symbols by name, or as for `sympy.Expr.subs`. Unless you pass `r`, it has the value for the plan's own
+        sizes. Raises OptionError for an unknown symbol.
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
@@ -204,26 +210,28 @@ class Cost(dict[str, Any]):
         asked = {"r": self.left_out} | {str(name): value for name, value in (*pairs, *named.items())}
         unknown = [name for name in asked if name not in symbols]
         if unknown:
-            raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
+            raise OptionError(f"the plan's cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
         # `Expr.subs` goes symbol by symbol and compares long terms each time; `xreplace` does not.
         return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
-        """Return the figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed.
+        """Return the predicted figures if some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` have other values.
 
-        The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if
-        their number or the tokens per sample change. Memory is counted from the same operators, as in `Plan.memory`.
+        The step is predicted from the plan's operators, as in `autopart.simulate`. Stages are balanced again if their
+        number or the tokens per sample change. Memory is counted from the same operators, as in `Plan.memory`.
 
-        Layouts stay those of the plan. A note is added if a plan for these sizes may have other layouts.
+        Layouts stay those of the plan. The figures have a note if a plan for these sizes may have other layouts.
 
         Raises OptionError for other names, for sizes that are not above zero, and for fewer expert ranks than the
-        plan's `balance`. Raises LayoutError if the layouts divide fewer shards than there are ranks. Raises
+        plan's `balance`. Raises LayoutError if the layouts have fewer shards than an axis has ranks. Raises
         StageError if there are too few stage boundaries, or no schedule runs this many stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
-                raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
+                raise OptionError(
+                    f"cost.at({name}={size!r}) is not possible", hint=f"numbers above zero for {', '.join(names)}"
+                )
         mesh = self._mesh(sizes)
         if self._plan.balance > 1:
             check_balance(mesh, self._plan.balance, {*mesh.along("experts"), *self._plan.axes_by_expert})
@@ -231,7 +239,7 @@ class Cost(dict[str, Any]):
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 
     def _check_divides(self, mesh: Mesh) -> None:
-        """Raise LayoutError if the plan's layouts leave a rank without a shard of a product."""
+        """Raise LayoutError if a rank of this mesh would have no shard of a product in the plan's layouts."""
         from autopart.cost.predict.operator_work import CHOSEN, chosen_ranks
 
         for name, ranks in chosen_ranks(mesh).items():
@@ -245,7 +253,7 @@ class Cost(dict[str, Any]):
                 )  # fmt: skip
 
     def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
-        """Return a note if layouts might be chosen differently, which depends on ranks and sizes."""
+        """Return a note if a plan with this mesh and these sizes might have other layouts."""
         plan, plan_mesh = self._plan, self._plan.mesh_object()
         plan_sizes = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
         ranks = {
@@ -257,10 +265,10 @@ class Cost(dict[str, Any]):
         if not ranks and not (others and mesh.chosen):
             return ()
         changed = ", ".join(f"{name}={size:g}" for name, size in (ranks | others).items())
-        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have others",)
+        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have other layouts",)
 
     def on(self, hardware: Hardware) -> Figures:
-        """Return the figures of the plan on other hardware."""
+        """Return the predicted figures of the plan on other hardware."""
         return self._figures(self._predicted({}, hardware))
 
     def _figures(self, simulation: Simulation) -> Figures:
@@ -275,7 +283,7 @@ class Cost(dict[str, Any]):
         return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
 
     def _setting(self, sizes: Mapping[str, float]) -> RunSetting:
-        """Return the plan's setting with other sizes.
+        """Return the mesh, schedule and options of the plan, with some sizes changed.
 
         The plan's stages are kept if their number and the tokens per sample are unchanged, or if they are pinned.
         """
@@ -296,26 +304,25 @@ class Cost(dict[str, Any]):
         return replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
-        """Return the plan's mesh with other axis sizes."""
+        """Return the plan's mesh with some axis sizes changed."""
         plan_mesh = self._plan.mesh_object()
         every = {axis.name: int(sizes.get(axis.name, plan_mesh.size(axis.name))) for axis in plan_mesh.axes}
         return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        """Return the values of the symbols of `expression`."""
         from autopart.cost.formula.step_formula import r
 
         return {**self._formula_values(sizes), r: self.left_out}
 
     def _formula_values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        """Return the values of the closed formula's symbols."""
+        """Return {symbol: value} of the closed formula's symbols, with some of the plan's sizes changed."""
         mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
         rows = sizes.get("b", at.b) * mesh.data_parallel_size * m
         return self.formula.values(mesh, Schedule(schedule.name, m, v), rows, sizes.get("s", at.s))
 
     def latex(self) -> str:
-        """Return the seconds of a step in LaTeX."""
+        """Return the formula of the seconds of a step in LaTeX."""
         import sympy
 
         return str(sympy.latex(self.expression))
@@ -331,9 +338,9 @@ class Cost(dict[str, Any]):
 
 
 def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """Return the plan's schedule, or the one that a plan would get for these stages.
+    """Return the plan's schedule for these stages and microbatches, or another if it cannot run them.
 
-    Raises StageError if there is none.
+    The other schedule is the one that a plan would get. Raises StageError if no schedule can run them.
     """
     if pp == 1:
         return Schedule(None, microbatches, 1)
@@ -346,13 +353,13 @@ def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) ->
 
 
 def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high: float | None = None) -> float | None:
-    """Return the first value of a symbol at which the slower of two plans becomes the faster.
+    """Return the first value of a size or link rate at which the slower of two plans becomes the faster.
 
     Returns None if one plan is always faster between `low` and `high`.
 
     Args:
-        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). All other
-            sizes are those of each plan.
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link field (`node_link_bytes_per_s`). Each plan keeps
+            its other sizes.
         low, high: search range. Default: 1e6 to 1e12 for links, else 1 to 2^20.
 
     Example:

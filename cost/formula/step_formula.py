@@ -2,14 +2,14 @@
 
 Variables are batch, sequence, axis sizes, microbatches and hardware constants.
 
-Every operator is counted from its rule as a product of factors (`cost.predict.operator_work`). Identical
-operators are one term with their count.
+The FLOPs and bytes of every operator are products of dims from its sharding rule (`cost.predict.operator_work`).
+Identical operators are one term with their count.
 
 Symbols: `b` samples of a microbatch on a rank, `s` tokens per sample, the mesh axes (`tp`, `dp`, `pp`), `m`
 microbatches, `v` stages per rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share of the peak that a
-product reaches, `H` the inner dim of a product at which its rate is half, `M` memory bytes/s, `L` seconds to
-launch a kernel, and the symbols of `cost.predict.collective_costs`. `g_tp`, `g_dp`, `g_pp`: ranks of a group
-that are in one node.
+product reaches, `H` the inner dim of a product at which its rate is half, `M` memory bytes/s, `L` seconds to launch a
+kernel, and the symbols of `cost.predict.collective_costs`. `g_tp`, `g_dp`, `g_pp`: ranks of a group that are in one
+node.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from autopart.ir.run.sync_option import MethodParameters
 
 
 def ranks_of(axis: str) -> sympy.Expr:
-    """Return the symbol of an axis; for flattened axes, the product of their symbols."""
+    """Return the symbol of the size of an axis; for flattened axes (`dp_ep`), the product of symbols."""
     return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in mesh_axes_of(axis)))
 
 
 def in_node_of(axis: str) -> sympy.Expr:
-    """Return the symbol of the ranks of an axis that are in one node; for flattened axes, the product."""
+    """Return the symbol of the number of an axis's ranks in one node; for flattened axes, the product."""
     return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in mesh_axes_of(axis)))
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 r = sympy.Symbol("r", real=True)
-"""What the closed formula of a plan leaves out, per second of its step (`plan_cost.Cost`)."""
+"""Seconds that the closed formula leaves out, per second that it gives (`plan_cost.Cost`)."""
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
 BACKWARD_SHARE = sympy.Rational(2, 3)
-"""Share of the backward in a step's work: it does twice the work of the forward."""
+"""Share of the backward in a step's work. The backward does twice the work of the forward."""
 
 _LINKS = (collective_costs.B, collective_costs.alpha, collective_costs.B_node, collective_costs.alpha_node)
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Formulas of the seconds of a step and of the bytes of a rank, for one set of layouts.
+    """Formulas of the seconds of a step and of the bytes of a rank, for the layouts of one plan.
 
     Example:
         >>> formula.parts_s["matmul"], formula.step_time_s, formula.memory_bytes    # doctest: +SKIP
@@ -73,27 +73,29 @@ class Formula:
     state_bytes: float = 3.0
     receives_held: int | None = None
     scatter_sends: bool = False
-    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`. Bytes that do
-    not shrink with `tp` are scattered."""
+    """`state_bytes`, `receives_held` and `scatter_sends` are as in `cost.predict.run_setting.RunSetting`. With
+    `scatter_sends`, values whose bytes do not shrink with `tp` are sent as shards."""
 
     axes: tuple[Axis, ...] = AXES
-    """The axes that the mesh may have."""
+    """The axes that a mesh of the plan may have."""
 
     methods: tuple[MethodParameters, ...] = ()
-    """Methods that replace the all-reduce of gradients over dp. Sizes are per byte of trained parameters."""
+    """The `dp_sync` methods that replace the all-reduce of gradients over dp. Their sizes are per byte of trained
+    parameters."""
 
     versions: int = 1
-    """Versions of the weights. With two, batches follow each other without a flush."""
+    """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis of the data-parallel methods and its ranks in the plan, which determine the number of neighbours."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan, on which the number of a
+    rank's neighbours depends."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of seconds by work. Formulas with the same reference sizes may share it."""
+    """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""
 
     @property
     def sizes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols of sizes: all but those of the hardware and of ranks per node."""
+        """The symbols of batch, sequence, axis sizes, microbatches and stages per rank."""
         return (b, s, *map(ranks_of, self._names), m, v)
 
     @property
@@ -105,12 +107,12 @@ class Formula:
         return Mesh({}, self.axes)
 
     def of(self, size: Size) -> sympy.Expr:
-        """Return a `Size` as an expression in the symbols."""
+        """Convert a `Size` (a polynomial in batch, sequence and axis sizes) to a sympy expression."""
         return sympy.Add(*(_exact(value) * self._times.scale(powers) for powers, value in size.terms))
 
     @cached_property
     def _times(self) -> Sizes:
-        """The sizes as multiples of the reference sizes."""
+        """Each size as a multiple of the reference size, at which the operators were counted."""
         counted_at = self.totals.at
         ranks = {
             name: ranks_of(self._mesh.innermost(cuts)) / getattr(counted_at, name) for name, cuts in CHOSEN.items()
@@ -118,7 +120,7 @@ class Formula:
         return Sizes(b / counted_at.b, s / counted_at.s, **ranks)
 
     def seconds(self, work: Work) -> sympy.Expr:
-        """Return the seconds of one work as an expression."""
+        """Return the seconds of one kernel or collective as a sympy expression."""
         if work not in self.known:
             self.known[work] = self._seconds(work)
         return self.known[work]
@@ -150,7 +152,10 @@ class Formula:
         return once_s * _exact(work.times)
 
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
-        """Return the seconds of a collective, with its own link rates if the profile has them."""
+        """Return the seconds of a collective as a sympy expression.
+
+        If the profile has other link rates for this kind of collective, the expression uses them.
+        """
         inside = in_node_of(axis)
         values = {collective_costs.S: size, collective_costs.k: ranks_of(axis) / inside, collective_costs.g: inside}
         time_s = collective_costs.TIME[kind].subs(values, simultaneous=True)
@@ -168,13 +173,13 @@ class Formula:
 
     @cached_property
     def _memory_shares(self) -> list[Any]:
-        """Efficiency curves of memory bandwidth, indexed by whether an operator is in order (0 or 1)."""
+        """Functions (bytes -> share of memory bandwidth) at index `in_order`: 0 for False, 1 for True."""
         usual, in_order = map(self.hardware.memory_points, (False, True))
         return [_curve("share", usual), _curve("share" if in_order == usual else "share_in_order", in_order)]
 
     @cached_property
     def kinds_s(self) -> dict[str, sympy.Expr]:
-        """Seconds of one microbatch of the full model by kind of work."""
+        """{kind of work: seconds} of one microbatch of the full model."""
         terms_by_kind: dict[str, list[sympy.Expr]] = defaultdict(list)
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
@@ -188,10 +193,10 @@ class Formula:
 
     @cached_property
     def parts_s(self) -> dict[str, sympy.Expr]:
-        """Seconds of a step of equal stages by kind, with "sends", "bubble", "gradient sums" and "optimizer".
+        """{kind: seconds} of a step of equal stages, with sends, bubble, gradient reduction and optimizer.
 
-        The bubble is (p - 1) / v m of the work (Narayanan et al. 2021, section 2.2). Asynchronous schedules with
-        two versions of the weights have none.
+        The bubble is (p - 1) / v m of the work (Narayanan et al. 2021, section 2.2). Asynchronous schedules with two
+        versions of the weights have no bubble.
         """
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
@@ -206,7 +211,7 @@ class Formula:
         }  # fmt: skip
 
     def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """Return the bytes that a rank sends to the next stage per microbatch, and those all-gathered."""
+        """Return the bytes that a rank sends to the next stage per microbatch, and the bytes to all-gather."""
         sent = self.totals.sent
         if not self.scatter_sends:
             return self.of(sent), sympy.Integer(0)
@@ -221,11 +226,12 @@ class Formula:
         )
 
     def _sums(self) -> dict[str, sympy.Expr]:
-        """Return the exposed seconds of gradient reduction and of ZeRO's collectives, per step.
+        """Return {name: seconds per step} of gradient reduction and of ZeRO's collectives.
 
-        Gradients are all-reduced in buckets over each axis that shards the batch. ZeRO 1 all-gathers and
-        reduce-scatters once a step. ZeRO 2 reduce-scatters every microbatch. ZeRO 3 all-gathers twice per
-        microbatch in addition. Its entries are named after the data axis, also if other axes are flattened into it.
+        Seconds that overlap with compute are left out. Gradients are all-reduced in buckets over each axis that
+        shards the batch. ZeRO 1 all-gathers and reduce-scatters once a step. ZeRO 2 reduce-scatters every microbatch.
+        ZeRO 3 also all-gathers twice per microbatch. ZeRO's collectives are named after the data axis, even if they
+        run over several flattened axes.
         """
         whole = self.of(self.totals.trained) - self._cut
         work = sympy.Add(*self.kinds_s.values()) / pp
@@ -257,11 +263,11 @@ class Formula:
 
     @property
     def _methods_share(self) -> float:
-        """Share of the bytes of trained parameters that data-parallel methods exchange."""
+        """Share of the bytes of trained parameters that `dp_sync` methods exchange."""
         return float(sum(one.size_bytes for one in self.methods))
 
     def _methods(self) -> dict[str, sympy.Expr]:
-        """Return the seconds of data-parallel methods once a step."""
+        """Return {"dp_sync": seconds per step} of the methods that replace the all-reduce, or {} without one."""
         axis, several = self.over
         ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
         for one in self.methods:
@@ -285,7 +291,9 @@ class Formula:
         return left * (1 - share) + share
 
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
-        """Return the exposed seconds of communication of which all but the last bucket overlaps.
+        """Return the seconds of communication that do not overlap with compute.
+
+        All buckets but the last can overlap.
 
         Args:
             moved: seconds of communication.
@@ -295,17 +303,17 @@ class Formula:
         return moved - _least(hidden * moved, work) if hidden else moved
 
     def _held(self, size: Size) -> sympy.Expr:
-        """Return the bytes of parameters on a rank."""
+        """Return the bytes of parameters on a rank, from their bytes without ZeRO sharding."""
         return self.of(size) - self._cut + self._parts
 
     @property
     def _cut(self) -> sympy.Expr:
-        """Bytes of the parameters that ZeRO shards."""
+        """Bytes of the unsharded parameters that ZeRO shards."""
         return sympy.Add(*(self.of(cut.size) for cut in self.totals.cut.values())) if self.zero else sympy.Integer(0)
 
     @property
     def _parts(self) -> sympy.Expr:
-        """Bytes of a rank's shards of these parameters."""
+        """Bytes of a rank's shards of the parameters that ZeRO shards."""
         sizes = (self.of(cut.size) / _joined(over) for over, cut in self.totals.cut.items())
         return sympy.Add(*sizes) if self.zero else sympy.Integer(0)
 
@@ -315,10 +323,10 @@ class Formula:
 
     @cached_property
     def memory_parts(self) -> dict[str, sympy.Expr]:
-        """Bytes of a rank of equal stages by kind.
+        """{kind of memory: bytes} of a rank, for equal stages.
 
-        Activations are those of the microbatches in flight under 1F1B: `p`, or `m` if that is less; interleaved `1
-        + (p-1)/pv` times as many (Korthikanti et al. 2022, section 4.2.3).
+        Activations count once per microbatch in flight under 1F1B: `p` microbatches, or `m` if that is less.
+        Interleaved schedules have `1 + (p-1)/pv` times as many in flight (Korthikanti et al. 2022, section 4.2.3).
         """
         stored, trained = self._held(self.totals.stored) / pp, self._held(self.totals.trained) / pp
         more = sympy.Piecewise((1, sympy.Eq(v, 1)), (1 + (pp - 1) / (pp * v), True))
@@ -335,13 +343,13 @@ class Formula:
 
     @property
     def _remembered(self) -> sympy.Expr:
-        """Bytes of state of data-parallel methods per byte of trained parameters."""
+        """Bytes of state that `dp_sync` methods keep, per byte of trained parameters."""
         return _exact(sum(float(one.method.state_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
-        """Return the bytes of unsharded parameters that live for a step, beyond the shards.
+        """Return the bytes of parameters that stay unsharded for a step, in addition to the rank's shards.
 
-        With ZeRO 1, their gradients are included.
+        With ZeRO 1, the bytes of their unsharded gradients are included.
         """
         cut = self._cut if self.zero in (1, 2) else sympy.Integer(0)
         grads = cut * _exact(self.totals.summed) - self._parts if self.zero == 1 else 0
@@ -358,7 +366,7 @@ class Formula:
 
     @cached_property
     def constants(self) -> dict[sympy.Symbol, float]:
-        """Values of the hardware's symbols."""
+        """{symbol: value} of the hardware's symbols."""
         hardware = self.hardware
         links = (hardware.link_bytes_per_s, hardware.link_latency_s, hardware.node_link_bytes_per_s,
                  hardware.node_link_latency_s)  # fmt: skip
@@ -367,11 +375,11 @@ class Formula:
                 **dict(zip(_LINKS, links, strict=True))}  # fmt: skip
 
     def values(self, mesh: Mesh, schedule: Schedule, rows: int, tokens: int | None = None) -> dict[sympy.Symbol, Any]:
-        """Return the values of all symbols for a mesh and schedule.
+        """Return {symbol: value} of all symbols for a mesh and schedule.
 
         Args:
             rows: samples of the global batch.
-            tokens: tokens per sample; None: the reference.
+            tokens: tokens per sample; None: the number at which the operators were counted.
         """
         per_node = self.hardware.devices_per_node
         inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}
@@ -381,7 +389,7 @@ class Formula:
 
 
 def _least(*of: sympy.Expr) -> sympy.Expr:
-    """Return an unevaluated minimum: comparing two long sums takes sympy longer than everything else."""
+    """Return an unevaluated minimum: sympy takes very long to compare two long sums."""
     return sympy.Min(*of, evaluate=False)
 
 
@@ -390,10 +398,11 @@ def _joined(axes: tuple[str, ...]) -> sympy.Expr:
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
-    """Compile (step_time_s, memory_bytes) of each formula into one numpy function.
+    """Compile the step time and memory of each formula into one numpy function.
 
-    Its arguments are the formulas' `sizes` and then `g_tp`, `g_dp`, ...: numbers or arrays. All formulas must have
-    the same hardware and axes.
+    The function takes the values of the formulas' `sizes` and then of `g_tp`, `g_dp`, ... as numbers or arrays. It
+    returns [step_time_s, memory_bytes, ...], two entries per formula. All formulas must have the same hardware and
+    axes.
     """
     constants, sizes = formulas[0].constants, formulas[0].sizes
     expressions = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]

@@ -1,1 +1,1 @@
-"""Hardware profiles and their calibration."""
+"""Hardware profiles: speeds and capacities of devices and links."""

@@ -1,4 +1,4 @@
-"""Hardware profiles: JSON files with a unit and a source for every number."""
+"""Hardware profiles: JSON files of speeds and capacities, with a unit and a source for every number."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ DEFAULT = "a100-80gb-sxm"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, its node, and the links to other devices.
+    """Speeds and capacities of one device, its node, and the links to other devices.
 
-    Efficiency curves are points between which the share is linear in the logarithm of the amount. The `source` of a
-    curve says whether its large end is measured; the rest is assumed.
+    An efficiency curve is a list of points (amount, share of a rate). Between points, the share is linear in the
+    logarithm of the amount. The `source` of a curve says whether its large end is measured; the rest is assumed.
 
     Args:
         flops_per_s: dense peak FLOP/s by dtype.
-        matmul_efficiency: share of the peak by the FLOPs of one matrix product.
+        matmul_efficiency: share of the peak, by the FLOPs of one matrix product.
         launch_s: minimum seconds of an operator.
         memory_bytes: capacity of a device.
         memory_bytes_per_s: memory bandwidth.
         devices_per_node: devices in a node.
-        link_bytes_per_s, link_latency_s: links inside a node: bytes/s per device and direction, seconds per hop of
-            a ring.
-        node_link_bytes_per_s, node_link_latency_s: the same between nodes.
+        link_bytes_per_s, link_latency_s: links inside a node: bytes/s per device and direction, seconds per hop of a
+            ring.
+        node_link_bytes_per_s, node_link_latency_s: links between nodes, in the same units.
         matmul_half_depth: a product with inner dim `k` runs at `k / (k + matmul_half_depth)` of its curve; 0: no
             effect.
         matmul_sustained: share of an isolated product's rate that products sustain in a training step.
-        matmul_unaligned: share of a 16-bit rate if rows of an operand or of the result have an odd number of
-            values, such as a vocabulary of 50,257. If the number is even but no multiple of 8 (16 bytes), the share
-            is raised to the power of two thirds.
-        attention_half_width: fused attention with heads of width `w` runs at `w / (w + attention_half_width)` of
-            its curve, because the work per score does not depend on the width.
+        matmul_unaligned: share of a 16-bit rate if rows of an operand or of the result have an odd number of values,
+            such as a vocabulary of 50,257. If the number is even but no multiple of 8 (16 bytes), the share is raised
+            to the power of two thirds.
+        attention_half_width: fused attention with heads of width `w` runs at `w / (w + attention_half_width)` of its
+            curve, because part of the work per score does not depend on the width.
         causal_block: causal attention of `s` queries takes `(s + causal_block) / 2s` of full attention. It is the
             number of queries in a kernel's tile, or more if the work of tiles is uneven.
-        overlap: share of communication that is free if it overlaps with compute. On a GPU its kernels use a part of
-            the device. It is 0 if the processor that computes also sends.
-        memory_efficiency: share of `memory_bytes_per_s` by the bytes that an operator reads and writes. Caches
-            reach more than 1, memory that is new to the process less.
-        in_order_efficiency: the same for pointwise operators on contiguous tensors and for operands of matrix
-            products. Empty: `memory_efficiency`.
+        overlap: share of a collective that costs no time if the collective overlaps with compute. Its kernels use a
+            part of a GPU. The share is 0 if the processor that computes also sends.
+        memory_efficiency: share of `memory_bytes_per_s`, by the bytes that an operator reads and writes. Caches reach
+            more than 1. Memory that is new to the process reaches less.
+        in_order_efficiency: share of `memory_bytes_per_s` for pointwise operators on contiguous tensors and for
+            operands of matrix products. Empty: `memory_efficiency`.
         optimizer_efficiency: share of `memory_bytes_per_s` that the parameter update reaches.
-        collectives: {collective: link fields with other values for it}.
+        collectives: {kind of collective: {link field: its value for these collectives}}.
     """
 
     name: str
@@ -83,9 +83,10 @@ class Hardware:
 
     @staticmethod
     def load(profile: str | Path = DEFAULT) -> Hardware:
-        """Load a profile by name (`a100-80gb-sxm`, or that of a file loaded before) or from a JSON file.
+        """Load a profile by name, such as `a100-80gb-sxm`, or from a JSON file.
 
-        Raises OptionError if there is no such profile, or a number is missing or invalid.
+        The name can also be that of a profile that this process has loaded from a file. Raises OptionError if there
+        is no such profile, or a number is missing or invalid.
         """
         path = Path(profile) if str(profile).endswith(".json") else _PROFILES / f"{profile}.json"
         if not path.exists() and profile in _USER_PROFILES:
@@ -100,7 +101,13 @@ class Hardware:
 
     @staticmethod
     def parse(data: Mapping[str, Any], where: str = "") -> Hardware:
-        """Create a profile from the content of its file. Raises OptionError as in `load`."""
+        """Create a profile from the content of its JSON file.
+
+        Args:
+            where: the path, for error messages.
+
+        Raises OptionError if a number is missing or invalid.
+        """
         return _File(where).checked(data)
 
     @property
@@ -109,14 +116,17 @@ class Hardware:
         return next(self.flops_per_s[dtype] for dtype in USUAL_DTYPES if dtype in self.flops_per_s)
 
     def known_dtype(self, dtype: str) -> str:
-        """Return the dtype, or the slowest dtype with a peak if it has none."""
+        """Return `dtype` if the profile has its peak FLOP/s, else the dtype with the lowest peak."""
         return dtype if dtype in self.flops_per_s else min(self.flops_per_s, key=lambda known: self.flops_per_s[known])
 
     def peak_of(self, flops: Mapping[str, float]) -> tuple[float, str]:
-        """Return the peak FLOP/s for matrix FLOPs by dtype, and a text that names the dtypes.
+        """Return the peak FLOP/s for a mix of dtypes, and a text that names the dtypes.
 
-        For several dtypes, it is all FLOPs over the seconds that each takes at its own peak, so that nothing
-        exceeds it. Peaks of float32 are those without TF32, which is torch's default.
+        For several dtypes, it is all FLOPs divided by the sum of the seconds that each dtype takes at its own peak,
+        so that no utilisation exceeds 1. Peaks of float32 are those without TF32, which is torch's default.
+
+        Args:
+            flops: {dtype: matrix FLOPs}.
 
         >>> Hardware.load().peak_of({"bfloat16": 3.0}), Hardware.load().peak_of({"float32": 3.0})
         ((312000000000000.0, 'bfloat16'), (19500000000000.0, 'float32 without TF32'))
@@ -138,10 +148,10 @@ class Hardware:
         return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._describe_dtype(dtype)}" for dtype in largest)
 
     def _describe_dtype(self, dtype: str, others: Collection[str] = ()) -> str:
-        """Format a dtype whose peak FLOP/s is used.
+        """Format a dtype whose peak FLOP/s is used, such as `float32 without TF32`.
 
         Args:
-            others: dtypes without a peak FLOP/s in this profile, which use this dtype's.
+            others: dtypes without a peak in this profile, for which the peak of `dtype` is used.
         """
         tensor_cores = any(name in self.flops_per_s for name in USUAL_DTYPES[:2])
         words = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
@@ -150,30 +160,36 @@ class Hardware:
     def efficiency(self, flops: float, dtype: str = "") -> float:
         """Return the share of the peak that one matrix product of `flops` FLOPs reaches.
 
-        For a `dtype` with another peak, it is the share of the product that takes as long at the usual dtype's
-        peak.
+        For another dtype than the usual one, it is the share of a product in the usual dtype that takes as many
+        seconds at its peak.
         """
         return _share(self.matmul_efficiency, flops * self.slowness(dtype)) * self.matmul_sustained
 
     def slowness(self, dtype: str) -> float:
-        """Return the usual dtype's peak over the peak of `dtype`.
+        """Return the peak FLOP/s of the usual dtype (`USUAL_DTYPES`) divided by the peak of `dtype`.
 
-        Small or shallow products lose time, not rate. In a slower dtype that loss is a smaller share.
+        A small product, or one with a small inner dim, loses a fixed time. In a slower dtype, that time is a smaller
+        share of the total.
         """
         return self.matmul_flops_per_s / self.flops_per_s.get(dtype, self.matmul_flops_per_s)
 
     def causal_share(self, queries: float) -> float:
-        """Return the duration of causal attention of `queries` queries as a share of full attention."""
+        """Return the duration of causal attention of `queries` queries as a share of that without a mask."""
         return min(1.0, (queries + self.causal_block) / (2 * queries))
 
     def traffic_time_s(self, size_bytes: float, in_order: bool = False) -> float:
-        """Return the seconds of the memory traffic of `size_bytes` bytes, without the launch."""
+        """Return the seconds to read and write `size_bytes` bytes in total, without the launch of the kernel.
+
+        Args:
+            in_order: True for pointwise arithmetic on contiguous tensors.
+        """
         return size_bytes / (self.memory_bytes_per_s * self.memory_share(size_bytes, in_order))
 
     def memory_share(self, size_bytes: float, in_order: bool = False) -> float:
-        """Return the share of memory bandwidth for an operator that reads and writes `size_bytes` bytes.
+        """Return the share of memory bandwidth that an operator with this memory traffic reaches.
 
         Args:
+            size_bytes: bytes that it reads and writes.
             in_order: True for pointwise arithmetic on contiguous tensors.
         """
         return _share(self.memory_points(in_order), size_bytes)
@@ -182,21 +198,29 @@ class Hardware:
         return self.in_order_efficiency if in_order and self.in_order_efficiency else self.memory_efficiency
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
-        """Return (bytes/s, seconds per hop) inside a node and between nodes, for collectives of one kind."""
+        """Return bytes/s and seconds per hop inside a node, then both between nodes, for one collective.
+
+        Args:
+            kind: name of the collective.
+        """
         of_kind = self.collectives.get(kind, {})
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
     def half_depth(self, kind: str, dtype: str = "") -> float:
-        """Return the inner dim ("matmul") or head width ("attention") at which the rate is half."""
+        """Return the inner dim of a product (or head width of attention) at which its rate is half.
+
+        Args:
+            kind: "matmul" or "attention".
+        """
         half = self.attention_half_width if kind == "attention" else self.matmul_half_depth
         return half / self.slowness(dtype)
 
     def aligned_share(self, unaligned: int) -> float:
-        """Return the share of its rate that a 16-bit product with such rows reaches.
+        """Return the share of its rate that a 16-bit product reaches if its rows are not aligned to 16 bytes.
 
         Args:
-            unaligned: as in `autopart.common.matrix_alignment`.
+            unaligned: penalty for the row lengths (`autopart.common.matrix_alignment.unaligned`).
         """
         return self.matmul_unaligned ** (unaligned / MOST_UNALIGNED)
 
@@ -209,8 +233,9 @@ class Hardware:
         Args:
             flops: FLOPs of the product.
             size_bytes: bytes read and written.
-            depth: inner dim, or head width of "attention" (the `kind`); 0: unknown.
-            unaligned: as in `autopart.common.matrix_alignment.unaligned` of its rows.
+            depth: inner dim of the product, or head width if `kind` is "attention"; 0: unknown.
+            kind: "matmul" or "attention".
+            unaligned: penalty for the row lengths (`autopart.common.matrix_alignment.unaligned`).
 
         Raises OptionError if the profile has no peak for the dtype.
         """
@@ -228,11 +253,14 @@ class Hardware:
 
 
 _USER_PROFILES: dict[str, Hardware] = {}
-"""Profiles that were loaded from a user's files, by the name that plans store."""
+"""{name that plans store: profile that was loaded from a user's file}."""
 
 
 def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
-    """Interpolate a curve: linear in the logarithm of the amount, constant outside its points."""
+    """Interpolate an efficiency curve at an amount.
+
+    The share is linear in the logarithm of the amount, and constant outside the points of the curve.
+    """
     if amount <= points[0][0]:
         return points[0][1]
     for (lower, low), (upper, high) in pairwise(points):
@@ -246,7 +274,7 @@ USUAL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names() -> list[str]:
-    """Return the names of the profiles that come with autopart."""
+    """Return the names of the hardware profiles that come with autopart."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
@@ -261,7 +289,10 @@ _SHARES = "overlap", "matmul_unaligned"
 
 @dataclass(frozen=True)
 class _File:
-    """A profile's file. Raises OptionError with the number and the path if it is not a valid profile."""
+    """Reader of the JSON file of a hardware profile.
+
+    Its methods raise OptionError if the file is not a valid profile. The error names the number and the path.
+    """
 
     where: str
 
@@ -311,7 +342,7 @@ class _File:
         }
 
     def _value(self, name: str, entry: Any) -> Any:
-        """Return the value of an entry, which must have a unit and a source."""
+        """Return the value of an entry, which must also have a unit and a source."""
         lacks = [key for key in ("value", "unit", "source") if not isinstance(entry, dict) or key not in entry]
         if lacks:
             raise self._error(f"has an incomplete entry for {name}", f"it lacks {', '.join(lacks)}")
@@ -334,9 +365,10 @@ class _File:
         return int(value)
 
     def _curve(self, name: str, unit: str, entry: Any, most: float = 1.0) -> tuple[tuple[float, float], ...]:
-        """Return points (amount, share of a rate).
+        """Return the points (amount, share of a rate) of an efficiency curve.
 
         Args:
+            unit: unit of the amount.
             most: the largest valid share.
         """
         value = self._value(name, entry)

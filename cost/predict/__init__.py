@@ -1,1 +1,1 @@
-"""Predictions from a table of operators: time, memory, timeline of a step."""
+"""Predictions of a training step from a cost table (the operators of a model): time, memory, timeline."""

@@ -23,7 +23,7 @@ n, g, k, S, B, alpha, B_node, alpha_node = sympy.symbols("n g k S B alpha B_node
 
 
 class Parts(NamedTuple):
-    """Sequential hops of a collective and the bytes that a rank sends, inside and between nodes."""
+    """Number of sequential hops of a collective, and bytes that a rank sends, inside and between nodes."""
 
     hops: sympy.Expr
     bytes: sympy.Expr
@@ -45,14 +45,14 @@ PARTS: dict[str, Parts] = {
     "all_to_all": Parts(g - 1, (g - 1) / (g * k) * S / (g * k), g * (k - 1), (k - 1) / k * S / (g * k)),
     "send": Parts(1 - _crosses, (1 - _crosses) * S, _crosses, _crosses * S),
 }
-"""All other primitives of `autopart.ir.layout` are local and free. A rank of an all-to-all holds S / n. A send is that
-of a pipeline whose ranks are in k nodes: its slowest hop."""
+"""{collective: its hops and bytes}. All other primitives of `autopart.ir.layout` are local and free. A rank of an
+all-to-all holds S / n bytes. A send is the slowest hop of a pipeline whose ranks are in k nodes."""
 
 TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items()}
-"""Seconds of each collective."""
+"""{collective: its seconds}."""
 
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
-"""Bytes that each rank sends, independent of the nodes."""
+"""{collective: bytes that each rank sends}, which do not depend on the number of nodes."""
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}
@@ -60,11 +60,10 @@ _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression 
 
 @lru_cache(maxsize=10_000)
 def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int, int]:
-    """Return (g, k): the ranks of a group per node, and the number of nodes.
+    """Return (g, k): the ranks of a group in each node, and the number of nodes.
 
-    g is the largest divisor of the group size that fits in a node.
-
-    Nodes hold consecutive ranks. Groups are assumed to begin at the first rank of a node.
+    g is the largest divisor of the group size that fits in a node. Nodes hold consecutive ranks. Groups are assumed
+    to begin at the first rank of a node.
 
     Args:
         stride: distance in ranks between neighbours of the group (`Mesh.stride`).
@@ -78,11 +77,12 @@ def levels(num_ranks: int, devices_per_node: int, stride: int = 1) -> tuple[int,
 
 
 def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, stride: int = 1) -> float:
-    """Return the seconds of one collective over an array of `size_bytes` bytes.
+    """Return the seconds of one collective over a full array of `size_bytes` bytes.
 
-    Local primitives and groups of one rank take 0.
+    Local operations and groups of one rank take 0 seconds.
 
     Args:
+        kind: name of the collective, as in `PARTS`.
         stride: distance in ranks between neighbours of the group; 1 on `tp`, the innermost axis.
     """
     if kind not in _TIME or num_ranks == 1:
@@ -92,7 +92,7 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
 
 
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:
-    """Return the bytes that each rank sends in one collective."""
+    """Return the bytes that each rank sends in one collective over a full array of `size_bytes` bytes."""
     return float(_BYTES[kind](num_ranks, size_bytes)) if kind in _BYTES and num_ranks > 1 else 0.0
 
 
@@ -103,7 +103,12 @@ def conversion_time_s(
 ) -> float:  # fmt: skip
     """Return the seconds of a conversion between two placements on an axis, forward and backward.
 
-    It is infinite if no conversion exists.
+    The seconds are infinite if no conversion exists.
+
+    Args:
+        size_bytes: bytes of the full array.
+        needs_grad: True to include the backward.
+        stride: distance in ranks between neighbours on the axis.
     """
     if source == target:
         return 0.0

@@ -1,7 +1,7 @@
-"""Communication buffers that overlap with compute: gradient buckets, weight all-gathers, peaks.
+"""Memory of communication that overlaps with compute: gradient buckets and weight all-gathers.
 
-`table_memory` creates the `MemoryEvent`s of a stage from a table's rows. `backward_peaks` and `forward_peak` follow
-them.
+`table_memory` lists the changes of a stage's memory as `MemoryEvent`s, from the rows of a cost table.
+`backward_peaks` and `forward_peak` add up these changes and return the peak.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autopart.ir.run.buckets import ALONE_BYTES, SHARD_BUCKETS_IN_FLIGHT, SUM_BU
 
 
 class CommParameter(NamedTuple):
-    """A parameter as it is communicated. Sizes are in bytes.
+    """Sizes of a parameter that a rank gathers or whose gradient it reduces, in bytes.
 
     Args:
         part_bytes: the shard that a rank stores.
         whole_bytes: the full parameter, in the compute dtype.
         read: bytes in the compute dtype per byte stored.
         summed: bytes of the reduced gradient per byte stored.
-        kind: grouping key; only parameters with equal keys share a bucket.
+        kind: grouping key. Only parameters with equal keys share a bucket.
         in_order: True if the full parameter is its shards concatenated.
-        is_summed: True if its gradient is reduced over further axes than those of its shards.
+        is_summed: True if its gradient is reduced over other axes than those of its shards.
         keeps_full_gradient: True if it is sharded and a data-parallel method receives its unsharded gradient.
     """
 
@@ -46,16 +46,17 @@ class CommParameter(NamedTuple):
 
 
 class GradientBucket(NamedTuple):
-    """A bucket of gradients. Sizes are in bytes.
+    """A bucket of gradients that are reduced together. Sizes are in bytes.
 
     Args:
-        flat_bytes: the flat buffer that is reduced.
-        part_bytes: the result that becomes this rank's shard.
+        names: the parameters.
+        flat_bytes: the flat buffer that is reduced; 0 if gradients are reduced in place.
+        part_bytes: the result of the reduction, which becomes this rank's shard.
         gather_bytes: buffers of the all-gather of the parameters.
         scatters: True if the unsharded gradients are freed after the reduction.
         each: True if the bucket is reduced after every microbatch.
         kept_bytes: the accumulated gradients, if they are accumulated in a higher precision.
-        max_in_flight: maximum number of buckets in flight, including this one.
+        max_in_flight: maximum number of buckets whose reduction runs at the same time.
     """
 
     names: tuple[str, ...]
@@ -69,11 +70,13 @@ class GradientBucket(NamedTuple):
 
 
 class WeightGroup(NamedTuple):
-    """Weights that are gathered together. Sizes are in bytes.
+    """Weights that one all-gather unshards. Sizes are in bytes.
 
     Args:
-        received_bytes: buffers of the all-gather (input and output).
-        opening_bytes: these buffers and the unsharded parameters that are copied out of them.
+        names: the parameters.
+        whole_bytes: the unsharded weights.
+        received_bytes: input and output buffer of the all-gather.
+        opening_bytes: both buffers, and the unsharded weights if they are copied out of the output buffer.
         grad_bytes: the buffer from which their gradients are reduce-scattered.
     """
 
@@ -94,7 +97,7 @@ class WeightGroup(NamedTuple):
 
 
 def reduce_buckets(weights: Mapping[str, CommParameter]) -> Iterator[GradientBucket]:
-    """Yield buckets of gradients that are reduced once a step."""
+    """Yield the buckets of gradients that are reduced once a step."""
     for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}, ALONE_BYTES):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
@@ -104,7 +107,12 @@ def reduce_buckets(weights: Mapping[str, CommParameter]) -> Iterator[GradientBuc
 def _buckets(
     weights: Mapping[str, CommParameter], sizes: Mapping[str, float], alone_bytes: float = math.inf
 ) -> Iterator[tuple[tuple[str, ...], list[CommParameter]]]:
-    """Yield the buckets of weights of these sizes in bytes, with their members."""
+    """Yield (names, parameters) of each bucket of weights.
+
+    Args:
+        sizes: {name: bytes}, in the order of use.
+        alone_bytes: a weight of at least this size has its own bucket.
+    """
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
         for bucket in bucketed({name: round(sizes[name]) for name in names}, alone_bytes=alone_bytes):
             yield bucket, [weights[name] for name in bucket]
@@ -113,7 +121,11 @@ def _buckets(
 def reduce_scatter_buckets(
     weights: Mapping[str, CommParameter], zero: int, microbatches: int
 ) -> Iterator[GradientBucket]:
-    """Yield gradient buckets of weights that stay unsharded for a step, in the order of their use."""
+    """Yield the gradient buckets of weights that stay unsharded for a step, in the order of their use.
+
+    Args:
+        zero: ZeRO stage, 1 or 2.
+    """
     for bucket, members in _buckets(weights, {name: one.whole_bytes for name, one in weights.items()}):
         size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
         alone = len(members) == 1 and members[0].in_order
@@ -129,21 +141,25 @@ def reduce_scatter_buckets(
 
 
 def _sent_copy(weights: Sequence[CommParameter]) -> float:
-    """Return the bytes of the all-gather's input buffer. A single shard that is not cast needs none."""
+    """Return the bytes of the input buffer of an all-gather of these weights.
+
+    A single shard that is not cast is sent without a copy and needs no buffer.
+    """
     is_copied = len(weights) > 1 or weights[0].read != 1
     return sum(one.part_bytes * one.read for one in weights) if is_copied else 0
 
 
 class MemoryEvent(NamedTuple):
-    """A change of a rank's memory, in bytes.
+    """One change of a rank's memory during forward or backward. Sizes are in bytes.
 
     Kinds:
 
     - "takes": allocates `size` bytes (or frees them, if negative).
     - "peak": records the current memory plus `size` bytes.
     - "ahead": prefetched weights occupy `size` bytes from now on.
-    - "sends": a flat buffer of gradients, for `part` bytes of this rank's shards.
-    - "gives": the gradient of `name` is complete; later microbatches add `size` bytes of it to the existing gradient.
+    - "sends": a reduction of gradients starts, with a flat buffer of `size` bytes and `part` bytes of this rank's
+      shards.
+    - "gives": the gradient of `name` is complete. Later microbatches add `size` bytes of it to the existing gradient.
     """
 
     kind: Literal["takes", "peak", "ahead", "sends", "gives"]
@@ -154,11 +170,11 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCommBuffers:
-    """Overlapped communication of a stage.
+    """Collectives of a stage that overlap with its compute.
 
     Args:
-        sent: its buckets of gradients.
-        rows: its groups of gathered weights, in the order of their use.
+        sent: the buckets of gradients that it reduces.
+        rows: the groups of weights that it gathers, in the order of their use.
         prefetch: number of groups that are gathered ahead.
     """
 
@@ -167,13 +183,21 @@ class StageCommBuffers:
     prefetch: int = 0
 
     def gathers(self, row: int) -> Iterator[MemoryEvent]:
-        """Yield the events of a forward all-gather of a group of weights and of the prefetch of later groups."""
+        """Yield the memory events of a group's all-gather in forward, and of the prefetch of later groups.
+
+        Args:
+            row: index of the group in `rows`.
+        """
         yield MemoryEvent("ahead", self._received_bytes(row + 1, row + self.prefetch))
         yield MemoryEvent("peak", self.rows[row].opening_bytes)
         yield MemoryEvent("ahead", self._received_bytes(row + 1, row + 1 + self.prefetch))
 
     def opens(self, row: int) -> Iterator[MemoryEvent]:
-        """Yield the events of a backward all-gather of a group of weights and of the next prefetch."""
+        """Yield the memory events of a group's all-gather in backward, and of the prefetch of earlier groups.
+
+        Args:
+            row: index of the group in `rows`.
+        """
         first = row - self.prefetch
         yield MemoryEvent("ahead", self._received_bytes(first + 1, row))
         yield MemoryEvent("peak", self.rows[row].opening_bytes)
@@ -186,29 +210,35 @@ class StageCommBuffers:
 
 
 def received_bytes(stages: Iterable[StageCommBuffers]) -> int:
-    """Return the peak bytes of the all-gather buffers on a rank of these stages.
+    """Return a rank's peak bytes of all-gather buffers, for parameters that stay unsharded for a step.
 
-    The buffers are those of parameters that stay unsharded for a step.
+    One bucket is gathered while the bucket before it arrives (`NUM_PREFETCHED` in the runtime), so the peak is the
+    largest sum of two consecutive buckets.
 
-    One bucket is gathered while the bucket before it arrives (`NUM_PREFETCHED` in the runtime).
+    Args:
+        stages: the stages that the rank runs.
     """
     return max(map(sum, pairwise([0, *(sent.gather_bytes for stage in stages for sent in stage.sent)])), default=0)
 
 
 def forward_peak(events: Sequence[MemoryEvent]) -> float:
-    """Return the peak bytes while the forward runs."""
+    """Return the peak bytes of a forward. `events` are the changes of memory while it runs."""
     return _MemoryTracker(StageCommBuffers(), {}, False, False, 1).run(events)[0]
 
 
 def backward_peaks(
     events: Sequence[MemoryEvent], traffic: StageCommBuffers, whole: Mapping[str, float], microbatches: int
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the peak bytes of gradients and saved tensors in backward: (first of a step, later ones).
+    """Return the peak bytes of the first backward of a step, and of later backwards of the step.
 
-    Gradients that are reduced once a step are sent in the last backward.
+    The bytes are those of gradients and saved tensors. Gradients that are reduced once a step are sent in the last
+    backward.
 
     Args:
+        events: the changes of memory while a backward runs.
+        traffic: collectives that overlap with the backward.
         whole: {parameter: bytes of it in the compute dtype}.
+        microbatches: number of microbatches of a step.
     """
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[float, float]:
@@ -222,9 +252,10 @@ def backward_peaks(
 
 
 class _MemoryTracker:
-    """Memory of a rank during the forward or backward of a microbatch.
+    """Memory of a rank during the forward or backward of one microbatch, updated event by event.
 
     Args:
+        whole: {parameter: bytes of it in the compute dtype}.
         sends: True if this backward reduces the gradients of the step.
         is_later: True if an earlier microbatch of the step has run.
     """
@@ -249,7 +280,7 @@ class _MemoryTracker:
                       for name in sent.names}  # fmt: skip
 
     def run(self, events: Sequence[MemoryEvent]) -> tuple[float, float]:
-        """Return the peak bytes: in total, and without weight gradients left by earlier microbatches."""
+        """Return the peak bytes, and the peak bytes without weight gradients that earlier microbatches left."""
         for kind, size, part, name in events:
             if kind == "takes":
                 self.now += size
@@ -284,9 +315,13 @@ class _MemoryTracker:
         self.now -= grads - before + sent.kept_bytes
 
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, max_in_flight: int) -> None:
-        """Copy gradients together and send them, after enough buckets in flight have arrived.
+        """Copy gradients into a flat buffer and start their reduction.
+
+        If `max_in_flight` reductions run already, the earliest of them must end first.
 
         Args:
+            flat_bytes: the flat buffer.
+            part_bytes: the result of the reduction.
             is_added: True if later microbatches add the result to the accumulated gradients.
         """
         if flat_bytes or part_bytes:

@@ -1,6 +1,6 @@
-"""Cost per step of data-parallel methods that replace the gradient all-reduce.
+"""Seconds and bytes per step of the data-parallel methods (`dp_sync`) that replace the all-reduce.
 
-A method reports its exchanges, its passes over memory and its state (`autopart.ir.run.sync_option.SyncMethod`). The
+A method reports its collectives, its passes over memory and its state (`autopart.ir.run.sync_option.SyncMethod`). The
 functions below turn these into seconds and bytes on a mesh and hardware.
 """
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from autopart.cost.predict.table import Table
 
 _ALL_REDUCE_PASSES = 2.0
-"""Reads and writes of all gradients by an all-reduce, besides communication: flatten and unflatten."""
+"""Memory traffic of an all-reduce in addition to communication, as a multiple of the gradients' bytes: flatten and
+unflatten."""
 
 _SLOWEST, _FASTEST = 1e3, 1e13
 """Range of link bandwidths that is searched, in bytes/s."""
 
 
 class Transfer(Exchange):
-    """An exchange with its cost on a number of ranks."""
+    """A collective of a data-parallel method, with functions that return its cost on a number of ranks."""
 
     def seconds(self, num_ranks: int, hardware: Hardware, stride: int) -> float:
         return self.often * time_s(self.kind, num_ranks, self.size_bytes, hardware, stride)
@@ -38,10 +39,12 @@ class Transfer(Exchange):
 
 
 def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) -> list[Transfer]:
-    """Return the collectives of a step.
+    """Return the collectives that a data-parallel method runs in a step, or none on one rank.
 
-    All sizes may be expressions. `several` is the number of ranks for the neighbours on a graph, if `num_ranks` is
-    an expression.
+    Args:
+        of: the method and the sizes of its parameters, which may be sympy expressions.
+        num_ranks: data-parallel ranks: a number or a sympy expression.
+        several: number of ranks if `num_ranks` is an expression. It determines how many neighbours a rank has.
     """
     if num_ranks == 1:
         return []
@@ -49,7 +52,15 @@ def exchanges(of: MethodParameters, num_ranks: Any, several: int | None = None) 
 
 
 def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> MethodParameters:
-    """Sum up the parameters of a method, from (elements of a rank's shard, bytes of an element, shape)."""
+    """Return the total bytes of the parameters that a data-parallel method synchronizes.
+
+    The result has the bytes of the rank's shards, of the compressed form that the rank sends, and of low-rank
+    factors.
+
+    Args:
+        method: the method that replaces the gradient all-reduce.
+        sizes: for each parameter, (elements of a rank's shard, bytes of an element, shape).
+    """
     total = sent = factors = 0.0
     for elements, itemsize, shape in sizes:
         total += elements * itemsize
@@ -61,10 +72,13 @@ def carried(method: SyncMethod, sizes: Iterable[tuple[float, int, tuple[int, ...
 def by_method(
     parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: SyncOption
 ) -> list[MethodParameters]:
-    """Group trained parameters that are not all-reduced by their method.
+    """Group parameters by the `dp_sync` method that replaces the gradient all-reduce, and add up bytes.
+
+    Parameters without a gradient, and parameters whose gradients are all-reduced, are left out.
 
     Args:
-        sizes: bytes of each parameter, by its name in the table.
+        parameters: {name: parameter} of a cost table.
+        sizes: {name in the table: bytes of the parameter}.
         names: names in the table.
     """
     rows: dict[SyncMethod, list[tuple[float, int, tuple[int, ...]]]] = {}
@@ -77,7 +91,7 @@ def by_method(
 
 
 def shares(table: Table, dp_sync: SyncOption) -> tuple[MethodParameters, ...]:
-    """Return what data-parallel ranks exchange instead of gradients, per byte of trained parameters."""
+    """Return the bytes that each `dp_sync` method exchanges, per byte of trained parameters."""
     sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
     total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
     of_methods = by_method(table.parameters, sizes, table.held.values(), dp_sync)
@@ -85,13 +99,24 @@ def shares(table: Table, dp_sync: SyncOption) -> tuple[MethodParameters, ...]:
 
 
 def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware) -> float:
-    """Return the seconds of a method per step."""
+    """Return the seconds per step of a data-parallel method: its collectives and its passes over memory.
+
+    Args:
+        of: the method and the sizes of its parameters.
+        stride: distance in ranks between neighbouring data-parallel ranks.
+    """
     moved = sum(one.seconds(num_ranks, hardware, stride) for one in exchanges(of, num_ranks))
     return moved + of.method.passes(num_ranks) * hardware.traffic_time_s(of.size_bytes)
 
 
 def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
-    """Return the seconds per step if a collective of this kind reduces the gradients instead."""
+    """Return the seconds per step if a collective reduces the gradients of a method's parameters instead.
+
+    Args:
+        of: the method and the sizes of its parameters.
+        stride: distance in ranks between neighbouring data-parallel ranks.
+        kind: the collective.
+    """
     moved = Transfer(kind, of.size_bytes).seconds(num_ranks, hardware, stride)
     return moved + _ALL_REDUCE_PASSES * hardware.traffic_time_s(of.size_bytes)
 
@@ -99,14 +124,17 @@ def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardwar
 def break_even_bytes_per_s(
     of: MethodParameters, mesh: Mesh, axis: str, hardware: Hardware, kind: str = "all_reduce"
 ) -> float | None:
-    """Return the link bandwidth below which the method is faster than the exact gradient reduction.
+    """Return the link bandwidth below which a data-parallel method is faster than the exact reduction.
 
-    The bandwidth is in bytes/s per rank, between nodes, or inside a node if all ranks are in one. None: the method
-    is always slower or always faster.
+    The bandwidth is in bytes/s per rank, between nodes, or inside a node if all ranks are in one. Returns None if the
+    method is always slower or always faster.
 
-    It is (bytes_exact - bytes) / (passes + the difference of hops), in the model of `collective_costs`.
+    In the model of `collective_costs`, the bandwidth is (bytes_exact - bytes) / (seconds of passes + difference of
+    the latencies).
 
     Args:
+        of: the method and the sizes of its parameters.
+        axis: the axis of the data-parallel ranks.
         kind: collective of the exact reduction.
     """
     n, stride = mesh.size(axis), mesh.stride(axis)

@@ -1,8 +1,8 @@
-"""Work of one operator on a rank, counted so that other sizes and other devices can be predicted.
+"""Work of one operator on a rank, as polynomials in the sizes of a run.
 
 A `Size` is a polynomial in the samples of a microbatch `b`, the tokens per sample `s`, `1 / tp`, `1 / cp` and
-`1 / ep`. A `Work` is one kernel or collective with its FLOPs and bytes, both `Size`s. A hardware profile
-(`Hardware`) converts it to seconds.
+`1 / ep`. A `Work` is one kernel or collective with its FLOPs and bytes, both `Size`s. A hardware profile (`Hardware`)
+converts it to seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from autopart.ir.mesh import Cuts, Mesh
 from autopart.ir.run.buckets import BUCKET_BYTES
 
 OPTIMIZER_TRAFFIC = 7
-"""Values per parameter that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient)."""
+"""Memory traffic of AdamW, in values per parameter: it reads parameter, gradient and two moments, and writes all but
+the gradient."""
 
 COPY_TRAFFIC = 2
-"""Memory traffic of a copy per value: one read and one write."""
+"""Memory traffic of a copy, in values per copied value: one read and one write."""
 
 BUCKET_COPIES = 2
-"""Copies into and out of the flat bucket of a reduce-scatter or all-gather. Each copy reads and writes it."""
+"""Copies that a reduce-scatter or all-gather of a flat bucket needs: one into the bucket and one out of it."""
 
 
 class Exponents(NamedTuple):
-    """Exponents of `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep` in a product of dims."""
+    """Exponents of `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep` in one term of a polynomial (`Size`)."""
 
     b: int = 0
     s: int = 0
@@ -37,7 +38,7 @@ class Exponents(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Values of `b`, `s`, `tp`, `cp` and `ep`: numbers, arrays, or symbols."""
+    """Values of `b` (samples), `s` (tokens), `tp`, `cp` and `ep`: numbers, arrays or sympy symbols."""
 
     b: Any = 1
     s: Any = 1
@@ -46,17 +47,18 @@ class Sizes(NamedTuple):
     ep: Any = 1
 
     def scale(self, powers: Exponents) -> Any:
-        """Return the value of a product of dims with these exponents."""
+        """Return `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`, each to the power of its exponent, multiplied."""
         ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
         return self.b**powers.b * self.s**powers.s / ranks
 
 
 CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
-"""The kind of dims that the axis of a `Exponents` field shards. The innermost such axis counts."""
+"""{axis that is a field of `Exponents`: kind of dims that it shards}. If several axes shard a kind, the innermost of
+them counts."""
 
 
 def chosen_ranks(mesh: Mesh) -> dict[str, int]:
-    """Return the ranks of the axes in `CHOSEN`.
+    """Return {"tp": ranks, "cp": ranks, "ep": ranks} of a mesh, for the axes in `CHOSEN`.
 
     >>> chosen_ranks(Mesh.parse("dp2,cp4"))
     {'tp': 1, 'cp': 4, 'ep': 1}
@@ -66,9 +68,11 @@ def chosen_ranks(mesh: Mesh) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Size:
-    """A polynomial, stored as the value of each term at the reference sizes, with the term's exponents.
+    """A polynomial in samples `b`, tokens `s`, `1 / tp`, `1 / cp` and `1 / ep`.
 
-    >>> x = Size.of(12.0, Powers(1, 1, 0)) + Size.of(4.0, Powers(0, 0, 1))
+    It stores each term's exponents, and the term's value at the reference sizes, at which the operator was counted.
+
+    >>> x = Size.of(12.0, Exponents(1, 1, 0)) + Size.of(4.0, Exponents(0, 0, 1))
     >>> x.value, x.at(Sizes(2.0, 3.0, 0.5))
     (16.0, 80.0)
     """
@@ -77,7 +81,7 @@ class Size:
 
     @staticmethod
     def of(value: float, powers: Exponents) -> Size:
-        """Return a polynomial of one term."""
+        """Return a polynomial of one term, which has this value at the reference sizes."""
         return Size(((powers, value),)) if value else NOTHING
 
     @staticmethod
@@ -90,11 +94,11 @@ class Size:
 
     @property
     def value(self) -> float:
-        """Value at the reference sizes."""
+        """Value of the polynomial at the reference sizes."""
         return sum(value for _, value in self.terms)
 
     def at(self, times: Sizes) -> Any:
-        """Return the value at other sizes.
+        """Return the value of the polynomial at other sizes.
 
         Args:
             times: each size as a multiple of the reference size.
@@ -113,19 +117,21 @@ SAME = Sizes()
 
 
 class Work(NamedTuple):
-    """One kernel or collective.
+    """One kernel or collective of an operator.
 
-    A roofline model gives its seconds: matrix products take the longer of their FLOPs and their memory traffic, all
-    other kernels take their memory traffic, both plus the launch latency. Collectives follow the alpha-beta model.
+    A roofline model gives its seconds. Matrix products take the longer of their FLOPs and their memory traffic. All
+    other kernels take their memory traffic. The launch latency is added to both. Collectives follow the alpha-beta
+    model.
 
     Args:
         kind: "matmul", "attention" or "other" (memory traffic alone), or the primitive of a collective over `axis`.
         size: bytes read and written; for a collective, bytes of the full array.
         flops: FLOPs of a product, in `dtype`.
+        axis: mesh axis of a collective; empty for a kernel.
         times: how often it runs; may be a fraction.
         in_place: True if it writes to no new memory.
         depth: inner dim of a matrix product, or head width of attention.
-        unaligned: as in `autopart.common.matrix_alignment`, of the rows of a 16-bit product.
+        unaligned: penalty for the row lengths of a 16-bit product (`autopart.common.matrix_alignment.unaligned`).
         in_order: True for pointwise arithmetic on contiguous tensors.
         causal: number of queries of causal attention, whose kernel skips masked keys. Its FLOPs count all keys, as
             torch and publications count them.
@@ -145,11 +151,15 @@ class Work(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Label in reports: its kind, with the axis for a collective."""
+        """Label in reports: the kind, and for a collective also the axis, such as "tp all_reduce"."""
         return f"{self.axis} {self.kind}" if self.axis else self.kind
 
     def seconds(self, hardware: Hardware, mesh: Mesh, times: Sizes = SAME) -> float:
-        """Return the seconds on one rank, at sizes that are `times` the reference sizes."""
+        """Return the seconds of the kernel or collective on one rank.
+
+        Args:
+            times: each size as a multiple of the reference size.
+        """
         size = float(self.size.at(times))
         if self.axis:
             once_s = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
@@ -166,14 +176,22 @@ class Work(NamedTuple):
         return once_s * self.times
 
     def sent_bytes(self, mesh: Mesh, times: Sizes = SAME) -> float:
-        """Return the bytes that a rank sends for a collective, or 0 for a kernel."""
+        """Return the bytes that a rank sends in a collective, or 0 for a kernel.
+
+        Args:
+            times: each size as a multiple of the reference size.
+        """
         if not self.axis:
             return 0.0
         return wire_bytes(self.kind, mesh.size(self.axis), float(self.size.at(times))) * self.times
 
 
 def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> dict[str, float]:
-    """Return {dtype: matrix FLOPs} of pairs (work, count)."""
+    """Return {dtype: matrix FLOPs} of kernels, given as pairs (kernel, number of runs).
+
+    Args:
+        times: each size as a multiple of the reference size.
+    """
     flops: dict[str, float] = {}
     for work, count in works:
         if work.flops.terms:
@@ -190,8 +208,8 @@ def gradient_sum_s(
     of a flat bucket.
 
     Args:
-        groups: groups of ranks, reduced one after another, as (axis, ranks, stride in ranks).
-        kind: the primitive.
+        groups: the groups of ranks that reduce one after another, each as (axis, ranks, stride in ranks).
+        kind: "all_reduce", "reduce_scatter" or "all_gather".
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)
     copies, total_s = 0 if kind == "all_reduce" else BUCKET_COPIES, 0.0
@@ -205,7 +223,7 @@ def gradient_sum_s(
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
     """Return the seconds of AdamW's update of `size_bytes` bytes of parameters.
 
-    A copy of `copied_bytes` bytes is added.
+    The seconds of a copy of `copied_bytes` bytes are added.
     """
     updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
     return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""Settings for which a step is predicted: mesh, schedule and options."""
+"""Mesh, schedule and options for which a training step is predicted."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The mesh, schedule and options under which a table's model runs.
+    """The mesh, schedule and options for which a training step of a cost table's model is predicted.
 
     Args:
         rows: samples of the global batch.
-        zero: as in `autopart.plan`.
-        state_bytes: bytes of gradients and optimizer state per byte of a trained parameter (AdamW in the
-            parameter's dtype: 3).
-        hidden_sums: share of the gradient reduction that overlaps with the last backward. None: as in the runtime,
-            on this hardware.
-        scatter_sends: ranks of `tp` with replicated values each send a shard to the next stage, which gathers it
-            (Narayanan et al. 2021, section 4.1). None: if it is cheaper.
+        zero: ZeRO stage, as in `autopart.plan`.
+        state_bytes: bytes of gradients and optimizer state per byte of a trained parameter (AdamW in the parameter's
+            dtype: 3).
+        hidden_sums: share of the gradient reduction that overlaps with the last backward. None: as in the runtime, on
+            this hardware.
+        scatter_sends: True if ranks of `tp` with replicated values each send a shard to the next stage, which gathers
+            the shards (Narayanan et al. 2021, section 4.1). None: if it is cheaper.
         overlap_sends: True if sends between stages overlap with compute. None: as in the runtime, whose schedules
             with several stages per rank overlap them.
-        fused_sums: gradients of weights are accumulated by the products that compute them (Megatron-LM's gradient
-            accumulation fusion).
-        receives_held: microbatches for which a stage has receive buffers at a time (torch's pipelining: all).
-        cuts: stage boundaries. None: balanced stages.
-        tokens: tokens per sample. None: the reference.
+        fused_sums: True if gradients of weights are accumulated by the products that compute them (Megatron-LM's
+            gradient accumulation fusion).
+        receives_held: number of microbatches for which a stage has receive buffers at a time. None: all, as in
+            torch's pipelining.
+        cuts: stage boundaries, each the index of a stage's first operator. None: balanced stages.
+        tokens: tokens per sample. None: those at which the table was counted.
         prefetch: number of blocks that ZeRO-3 gathers ahead.
         dp_sync: what data-parallel ranks exchange.
     """

@@ -1,4 +1,4 @@
-"""Cost of sends between pipeline stages: full tensors, or shards that the receivers gather."""
+"""Cost of sends between pipeline stages: of full tensors, or of shards that the receivers gather."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autopart.ir.mesh import Mesh
 
 
 class BoundaryBytes(NamedTuple):
-    """Bytes that one rank sends to the next stage in a microbatch.
+    """Bytes of the values that one rank sends to the next stage in a microbatch.
 
     Args:
-        whole: all bytes.
-        alike: the part of `whole` that is replicated over the feature axes and can be sent as shards
+        whole: bytes of all values.
+        alike: bytes of the values that are replicated over the feature axes and can be sent as shards
             (`autopart.ir.run.scatter_gather_sends`).
     """
 
@@ -26,17 +26,24 @@ class BoundaryBytes(NamedTuple):
     alike: float
 
     def sent_bytes(self, mesh: Mesh, scatters: bool) -> float:
-        """Return the bytes on the link between stages."""
+        """Return the bytes that a rank sends over the link between stages.
+
+        Args:
+            scatters: True if replicated values are sent as shards.
+        """
         return self.whole - self.alike + self.alike / mesh.tensor_parallel_size if scatters else self.whole
 
     def gathered_bytes(self, mesh: Mesh, scatters: bool) -> float:
-        """Return the bytes that the receivers all-gather."""
+        """Return the bytes of the values that the receiving ranks all-gather from shards."""
         return self.alike if scatters and mesh.tensor_parallel_size > 1 else 0.0
 
     def time_s(self, mesh: Mesh, hardware: Hardware, scatters: bool) -> float:
-        """Return the seconds in one direction.
+        """Return the seconds to send the values to the next stage, with their all-gather if sent as shards.
 
-        The gradient takes as long on its way back; the sender of the value gathers it.
+        The gradients take as long on their way back. The stage that sent the values then gathers the gradients.
+
+        Args:
+            scatters: True if replicated values are sent as shards.
         """
         if not self.whole:
             return 0.0
@@ -46,7 +53,13 @@ class BoundaryBytes(NamedTuple):
 
 
 def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int, float, float]:
-    """Return (count, bytes that a rank sends, seconds) of the all-gather of received shards."""
+    """Return (count, bytes that a rank sends, seconds) of the all-gather of values received as shards.
+
+    The count is 1.
+
+    Args:
+        size_bytes: bytes of the full values.
+    """
     ranks = mesh.tensor_parallel_size
     return 1, wire_bytes("all_gather", ranks, size_bytes), time_s("all_gather", ranks, size_bytes, hardware)
 
@@ -59,7 +72,7 @@ def scatter_is_cheaper(crossings: Iterable[BoundaryBytes], mesh: Mesh, hardware:
 
 
 COMPUTE_OF_FORWARD = 3
-"""Compute of a microbatch, forward and backward, as a multiple of its forward FLOPs (Narayanan et al. 2021,
+"""FLOPs of the forward and backward of a microbatch, as a multiple of the forward's (Narayanan et al. 2021,
 arXiv:2104.04473, appendix)."""
 
 
@@ -68,11 +81,11 @@ def load_per_byte(loads: np.ndarray, dtype: str, mesh: Mesh, hardware: Hardware)
 
     In the steady state of 1F1B, a stage exchanges an activation and its gradient with each neighbour once per
     microbatch, in one step (PipeDream, arXiv:1806.03377, section 3.2). So each boundary of a stage exposes one
-    transfer per microbatch, next to the compute of a forward and a backward. The latency is left out: it does not
-    depend on where a boundary is.
+    transfer per microbatch, in addition to the compute of a forward and a backward. The latency is left out, because
+    it does not depend on the position of a boundary.
 
     Args:
-        loads: forward FLOPs of each operator, of one microbatch on a rank.
+        loads: array of the forward FLOPs of each operator, of one microbatch on a rank.
         dtype: dtype of most FLOPs, such as "bfloat16".
     """
     sizes, counts = np.unique(loads[loads > 0], return_counts=True)

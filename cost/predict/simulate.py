@@ -1,4 +1,4 @@
-"""Simulation of a plan's training step: the schedule's actions on the plan's predicted seconds."""
+"""Simulation of a plan's training step: the schedule's actions with their predicted durations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _BACKWARDS = ("recompute", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Collectives of one kind over one axis in one step: count, bytes sent and seconds.
+    """Count, bytes sent and seconds of one kind of collective over one axis in one step.
 
-    They are those of the rank that spends the most time on them.
+    The values are those of the rank that spends the most time on these collectives.
     """
 
     axis: str
@@ -48,15 +48,16 @@ class Simulation:
 
     Args:
         timeline: the actions of each `pp` coordinate over time.
+        num_devices: ranks of the mesh.
         model_flops: FLOPs of the model's matrix products, forward and backward.
         recomputed_flops: FLOPs that are recomputed, over all ranks.
         peak_flops_per_s: peak FLOP/s of a device for the dtypes of its products.
-        peak_memory_bytes: by stage, the peak memory in bytes of the rank that runs it.
+        peak_memory_bytes: for each stage, the peak memory in bytes of the rank that runs it.
         collectives: the collectives of a step.
-        parts: seconds of the busiest rank by kind of work, including `idle`.
+        parts: {kind of work: seconds on the busiest rank}, including `idle`.
         peak_dtype: description of the dtypes of `peak_flops_per_s`.
-        memory: bytes by rank and kind, as the rows of `Plan.memory`.
-        plan: the plan; None for a setting that was only estimated.
+        memory: for each `pp` coordinate, the rank's bytes by kind, as in `Plan.memory`.
+        plan: the plan; None if a step was estimated without a plan.
     """
 
     timeline: Timeline
@@ -78,12 +79,12 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over busy time of the pipeline, as PTD-P counts it (`Timeline.bubble_fraction`)."""
+        """Idle time of the pipeline divided by its busy time, as in PTD-P (`Timeline.bubble_fraction`)."""
         return self.timeline.bubble_fraction
 
     @property
     def tflops_per_device(self) -> float:
-        """Model FLOPs (forward, and twice as much backward) per device and second, in units of 10^12 FLOP/s."""
+        """Model TFLOP/s per device: FLOPs of the forward, and twice as many for the backward."""
         return self.model_flops / self.num_devices / self.step_time_s / 1e12
 
     @property
@@ -93,11 +94,11 @@ class Simulation:
 
     @property
     def hfu(self) -> float:
-        """Executed FLOPs as a share of the peak: model FLOPs and recomputed FLOPs."""
+        """Executed FLOPs (model FLOPs and recomputed FLOPs) as a share of the devices' peak."""
         return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return the values of the step alone, which `Plan.cost` stores."""
+        """Return the figures of the step that `Plan.cost` stores: seconds, FLOP/s, utilisation and bubble."""
         return {
             "step_time_s": self.step_time_s, "tflops_per_device": self.tflops_per_device, "mfu": self.mfu,
             "hfu": self.hfu, "peak_flops_per_s": self.peak_flops_per_s, "peak_dtype": self.peak_dtype,
@@ -105,7 +106,7 @@ class Simulation:
         }  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything but the timeline, as JSON data."""
+        """Return the prediction as JSON data, without the timeline."""
         rows = [asdict(row) for row in self.collectives]
         data = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
         if self.plan is not None:
@@ -133,11 +134,11 @@ class Simulation:
 
 
 def simulate(plan: Plan) -> Simulation:
-    """Predict a training step of a plan on the hardware it was made for.
+    """Predict a training step of a plan on the hardware that the plan was made for.
 
-    The schedule's actions are those that the runtime executes. `plan.timing` has their durations. As in the
-    runtime, gradient reduction overlaps with the last backward, except for the last bucket, and weights are
-    prefetched. The hardware profile's overlap share applies to both.
+    The schedule's actions are those that the runtime executes. `plan.timing` has their durations. As in the runtime,
+    gradient reduction overlaps with the last backward, except for the last bucket, and weights are prefetched. The
+    hardware profile has the share of an overlapped collective that costs no time.
 
     Raises PlanError for a plan without `timing`.
 
@@ -148,7 +149,7 @@ def simulate(plan: Plan) -> Simulation:
     if not plan.timing:
         raise PlanError(
             "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
-            hint="autopart.plan(...), or keep the entry in the file",
+            hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
@@ -157,12 +158,12 @@ def simulated(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]],
     overlap_sends: bool | None = None,
 ) -> Simulation:  # fmt: skip
-    """Simulate a step from the parts of a plan.
+    """Simulate a step from the fields of a plan.
 
     Args:
-        timing: as in a plan.
-        memory: bytes of the rank at each `pp` coordinate, as in a plan.
-        overlap_sends: as in `timeline`.
+        timing: durations of each stage and rank (`Plan.timing`).
+        memory: for each `pp` coordinate, the rank's bytes by kind (`Plan.memory`).
+        overlap_sends: True if sends overlap with compute; None: as in `torch.distributed.pipelining`.
     """
     stages, ranks = timing["stages"], timing["ranks"]
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
@@ -190,19 +191,21 @@ def simulated(
 
 
 AHEAD = "interleaved_1f1b"
-"""With one stage per rank, this is 1F1B with twice as many warm-up forwards, so that no rank waits for sends (eager
-1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
+"""Schedule that `schedule_notes` compares with 1F1B. With one stage per rank, it is 1F1B with twice as many warm-up
+forwards, so that no rank waits for sends (eager 1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
 
 
 def schedule_notes(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]], step: Simulation,
     hardware: Hardware,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return a note for a 1F1B plan if a schedule with overlapped sends is faster.
+    """Return a note for a 1F1B plan if a schedule whose sends overlap with compute is faster.
 
-    No note is given if values are so small that latency dominates the sends.
+    No note is given if the sent values are so small that latency dominates.
 
     Args:
+        timing: durations of each stage and rank (`Plan.timing`).
+        memory: for each `pp` coordinate, the rank's bytes by kind (`Plan.memory`).
         step: the simulated step of the plan.
     """
     pp, microbatches = mesh.size("pp"), schedule.microbatches
@@ -223,10 +226,10 @@ def schedule_notes(
 
 
 WAITS = 0.95
-"""A note is given if the step without waiting takes at most this share of the step with it."""
+"""`schedule_notes` gives a note if a step with overlapped sends takes at most this share of the 1F1B step."""
 
 LONGEST = 10_000
-"""Maximum number of stage forwards in a step that is simulated only to look for a faster schedule."""
+"""`schedule_notes` simulates no step with more stage forwards than this."""
 
 
 def training_time_s(
@@ -234,8 +237,8 @@ def training_time_s(
 ) -> float:
     """Return the seconds of a complete training run.
 
-    This is 8 T P / (N F U) with every layer recomputed and 6 T P / (N F U) without (Narayanan et al. 2021, section
-    5.1; without the FLOPs of attention and of the head).
+    The formula is 8 T P / (N F U) with every layer recomputed and 6 T P / (N F U) without (Narayanan et al. 2021,
+    section 5.1). It leaves out the FLOPs of attention and of the head.
 
     Args:
         tokens: T, training tokens.
@@ -254,7 +257,11 @@ def _parts(
     stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], ran: Timeline, home: Mapping[int, int],
     microbatches: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the seconds of a step by kind, on the rank that computes longest."""
+    """Return {kind of work: seconds in a step} on the rank that computes longest.
+
+    Args:
+        home: {stage: the rank that runs it}.
+    """
     busiest = max(range(len(ran.spans)), key=ran.busy_s.__getitem__)
     kinds: defaultdict[str, float] = defaultdict(float)
     for row in stages:

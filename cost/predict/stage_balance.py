@@ -1,4 +1,4 @@
-"""Partition of a sequence of operators into stages with an exact minimum of the slowest stage."""
+"""Partition of a sequence of operators into stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from numpy.lib.stride_tricks import sliding_window_view
 from autopart.cost.predict.table_rows import Parameter
 
 MAX_IMBALANCE = 0.1
-"""Limit of the most loaded stage: its excess over the least possible load. It holds whatever sends cost."""
+"""Maximum load of a stage, as its excess over the least possible load of the most loaded stage. The cost of sends does
+not change this limit."""
 
 TIME_TOLERANCE = 0.015
-"""Excess of the slowest stage over the optimum that is accepted to send less and to be more even."""
+"""Share by which the slowest stage may exceed the optimum, if the partition then sends less or is more even."""
 
 BOUND = 1.018
-"""Limit of the slowest stage as a multiple of the lower bound, if the optimum is within it."""
+"""Maximum time of the slowest stage, as a multiple of the lower bound, if the optimum is below this maximum."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition into stages.
+    """A partition of a sequence of operators into stages.
 
     Args:
         cuts: `cuts[k]` is the index of the first operator of stage k + 1.
         loads: load of every stage.
-        lower_bound: the larger of the mean stage and the largest operator. No partition is below it.
+        lower_bound: the larger of the mean load of a stage and the largest load of an operator. No partition has a
+            most loaded stage below it.
         least_load: load of the most loaded stage of the most even partition.
     """
 
@@ -45,21 +47,23 @@ def balance(
     begins: Set[int] = frozenset(),
     send_cost: float = 0.0,
 ) -> Partition | None:
-    """Return the partition whose slowest stage is the fastest, refined to send less and to be more even.
+    """Return a partition with nearly the fastest slowest stage, which sends little and is even.
 
-    A stage takes its load plus `send_cost` times the bytes that it receives and sends. The minimum is exact among the
-    partitions within `MAX_IMBALANCE`. Of those within `TIME_TOLERANCE` of it, the function returns the most even one
-    that sends little. If one operator outweighs the mean stage, it does not bind the other stages. Their evenness
-    still shortens the fill and drain of the pipeline, and balances ranks with several stages.
+    The time of a stage is its load plus `send_cost` times the bytes that it receives and sends. Among partitions
+    whose most loaded stage is within `MAX_IMBALANCE` of the least possible, the minimum time of the slowest stage is
+    exact. Among partitions within `TIME_TOLERANCE` of this minimum, the function returns one that is even and sends
+    little. If one operator exceeds the mean load of a stage, the other stages are still made even: this shortens the
+    fill and drain of the pipeline, and balances ranks with several stages.
 
     Args:
         weights: load of every operator, in order.
-        crossing: bytes that a stage boundary before operator i sends (infinite if no stage may begin there).
+        crossing: for each operator i, the bytes that a stage boundary before it sends (infinite if no stage may begin
+            at it).
         num_stages: number of non-empty stages.
-        begins: indices at which a stage must begin.
+        begins: indices of operators at which a stage must begin.
         send_cost: load per byte of a boundary, for each of its two stages (`send_costs.load_per_byte`).
 
-    Returns None if there are too few stage boundaries, or more required beginnings than stages.
+    Returns None if there are too few stage boundaries, or more entries in `begins` than stages.
 
     >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
     (2,)
@@ -92,8 +96,8 @@ def balance(
 def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
     """Return the least possible load of the most loaded stage.
 
-    This is a dynamic program over (stages used, position), each step a bisection. A stage from position a to
-    position b has the load `end[b] - start[a]`.
+    This is a dynamic program over the number of stages and the position, each step a bisection. A stage from position
+    a to position b has the load `end[b] - start[a]`.
     """
     heaviest = end.copy()  # one stage up to each position
     for _ in range(num_stages - 1):
@@ -110,11 +114,11 @@ def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
 
 
 class _Stages:
-    """Stages between positions, and dynamic programs over them.
+    """Candidate stages between allowed boundary positions, and dynamic programs that choose among them.
 
     Args:
-        shares: load before each position, in mean stages.
-        sent: bytes of a boundary at each position.
+        shares: load of all operators before each position, as a multiple of the mean load of a stage.
+        sent: bytes that a boundary at each position sends.
         end, start: a stage from position a to position b has the load `end[b] - start[a]`.
         send: cost of a boundary at each position, in units of load, for each of its two stages.
     """
@@ -127,10 +131,15 @@ class _Stages:
         self.num_stages = num_stages
 
     def evenest(self, least_load: float, bound: float) -> list[int]:
-        """Return the positions of the stage boundaries.
+        """Return the positions of the stage boundaries of an even partition that sends little.
 
-        The cost is half the sum of squares of the stages' loads, plus the bytes that they send, relative to the
-        median boundary.
+        It has the least cost: half the sum of squares of the stages' loads, plus the bytes that boundaries send,
+        relative to those of the median boundary. No stage may take more than `TIME_TOLERANCE` longer than the slowest
+        stage of the fastest partition.
+
+        Args:
+            least_load: load of the most loaded stage of the most even partition.
+            bound: lower bound of the load of the most loaded stage.
         """
         max_load = least_load * (1 + MAX_IMBALANCE)
         quickest = self._quickest(max_load) if self.send.any() else least_load
@@ -156,7 +165,7 @@ class _Stages:
         return cuts[::-1]
 
     def _quickest(self, max_load: float) -> float:
-        """Return the least time of the slowest stage, among partitions within a limit of the load."""
+        """Return the least time of the slowest stage, among partitions with loads of at most `max_load`."""
         slowest, time = self._times(max_load)
         for _ in range(self.num_stages - 1):
             slowest = np.maximum(_before(slowest, time.shape[1]), time).min(1)
@@ -165,7 +174,9 @@ class _Stages:
     def _times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the times of first stages, and of stages between two positions.
 
-        The latter are [positions, starts], as in `_before`. The time of a stage above the load limit is infinite.
+        The first result is an array of shape [positions]: the time of a first stage that ends at each position. The
+        second has the shape [positions, starts]: the time of a stage by its end and its start, with starts as in
+        `_before`. A stage with a load above `max_load` has infinite time.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))
@@ -177,7 +188,9 @@ class _Stages:
 
 
 def _before(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
-    """Return a view [positions, widest] of the values at the positions before each position, nearest last.
+    """Return, for each position, the values at the `widest` positions before it, the nearest last.
+
+    The result is a view of shape [positions, widest].
 
     Args:
         fill: value before the first position.
@@ -186,7 +199,7 @@ def _before(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray
 
 
 def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:
-    """Return the groups of `pp` coordinates that hold the same trained parameters.
+    """Return the groups of `pp` coordinates whose ranks share trained parameters (tied parameters).
 
     Args:
         ranks_hold: for each coordinate, {name of a parameter: its name in `parameters`}.

@@ -1,8 +1,8 @@
-"""A model as a table of operators, from which any mesh, schedule and microbatch is predicted.
+"""Cost table of a model: its operators, from which a step on any mesh and schedule is predicted.
 
-`autopart.cost.count.tabulate` counts a `Table` once: from the program of a plan, or for the search from a copy
-of the model with few repeated blocks, whose rows represent several operators. `predict` divides it into stages,
-computes their seconds, and runs the schedule's actions on them.
+`autopart.cost.count.tabulate` counts a `Table` once: from the program of a plan, or for the search from a copy of the
+model with few repeated blocks, whose rows represent several operators. `predict` divides it into stages, computes
+their seconds, and simulates the schedule's actions with these seconds.
 """
 
 from __future__ import annotations
@@ -55,20 +55,23 @@ from autopart.ir.run.sync_option import MethodParameters
 
 @dataclass(frozen=True)
 class Table:
-    """The operators of a model in order, with every repeated block as often as the model has it.
+    """Cost table of a model: its operators in order, including each of several equal blocks.
 
     Args:
-        rows, parameters: operators and parameters of the traced copy.
-        order: all operators as (index into `rows`, container of the block, index of the block).
-        b, s, tp, cp, ep: the reference sizes: samples of a microbatch, tokens per sample, and ranks.
+        rows: work and memory of the operators of the trace.
+        order: all operators of the model as (index into `rows`, module path of the block's list, index of the block).
+        parameters: {name: parameter} of the trace.
+        b, s, tp, cp, ep: the reference sizes, at which rows were counted: samples of a microbatch, tokens per sample,
+            and ranks of each axis.
         row_flops: FLOPs of the forward's matrix products per sample.
         input_bytes: bytes of the inputs per sample.
-        prologue: bytes of values that depend on the call's inputs alone, with `b` as the samples of the global batch.
+        prologue: {name: bytes} of values that depend on the call's inputs alone, with `b` as the samples of the
+            global batch.
         buffer_bytes: bytes of all buffers.
         gathers: True if the rows include the all-gathers and reduce-scatters of ZeRO-3.
-        hidden_sums: share of gradients outside the bucket that completes last; their reduction may overlap with
-            backward.
-        cuts: stage boundaries of the program that was counted, by number of stages.
+        hidden_sums: share of gradients that are not in the bucket that completes last; their reduction may overlap
+            with backward.
+        cuts: {number of stages: stage boundaries of the program that was counted}.
         divided: as returned by `cost.count.shard_counts.divided`.
     """
 
@@ -91,18 +94,18 @@ class Table:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[operators] Index into `rows` of each operator."""
+        """Array of shape [operators]: the index into `rows` of each operator."""
         return np.array([position for position, _, _ in self.order])
 
     def times(self, setting: RunSetting) -> Sizes:
-        """Return the sizes of a setting as multiples of the reference sizes."""
+        """Return each size of a setting as a multiple of the reference size."""
         tokens = self.s if setting.tokens is None else setting.tokens
         ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
         return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
-        """Runs per microbatch of each work: {(part of a step, work): count}."""
+        """{(part of a step, kernel or collective): number of runs per microbatch}."""
         often_done = Counter[tuple[str, Work]]()
         for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
@@ -112,35 +115,39 @@ class Table:
 
     @cached_property
     def often(self) -> list[int]:
-        """[rows] Number of operators that each row represents."""
+        """For each row, the number of operators of the model that it represents."""
         numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
         return numbers
 
     @cached_property
     def load(self) -> float:
-        """Load of all operators at the reference tokens, by which stages are balanced."""
+        """Sum of the loads (FLOPs by which stages are balanced) of all operators at the reference sizes."""
         return math.fsum(row.load.value * number for row, number in zip(self.rows, self.often, strict=True)) or 1.0
 
     @cached_property
     def dtype(self) -> str:
-        """Dtype of most FLOPs of the forward; "" without matrix products."""
+        """Dtype of most matrix FLOPs of the forward; "" without matrix products."""
         forward = ((work, count) for (part, work), count in self.counts.items() if part == "forward")
         flops = flops_by_dtype(forward)
         return max(flops, key=lambda dtype: flops[dtype], default="")
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """{parameter of the model: its name in `parameters`}."""
+        """{name of a parameter in the full model: its name in `parameters`}."""
         return self.read_by(self.order)
 
     def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """Return {parameter of the model: its name in `parameters`} for parameters that these operators read."""
+        """Return {name in the full model: name in `parameters`} of the parameters that these operators read.
+
+        Args:
+            order: operators as in `Table.order`.
+        """
         return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
     @cached_property
     def totals(self) -> Totals:
-        """Sums over all operators, for the formulas."""
+        """Sums over all operators, from which the formulas (`Formula`) are made."""
         held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
@@ -169,11 +176,10 @@ def _cut(parameters: Sequence[Parameter]) -> ShardedBytes:
 
 
 def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation:
-    """Predict a step of the model under a setting.
+    """Predict a training step of the model under a setting.
 
-    This is the one prediction that plans, `Plan.cost.at` and the search use.
-
-    Raises StageError if the model has too few stage boundaries.
+    Plans, `Plan.cost.at` and the search all use this prediction. Raises StageError if the model has too few stage
+    boundaries.
     """
     if setting.cuts is None:
         setting = replace(setting, cuts=stage_boundaries(table, setting, hardware))
@@ -183,11 +189,9 @@ def predict(table: Table, setting: RunSetting, hardware: Hardware) -> Simulation
 
 
 def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> tuple[int, ...]:
-    """Return the stage boundaries that a plan would have.
+    """Return the stage boundaries that a plan would have: the first operator of each stage but one.
 
-    They balance the loads and sent bytes of one microbatch on a rank.
-
-    Raises StageError if the model has too few stage boundaries.
+    They balance the loads and sent bytes of one microbatch on a rank. Raises StageError if the model has too few.
     """
     num_stages, mesh = setting.mesh.size("pp") * setting.schedule.virtual_stages, setting.mesh
     if num_stages == 1:
@@ -208,7 +212,7 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
 
 
 class TableCost:
-    """A table's rows at the sizes of a setting, with their seconds on a device."""
+    """Seconds and bytes of a cost table's operators, for a setting and a device."""
 
     def __init__(self, table: Table, setting: RunSetting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
@@ -218,59 +222,59 @@ class TableCost:
 
     @cached_property
     def by_row(self) -> list[dict[str, dict[str, float]]]:
-        """[rows] Seconds of each row by part of a step and kind of work."""
+        """For each row, {part of a step: {kind of work: seconds}}."""
         return [self._row(row) for row in self.table.rows]
 
     @cached_property
     def row_bytes(self) -> RowBytes:
-        """[rows] Bytes of each row."""
+        """Arrays of shape [rows] with the bytes of each row."""
         rows, times = self.table.rows, self.times
         sizes = ([float((getattr(row, name) or NOTHING).at(times)) for row in rows] for name in RowBytes._fields)
         return RowBytes(*map(np.array, sizes))
 
     @cached_property
     def stages(self) -> list[range]:
-        """The operators of each stage. Raises StageError if the model has too few stage boundaries."""
+        """The indices of each stage's operators. Raises StageError if the model has too few stage boundaries."""
         cuts = self.setting.cuts
         cuts = stage_boundaries(self.table, self.setting, self.hardware) if cuts is None else cuts
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
     def crossing(self, row: OperatorRow) -> BoundaryBytes:
-        """Return the bytes that a stage boundary before an operator sends."""
+        """Return the bytes that a stage boundary before this operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
         return BoundaryBytes(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
     def crossings(self) -> list[BoundaryBytes]:
-        """[stages] Bytes that each stage receives."""
+        """For each stage, the bytes that it receives in a microbatch."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
         return [BoundaryBytes(0.0, 0.0), *map(self.crossing, starts)]
 
     @cached_property
     def scatters(self) -> bool:
-        """True if stages send shards that the receivers gather (scatter-gather)."""
+        """True if stages send values as shards, which the receivers gather (scatter-gather)."""
         asked = self.setting.scatter_sends
         return scatter_is_cheaper(self.crossings, self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The schedule's actions of the rank at each `pp` coordinate."""
+        """For each `pp` coordinate, the schedule's actions on its rank."""
         schedule, pp = self.setting.schedule, self.mesh.size("pp")
         return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """For each `pp` coordinate, {parameter: its name in `Table.parameters`} of its rank's stages."""
+        """For each `pp` coordinate, the parameters of its rank: {name: name in `Table.parameters`}."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
         return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
     @cached_property
     def timing(self) -> dict[str, Any]:
-        """`Plan.timing`: the data that `autopart.simulate` needs of a plan.
+        """`Plan.timing`: the seconds and FLOPs of a plan that `autopart.simulate` needs.
 
-        It has the peak FLOP/s of a device for the multiplied dtypes, `forward_flops` of the model's matrix products
-        on the global batch, and `recomputed_flops` over all ranks. `stages` has one row per stage, `ranks` one per
-        `pp` coordinate. Seconds of stages are per microbatch, seconds of ranks are per step.
+        It has the peak FLOP/s of a device for the dtypes of its products, `forward_flops` of the model's matrix
+        products on the global batch, and `recomputed_flops` over all ranks. `stages` has one mapping per stage,
+        `ranks` one per `pp` coordinate. Seconds of stages are per microbatch, seconds of ranks are per step.
         """
         counts, mesh, microbatches = self.table.counts, self.mesh, self.setting.schedule.microbatches
         forward = ((work, count) for (part, work), count in counts.items() if part == "forward")
@@ -289,16 +293,16 @@ class TableCost:
 
     @property
     def hidden_sums(self) -> float:
-        """Share of the gradient reduction that overlaps with the last backward."""
+        """Share of the gradient reduction that overlaps with the last backward of a step."""
         asked = self.setting.hidden_sums
         return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
 
     def is_cut(self, name: str) -> bool:
-        """Return True if ZeRO shards a parameter, given by its name in the table."""
+        """Return True if ZeRO shards a parameter. `name` is its name in the table."""
         return self.table.parameters[name].cut and self.setting.zero > 0
 
     def is_sent_whole(self, name: str) -> bool:
-        """Return True if a method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
+        """Return True if a `dp_sync` method receives the unsharded gradient of a sharded parameter (ZeRO 1)."""
         return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(mesh_axes_of(self._parts_over(name)))
 
     def apart(self, name: str) -> tuple[str, ...]:
@@ -306,12 +310,12 @@ class TableCost:
         return self.mesh.along("rows")[:1] if self.setting.dp_sync.method_of(name) is not None else ()
 
     def _parts_over(self, name: str) -> str:
-        """Return the flattened axes over which ZeRO shards a parameter; "" if the rank has all of it."""
+        """Return the flattened axis over which ZeRO shards a parameter; "" if the parameter is unsharded."""
         return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
 
     @cached_property
     def gathers_or_scatters(self) -> frozenset[str]:
-        """Names of the works that all-gather parameters or reduce-scatter their gradients."""
+        """Labels (`Work.name`) of the collectives with which ZeRO gathers parameters or reduces gradients."""
         over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
         return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
 
@@ -328,7 +332,7 @@ class TableCost:
         return seconds_by_part
 
     def _works(self, row: OperatorRow) -> Iterator[tuple[str, tuple[Work, ...]]]:
-        """Yield the work of an operator, with the all-gathers and reduce-scatters of ZeRO per microbatch."""
+        """Yield (part of a step, kernels and collectives) of an operator, including ZeRO's, per microbatch."""
         yield from row.works.items()
         zero = self.setting.zero
         for name in row.parameters:
@@ -350,7 +354,11 @@ class TableCost:
                     yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
-        """Return a stage's row of `Plan.timing`. Seconds and bytes are per microbatch."""
+        """Return the entry of a stage in `Plan.timing`. Seconds and bytes are per microbatch.
+
+        Args:
+            stage: the indices of its operators.
+        """
         often = Counter(self.table.positions[stage.start : stage.stop].tolist())
         parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         moved: dict[tuple[str, str], list[float]] = {}
@@ -384,9 +392,14 @@ class TableCost:
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Reduce the seconds of ZeRO's collectives to the share that does not overlap with compute.
+        """Reduce the seconds of ZeRO's collectives to the seconds that do not overlap with compute.
 
-        The first block's collectives are exposed. Of equal blocks, the excess over their compute is exposed.
+        The collectives of the first block do not overlap. The collectives of the other blocks overlap with as much
+        compute.
+
+        Args:
+            parts: {part of a step: {kind of work: seconds}}, which is updated.
+            stage: the indices of the stage's operators.
         """
         overlap = self.hardware.overlap
         read = [(path, number, self.table.rows[position].parameters)
@@ -407,19 +420,19 @@ class TableCost:
                     parts[part][kind] *= share
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
-        """Return the bytes of parameters with their gradients and optimizer state."""
+        """Return the bytes of these parameters on a rank, with their gradients and optimizer state."""
         return sum(
             self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
         )
 
     def local_bytes(self, name: str) -> float:
-        """Return the bytes of a rank's shard of a parameter, given by its name in the table."""
+        """Return the bytes of a rank's shard of a parameter. `name` is its name in the table."""
         return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
 
     def sent_bytes(self, name: str) -> float:
-        """Return the bytes of a gradient that is reduced once a step, or passed to a method.
+        """Return the bytes of a gradient that a rank reduces once a step, or passes to a `dp_sync` method.
 
-        They count in the parameter's dtype.
+        The bytes are in the parameter's dtype.
         """
         return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
 
@@ -431,15 +444,19 @@ class TableCost:
         return self._bytes_before_zero(name) * self.table.parameters[name].read
 
     def summed_bytes(self, name: str) -> float:
-        """Return the bytes of its gradient in the reduction dtype, before ZeRO shards it."""
+        """Return the bytes of a parameter's gradient in the reduction dtype, without ZeRO sharding."""
         return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
-        """Return the bytes of the unsharded parameter that ZeRO 1 and 2 keep for a step, else 0."""
+        """Return the bytes of a parameter that ZeRO 1 and 2 keep unsharded for a step; 0 for other parameters."""
         return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
-        """Return a rank's row of `Plan.timing`: seconds of its work once a step."""
+        """Return a rank's entry in `Plan.timing`: the seconds of its work once a step.
+
+        The first argument maps the rank's parameters to their names in the table. `everywhere` has the names of the
+        parameters at each `pp` coordinate.
+        """
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self.gradient_bytes, held.values()))
@@ -466,14 +483,14 @@ class TableCost:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """The ranks of a data-parallel method, and the distance between neighbours in ranks."""
+        """Number of ranks of a data-parallel method, and the distance in ranks between neighbours."""
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 
     def carried(self, held: Mapping[str, str]) -> list[MethodParameters]:
-        """Return what a rank exchanges with data-parallel ranks instead of an all-reduce, by method.
+        """Return the bytes that each `dp_sync` method exchanges for a rank's parameters.
 
-        It is empty if no axis shards the batch.
+        The result is empty if no axis shards the batch.
         """
         if not self.mesh.along("rows"):
             return []
@@ -483,7 +500,10 @@ class TableCost:
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
     ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
-        """Return the bytes of gradients by the groups that reduce them: (axis, ranks, stride in ranks)."""
+        """Return {groups of ranks: bytes of the gradients that they reduce}.
+
+        A group is (axis, number of ranks, stride in ranks). Several groups reduce one after another.
+        """
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
@@ -497,13 +517,14 @@ class TableCost:
         return sizes
 
     def gradient_bytes(self, name: str) -> float:
-        """Return the bytes of a rank's shard of a gradient, in the parameter's dtype."""
+        """Return the bytes of a rank's shard of a parameter's gradient, in the parameter's dtype."""
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Return the bytes of a gradient at the end of a step.
+        """Return the bytes of a parameter's gradient at the end of a step.
 
-        With ZeRO 1 it is unsharded. A gradient that a method receives has the parameter's dtype.
+        With ZeRO 1, the gradient is then unsharded. A gradient that a `dp_sync` method receives has the parameter's
+        dtype.
         """
         if self.is_sent_whole(name):
             return self.sent_bytes(name) * self.table.parameters[name].trained
@@ -514,5 +535,5 @@ class TableCost:
 
 
 def _digits(seconds: float) -> float:
-    """Round to the digits that plans store."""
+    """Round seconds to the 9 digits that plans store."""
     return float(f"{seconds:.9g}")

@@ -1,4 +1,4 @@
-"""The `Table` of a plan as JSON data, with one row for all identical operators."""
+"""Conversion of the cost table (`Table`) of a plan to and from JSON, with one row for equal operators."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from autopart.ir.run.schedules import Schedule
 from autopart.ir.run.sync_option import SyncOption
 
 _BlockRun = list[Any]
-"""`[container, index, [row, ...]]`: consecutive operators of one block."""
+"""`[module path of a list of blocks, index of the block, [row, ...]]`: consecutive operators of one block."""
 
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
-"""The name of a parameter in a repeated block: container, block index, and the rest."""
+"""Name of a parameter in a repeated block: module path of the list of blocks, index of the block, rest."""
 
 
 def plan_setting(
     table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: SyncOption
 ) -> RunSetting:
-    """Return the setting for which the table of a plan was counted, from the plan's fields of these names."""
+    """Return the setting under which the cost table of a plan was counted.
+
+    The arguments are the plan's fields of these names.
+    """
     rows = table.b * mesh.data_parallel_size * schedule.microbatches
     return RunSetting(
         mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
@@ -35,13 +38,16 @@ def plan_setting(
 
 
 def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: DeduplicatedBlocks = ()) -> Table:
-    """Return the table with one row for all identical operators, also across blocks.
+    """Return a cost table in which equal operators share one row, even if they are in different blocks.
+
+    If the counted trace was deduplicated, the result lists all operators of the full model.
 
     Args:
         scatter_sends: False to drop the bytes that could be sent as shards.
-        folds: block deduplication of the counted trace. The order is then that of the full model.
+        folds: the blocks of the trace that represent several blocks of the model.
 
-    Raises NotDeduplicable if a deduplicated block does not match the blocks next to it.
+    Raises NotDeduplicable if a block in `folds` differs from the blocks before and after the blocks that it
+    represents.
     """
     known: dict[Any, int] = {}
     rows, order, parameters = list[OperatorRow](), list[_OrderEntry](), dict[str, Parameter]()
@@ -69,7 +75,13 @@ def deduplicated_rows(table: Table, scatter_sends: bool = False, folds: Deduplic
 
 
 class _OrderEntry(NamedTuple):
-    """A row in the order of the table, its own block, and the block of its parameters."""
+    """One operator of a cost table, with its row, its block, and the block that its parameters are in.
+
+    Args:
+        row: index of the operator's row.
+        path, number: list and index of the block that the parameters are in; "" and 0 outside of blocks.
+        block: the operator's own block, as "path.number".
+    """
 
     row: int
     path: str
@@ -77,12 +89,17 @@ class _OrderEntry(NamedTuple):
     block: str
 
     def later(self, blocks: int) -> _OrderEntry:
-        """Return the same entry `blocks` blocks later."""
+        """Return the entry of the corresponding operator `blocks` blocks later."""
         return self._replace(number=self.number + blocks if self.path else 0)
 
 
 def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bool:
-    """Return True if the block that represents others has the same rows as the blocks next to it."""
+    """Return True if a deduplicated block has the same rows as the blocks before and after it.
+
+    Args:
+        order: the operators of the table.
+        fold: the block that represents several blocks.
+    """
     numbers = fold.number - 1, fold.number, fold.number + fold.times
     before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
                              for number in numbers)  # fmt: skip
@@ -90,9 +107,9 @@ def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bo
 
 
 def _in_first_block(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
-    """Return the block of these parameters and their names in the first block, if they are equal there.
+    """Return the block of parameters (path, index), and the names of the equal parameters in block 0.
 
-    Else return no block and the names themselves.
+    If the parameters are not in one block, or differ from those of block 0, returns ("", 0, names).
     """
     matches = [_NUMBERED.fullmatch(name) for name in names]
     places = {(match[1], int(match[2])) if match else None for match in matches}
@@ -105,7 +122,7 @@ def _in_first_block(names: tuple[str, ...], parameters: Mapping[str, Parameter])
 
 
 def as_data(table: Table) -> dict[str, Any]:
-    """Convert a table to JSON data of a plan."""
+    """Convert a cost table to the JSON data that a plan stores."""
     works = list(dict.fromkeys(work for row in table.rows for part_works in row.works.values() for work in part_works))
     index = {work: i for i, work in enumerate(works)}
     rows = [
@@ -138,7 +155,7 @@ def as_data(table: Table) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any]) -> Table:
-    """Convert JSON data of a plan to a table."""
+    """Convert the JSON data that a plan stores to a cost table."""
     works = [
         Work(row["kind"], _read(row["bytes"]), times=row.get("times", 1.0),
              **_optional(row))
@@ -167,7 +184,10 @@ def _row(data: Mapping[str, Any], works: Sequence[Work]) -> OperatorRow:
 
 
 def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
-    """Yield runs of operators once for all consecutive blocks that repeat them, with their count."""
+    """Yield {"runs": runs of operators, "times": repetitions}, once for equal consecutive blocks.
+
+    A run has consecutive operators of one block. "times" is left out if it is 1.
+    """
     start = single = 0
     while start < len(runs):
         period, times = _period(runs, start)
@@ -182,7 +202,11 @@ def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
 
 
 def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
-    """Return (number of runs that repeat in the next blocks, repetitions), or (1, 1) if none repeat."""
+    """Return (number of runs that repeat in the next blocks, repetitions), or (1, 1) if none repeat.
+
+    Args:
+        start: index of the first run.
+    """
     if not runs[start][0]:
         return 1, 1
     (next_first,) = _in_block(runs[start : start + 1], 1)
@@ -197,7 +221,7 @@ def _period(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
 
 
 def _in_block(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
-    """Return the runs as they are `later` blocks later."""
+    """Return these runs of operators with `later` added to the index of their block."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 
@@ -210,10 +234,10 @@ _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows"
 _MORE_SIZES = ("flops", "depth", "causal")
 _WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = tuple(CHOSEN)
-"""Axes of the reference mesh, stored if they have more than one rank."""
+"""Axes whose number of ranks is stored, if it is more than one in the mesh for which the table was counted."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
 _OPTIONAL_BYTES = ("alike", "unkept", "kept_later", "after_backward", "delayed")
-"""Fields of a row that are stored if they are not zero."""
+"""Fields of an `OperatorRow` that are stored if they are not zero."""
 _NAMES = ("parameters", "reads_also", "inputs")
 _NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
@@ -237,7 +261,7 @@ def _optional(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(size: Size) -> list[list[float]]:
-    """Convert to terms `[value, power of b, power of s, power of 1 / tp, ...]`, without trailing zeros."""
+    """Convert a `Size` to terms `[value, exponent of b, of s, of 1 / tp, ...]`, without trailing zeros."""
     terms = [[value, *powers] for powers, value in size.terms]
     return [term[: max(4, 1 + max((i for i, power in enumerate(term) if power), default=0))] for term in terms]
 

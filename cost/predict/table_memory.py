@@ -1,8 +1,8 @@
-"""Memory of every rank from a table's rows, at any setting: persistent state, saved tensors and peaks.
+"""Memory of every rank from the rows of a cost table, for any mesh, schedule and options.
 
-This is the one count of memory: `Plan.memory` is its value at the plan's own sizes, `Plan.cost.at` and the search
-take its value at others. `cost.count.symbolic_memory` fills the rows. In-flight weights and gradients of weights
-are added here (`comm_buffers.py`).
+This is the only code that predicts memory. `Plan.memory` is its result at the plan's own sizes. `Plan.cost.at` and
+the search use its result at other sizes. `cost.count.symbolic_memory` counts the rows. This file adds weights that
+are being gathered and gradients of weights (`comm_buffers.py`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ Order = Sequence[tuple[int, str, int]]
 
 
 class ParameterUses(NamedTuple):
-    """Positions in the operator list at which a parameter is used.
+    """Operators of a stage at which a parameter is used, as indices into the stage's list of operators.
 
     Args:
         known: its name in the cost table (`Table.parameters`).
         first, last: index of the first and last operator that reads it.
-        opened: index of the operator before whose backward it is gathered: `last`, or the last of a recomputed region.
+        opened: index of the operator before whose backward it is gathered. This is `last`; if `last` is recomputed,
+            it is the last operator of the recomputed region.
         again: True if the operators are recomputed in backward.
         kept: True if their backward uses it.
         trained: True if it gets a gradient.
@@ -61,19 +62,19 @@ class ParameterUses(NamedTuple):
 
 
 def rank_memory(priced: TableCost) -> tuple[RankMemory, ...]:
-    """Return the memory of the fullest rank at each `pp` coordinate: the one at index 0 of all other axes."""
+    """Return, for each `pp` coordinate, the memory of its fullest rank: that at index 0 of all other axes."""
     stages = _stages(priced)
     return tuple(_rank(priced, stages, *rank) for rank in zip(priced.ranks_hold, priced.orders, strict=True))
 
 
 class _Stage(NamedTuple):
-    """Memory of a stage on one rank.
+    """Memory and communication of a stage on one rank.
 
     Args:
         bytes: memory of a microbatch, for the actions of the schedule.
-        traffic: communication that overlaps with its compute.
+        traffic: collectives that overlap with its compute.
         received: bytes that it receives from the stage before in a microbatch.
-        prologue: bytes of values that depend on the call's inputs alone.
+        prologue: bytes of its values that depend on the call's inputs alone.
         is_recomputed: True if a part of it is recomputed. Its backward is then never split.
     """
 
@@ -122,7 +123,11 @@ def _rank(
 
 
 def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Action, ...]:
-    """Return the actions with full backwards in stages that the runtime never splits."""
+    """Return the actions, with full backwards for stages whose backward the runtime never splits.
+
+    Args:
+        unsplit: these stages.
+    """
     return tuple(
         action._replace(kind="B") if action.stage in unsplit and action.kind == "I" else action
         for action in order if not (action.stage in unsplit and action.kind == "W")
@@ -130,9 +135,12 @@ def _without_splits(order: tuple[Action, ...], unsplit: Set[int]) -> tuple[Actio
 
 
 def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequence[Action]) -> float:
-    """Return the bytes of a rank's receive buffers, for each microbatch that they are allocated for.
+    """Return the bytes of a rank's receive buffers, over all microbatches that have buffers at once.
 
     Schedules that split the backward also keep the gradients of received values until the weight part.
+
+    Args:
+        order: the actions of the rank.
     """
     setting = priced.setting
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
@@ -145,10 +153,10 @@ def _receive_buffers(priced: TableCost, stages: Sequence[_Stage], order: Sequenc
 
 
 def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
-    """Return the bytes of the flat copy of the largest bucket of tied parameters' gradients.
+    """Return the bytes of the flat buffer for the largest bucket of gradients of tied parameters.
 
-    Gradients of tied parameters are reduced at the end of a step. A gradient that fills a bucket alone is reduced in
-    place, unless it is reduced in another dtype.
+    These gradients are reduced at the end of a step. A gradient that is alone in its bucket is reduced in place and
+    needs no buffer, unless it is reduced in another dtype.
     """
     buckets: dict[Any, list[float]] = defaultdict(list)
     for name, known in held.items():
@@ -163,7 +171,7 @@ def _tied_bucket_bytes(priced: TableCost, held: Mapping[str, str]) -> float:
 def _stages(priced: TableCost) -> list[_Stage]:
     """Return the memory of every stage.
 
-    A stage also holds the values that it sends, if none of its operators saves them. A received value stays in its
+    A stage also keeps the values that it sends, if none of its operators saves them. A received value stays in its
     receive buffer.
     """
     table, positions, times = priced.table, priced.table.positions, priced.times
@@ -190,7 +198,11 @@ def _stages(priced: TableCost) -> list[_Stage]:
 
 
 def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
-    """Return the uses of the parameters that operators read, in the order of their first use."""
+    """Return {parameter that these operators read: its uses}, in the order of first use.
+
+    Args:
+        order: consecutive operators, as in `Table.order`.
+    """
     reads, gathers = dict[str, ParameterUses](), priced.table.gathers
     region_ends = _region_ends(priced, order)
     for i, (position, path, number) in enumerate(order):
@@ -208,7 +220,10 @@ def reads_of(priced: TableCost, order: Order) -> dict[str, ParameterUses]:
 
 
 def _region_ends(priced: TableCost, order: Order) -> list[int]:
-    """Return, for each operator, the last operator of the recomputed region that it would be in."""
+    """Return, for each operator, the index of the last operator of its recomputed region.
+
+    For an operator outside of a region, it is the end of the next region.
+    """
     ends = [*range(len(order))]
     for i in range(len(order) - 2, -1, -1):
         if priced.table.rows[order[i][0]].recomputed is None:
@@ -217,13 +232,14 @@ def _region_ends(priced: TableCost, order: Order) -> list[int]:
 
 
 def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) -> tuple[StageBytes, StageCommBuffers]:
-    """Return the peaks of consecutive operators beyond their saved tensors, and their communication.
+    """Return the peak memory of consecutive operators beyond their saved tensors, and their communication.
 
-    At each operator, those after it have freed their saved tensors in backward and have computed the gradients of
-    their weights.
+    When the backward of an operator runs, later operators have freed their saved tensors and have computed the
+    gradients of their weights.
 
     Args:
-        others_beside: True if similar operators come before and after, whose weights are prefetched.
+        order: the operators, as in `Table.order`.
+        others_beside: True if similar operators, whose weights are prefetched, run before and after these.
     """
     if not order:
         return StageBytes(0, 0, 0, 0, 0, 0), StageCommBuffers()
@@ -250,7 +266,10 @@ def beyond_kept(priced: TableCost, order: Order, others_beside: bool = False) ->
 def _forward(
     reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers
 ) -> tuple[Events, Events]:
-    """Return the events of gathered weights before and after each operator's forward."""
+    """Return the memory events before and after each operator's forward: all-gathers and frees of weights.
+
+    Both results are {index of the operator: events}.
+    """
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
         for name in row.names[:1]:  # the first name is read first
@@ -264,10 +283,10 @@ def _backward(
     reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter], traffic: StageCommBuffers,
     sizes: RowBytes,
 ) -> tuple[Events, Events]:  # fmt: skip
-    """Return the events of gathered weights and weight gradients around each operator's backward.
+    """Return the memory events before and after each operator's backward, for weights and their gradients.
 
-    Events have the numbers of operators from the last one on. A recomputed region gathers its first group of weights
-    before it allocates its values, and its other groups after that.
+    Both results are {index of the operator, counted from the last one: events}. A recomputed region gathers its first
+    group of weights before it allocates its values, and its other groups after that.
 
     Args:
         sizes: bytes of each operator.
@@ -309,11 +328,12 @@ _none = partial(defaultdict[int, list[MemoryEvent]], list)
 def _steps(
     runs: np.ndarray, before: Sequence[float], after: Sequence[float], begins: Events, ends: Events
 ) -> list[MemoryEvent]:  # fmt: skip
-    """Return all events, operator by operator.
+    """Return the memory events of a forward or backward, operator by operator.
 
     Args:
         runs: bytes that exist while each operator runs, without weights and their gradients.
         before, after: bytes that exist before and after each operator.
+        begins, ends: {index of the operator: its events before and after it runs}.
     """
     events, start = list[MemoryEvent](), 0
     for i in sorted({*begins, *ends}):
@@ -328,7 +348,12 @@ def _steps(
 def _traffic(
     priced: TableCost, reads: Mapping[str, ParameterUses], weights: Mapping[str, CommParameter]
 ) -> StageCommBuffers:
-    """Return the communication that overlaps with operators."""
+    """Return the gradient reductions and weight all-gathers that overlap with a stage's operators.
+
+    Args:
+        reads: {parameter: its uses}.
+        weights: {parameter: its sizes}.
+    """
     zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
     gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}
     trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
@@ -342,7 +367,11 @@ def _traffic(
 
 
 def _weight(priced: TableCost, known: str) -> CommParameter:
-    """Return a parameter as it is communicated, given by its name in the table."""
+    """Return the sizes of a parameter that a rank gathers or whose gradient it reduces.
+
+    Args:
+        known: name of the parameter in the table.
+    """
     parameter, is_cut, part = priced.table.parameters[known], priced.is_cut(known), priced.local_bytes(known)
     several = (axis for axis in parameter.axes if priced.mesh.size(axis) > 1 and axis not in priced.apart(known))
     axes, keeps_full_gradient = tuple(several) if parameter.trained else (), priced.is_sent_whole(known)

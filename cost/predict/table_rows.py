@@ -1,4 +1,4 @@
-"""Rows of a `Table`, the parameters and operators of a model, and sums over them."""
+"""Rows of a cost table (`Table`): the operators and parameters of a model, and sums over them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from autopart.cost.predict.operator_work import NOTHING, Size, Sizes, Work
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of `tp` stores it.
+    """A parameter of a cost table, without ZeRO sharding.
 
     Args:
-        size: bytes.
+        size: its bytes on a rank.
         axes: axes over which its gradient is reduced once a step.
-        over: axes over which ZeRO-3 shards it, flattened; empty if it stays unsharded.
+        trained: True if it gets a gradient.
+        over: axes over which ZeRO-3 shards it, as one flattened axis; empty if it stays unsharded.
         read: bytes in the compute dtype per byte stored (mixed precision).
         summed: bytes of the reduced gradient per byte stored (mixed precision).
-        cast_again: True if backward casts it too.
+        cast_again: True if the backward casts it too.
         itemsize: bytes of an element, if a data-parallel method replaces the all-reduce.
         rows: size of the first dim of a matrix, if a data-parallel method replaces the all-reduce.
         contiguous: True if the unsharded parameter is its ZeRO shards concatenated.
@@ -40,39 +41,46 @@ class Parameter:
 
     @property
     def cut(self) -> bool:
-        """True if ZeRO-3 shards it."""
+        """True if ZeRO-3 shards the parameter."""
         return bool(self.over)
 
     @property
     def casts(self) -> int:
-        """Number of casts of it, or of its gradient, per microbatch."""
+        """Number of casts of the parameter and of its gradient per microbatch."""
         return (1 + self.trained + self.cast_again) * (self.read != 1)
 
     def cast(self, ranks: int) -> Work:
-        """Return the work of one cast of it, or of its gradient, sharded over `ranks` ranks."""
+        """Return the memory traffic of one cast of the parameter or of its gradient.
+
+        Args:
+            ranks: number of ranks over which ZeRO shards the parameter.
+        """
         return Work("other", self.size * ((1 + self.read) / ranks))
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorRow:
-    """One operator of a microbatch. Sizes are bytes unless noted.
+    """Work and memory of one operator for one microbatch, in a cost table. Sizes are bytes unless noted.
 
     Args:
-        works: its work by part of a step, with the names of `count.operator_counts.OperatorWork`.
+        works: {part of a step: kernels and collectives}, with the parts that are fields of
+            `count.operator_counts.OperatorWork`.
         kept: tensors saved from its forward to its backward.
-        in_forward, in_backward: memory while either runs, beyond the tensors that this operator and earlier ones
-            save. In-flight weights and weight gradients are excluded. A term may be negative.
+        in_forward, in_backward: memory while its forward or backward runs, beyond the tensors that this operator and
+            earlier ones save. Weights that are being gathered and weight gradients are excluded. A term may be
+            negative.
         after_backward: memory after its backward, beyond the tensors that earlier operators save.
         delayed: gradients that a split backward keeps from its input part to its weight part.
-        crossing: bytes that a stage boundary before it sends; None if no stage may begin here.
+        crossing: values that a stage boundary before the operator sends; None if no stage may begin at the operator.
         load: FLOPs by which stages are balanced.
-        parameters: parameters that it reads.
-        reads_also: parameters that it reads through a view, or that another row gathers.
-        recomputed: buffers that are recomputed before its backward, if it is the last operator of a region; else None.
+        parameters: names of the parameters that it reads.
+        reads_also: names of the parameters that it reads through a view, or that another row gathers.
+        recomputed: buffers that are recomputed before its backward, if it is the last operator of a region; else
+            None.
         alike: the part of `crossing` that may be sent as shards (`send_costs.BoundaryBytes`).
-        inputs: values that it reads and that depend on the call's inputs alone (`Table.prologue`).
+        inputs: names of values that it reads and that depend on the call's inputs alone (`Table.prologue`).
         unkept: the part of `crossing` that no earlier operator saves, and no earlier stage receives.
-        kept_later: the part of `crossing` that a later operator saves first.
+        kept_later: the part of `crossing` that a later operator is the first to save.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -93,12 +101,12 @@ class OperatorRow:
 
     @property
     def temporary(self) -> Size:
-        """The larger of its memory in forward and in backward."""
+        """The larger of the operator's memory in forward and in backward."""
         return max(self.in_forward, self.in_backward, key=lambda size: size.value)
 
 
 class RowBytes(NamedTuple):
-    """Arrays of bytes of operators, with the names of the fields of `OperatorRow`."""
+    """Arrays of bytes of operators. Each array lists the field of `OperatorRow` that has its name."""
 
     kept: np.ndarray
     in_forward: np.ndarray
@@ -108,17 +116,17 @@ class RowBytes(NamedTuple):
     recomputed: np.ndarray
 
     def of(self, positions: np.ndarray) -> RowBytes:
-        """Return the bytes of the operators whose rows are at these positions."""
+        """Return the arrays for selected operators. `positions` has the index of each operator's row."""
         return RowBytes(*(sizes[positions] for sizes in self))
 
 
 class ShardedBytes(NamedTuple):
-    """Parameters that ZeRO shards over the same axes.
+    """Total bytes of the parameters that ZeRO shards over the same axes.
 
     Args:
-        size: their bytes, unsharded.
+        size: bytes of the unsharded parameters.
         number: number of parameters.
-        cast: bytes that casts of them and of their gradients move in a microbatch, if unsharded.
+        cast: bytes that casts of the unsharded parameters and gradients move in a microbatch.
     """
 
     size: Size
@@ -131,21 +139,21 @@ class Totals:
     """Work of one microbatch of the full model on the ranks of one pipeline, and memory in bytes.
 
     Args:
-        works: {(part of a step, work): count}.
+        works: {(part of a step, kernel or collective): number of runs}.
         stored: parameters.
         trained: the parameters that get a gradient.
         cut: {flattened axes: the parameters that ZeRO shards over them}.
         gathers: True if `works` includes ZeRO's collectives.
-        cast: traffic of casts of the other parameters and their gradients in a microbatch.
+        cast: traffic in a microbatch of casts of the parameters that ZeRO does not shard, and of their gradients.
         read, summed: as in `Parameter`, averaged over all parameters.
         kept: activations saved by all operators.
-        temporary: peak workspace beyond them.
+        temporary: peak workspace in addition to the saved activations.
         sent: values sent between two stages.
         buffers: buffers of the model.
-        summed_over: {axis: bytes of the parameters whose gradients are reduced over it, by the axes ZeRO shards
-            them over}.
-        hidden: share of gradients outside the bucket that completes last.
-        at: the reference sizes.
+        summed_over: {axis: {axes of ZeRO's shards: bytes of the parameters whose gradients are reduced over the
+            axis}}.
+        hidden: share of gradients that are not in the bucket that completes last.
+        at: the reference sizes, at which the table was counted.
     """
 
     works: Mapping[tuple[str, Work], int]
@@ -166,23 +174,35 @@ class Totals:
 
 
 def named_in(name: str, path: str, number: int) -> str:
-    """Return the unique name of a parameter that a block of the model reads."""
+    """Return the name in the full model of a parameter that one of its blocks reads.
+
+    In the table, equal blocks share the names of one block. The result has the list and the index of the block as a
+    prefix.
+
+    Args:
+        name: name of the parameter in the table.
+        path: module path of the list that the block is in; empty outside of blocks.
+        number: index of the block.
+    """
     return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
 
 
 def cast_bytes(parameters: Iterable[Parameter]) -> Size:
-    """Return the bytes moved by casts of parameters and of their gradients, per microbatch."""
+    """Return the bytes that casts of parameters and of their gradients move per microbatch."""
     return Size.sum(p.size * ((1 + p.read) * p.casts) for p in parameters)
 
 
 def mean_share(weighted: Iterable[tuple[float, float]]) -> float:
-    """Return the mean of shares, weighted by bytes, from pairs (bytes, share)."""
+    """Return the mean of shares, weighted by bytes. `weighted` has pairs (bytes, share)."""
     weights, shares = zip(*weighted, strict=True)
     return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
-    """Return `Totals.summed_over` of the parameters that get a gradient."""
+    """Return {axis: {axes of ZeRO's shards: bytes}} of the parameters whose gradients are reduced over it.
+
+    This is `Totals.summed_over`. `trained` has the parameters that get a gradient.
+    """
     sizes_by_axis: dict[str, dict[tuple[str, ...], Size]] = {}
     for parameter in trained:
         for axis in parameter.axes:

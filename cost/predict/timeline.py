@@ -1,8 +1,8 @@
-"""Timeline of a training step: the actions of a pipeline schedule, on given durations.
+"""Timeline of a training step: start and end of each action of a pipeline schedule.
 
-Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same work at the same time. One rank therefore
-represents each coordinate of `pp`. Nothing is random, and no time is rounded to slots: an action starts when
-its rank is free and its input has arrived.
+Ranks that differ on `dp`, `tp`, `cp` or `ep` alone do the same work at the same time. One rank therefore represents
+each coordinate of `pp`. Nothing is random, and no time is rounded to slots: an action starts when its rank is free
+and its input has arrived.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from autopart.ir.run.schedules import DELAYED, MULTI_STAGE, check_schedule
 class Durations:
     """Durations of the parts of a training step, in seconds.
 
-    Sends and per-rank durations that are left out are zero.
+    Sends and durations per rank are zero if they are left out.
 
     Args:
         forward_s: forward of one microbatch, per stage.
         backward_s: complete backward of one microbatch, per stage.
         input_backward_s, weight_backward_s: the two parts of a split backward, per stage. Together they may take
             longer than the complete backward. Schedules that do not split the backward do not need them.
-        send_forward_s, send_backward_s: send of one microbatch's activations, and of their gradient, per boundary i
-            between stages i and i + 1. Stages on the same rank send nothing.
+        send_forward_s, send_backward_s: entry i is the send of one microbatch's activations, or of their gradient,
+            between stages i and i + 1. Stages on one rank send nothing to each other.
         grad_sum_s: gradient reduction once a step, per rank.
         grad_sum_hidden: share of the reduction, 0 to 1, that may overlap with the backward of the last microbatch.
         optimizer_s: optimizer update once a step, per rank.
@@ -51,7 +51,7 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """An action and its start and end, in seconds from the start of the step.
+    """An action of a rank with its start and end, in seconds from the start of the step.
 
     `kind` is that of `autopart.ir.run.schedule_actions.Action`.
     """
@@ -67,13 +67,14 @@ class Span(NamedTuple):
 class Timeline:
     """Actions of every rank (one per `pp` coordinate) over one training step. Times are in seconds.
 
-    If steps overlap ("1f1b_2bw"), this is one of many steps.
+    In a schedule whose steps overlap ("1f1b_2bw"), this is one step among many.
 
     Args:
         spans: each rank's actions in order.
-        grad_sums, optimizers: (start, end) of each rank's work once a step. An overlapped gradient reduction begins
-            while the rank's last backwards still run.
-        begun: microbatches of which each rank has run the forward in the step before, if steps overlap.
+        grad_sums, optimizers: (start, end) of each rank's gradient reduction and optimizer update. An overlapped
+            reduction begins while the rank's last backwards still run.
+        begun: for each rank, the number of this step's microbatches whose forward ran in the step before, if steps
+            overlap.
         period_s: seconds from one step to the next, if steps overlap.
     """
 
@@ -89,34 +90,34 @@ class Timeline:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds until the last rank has finished its optimizer, or from step to step if steps overlap."""
+        """Seconds until the last rank has updated its parameters. If steps overlap, seconds between two steps."""
         return self._end_s if self.period_s is None else self.period_s
 
     @property
     def pipeline_time_s(self) -> float:
-        """Seconds until the last action ends, without the work once a step."""
+        """Seconds until the last action ends, without gradient reduction and optimizer update."""
         ends_s = max(spans[-1].end_s for spans in self.spans)
         return ends_s if self.period_s is None else self.period_s - (self._end_s - ends_s)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds that each rank computes in its actions."""
+        """For each rank, the seconds in which it runs actions."""
         return tuple(math.fsum(span.end_s - span.start_s for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over busy time of all ranks until the last action ends. A rank that waits for a value is idle.
+        """Idle time of all ranks divided by their busy time, until the last action ends.
 
-        For equal stages this is t_pb / t_id of PTD-P (Narayanan et al. 2021, arXiv 2104.04473, section 2.2),
-        (p-1)/m for GPipe and 1F1B, and may exceed 1. Papers on zero-bubble schedules divide by the total time
-        instead.
+        A rank that waits for a value is idle. For equal stages this is t_pb / t_id of PTD-P (Narayanan et al. 2021,
+        arXiv 2104.04473, section 2.2): (p-1)/m for GPipe and 1F1B. It may exceed 1. Papers on zero-bubble schedules
+        divide by the total time instead.
         """
         busy = math.fsum(self.busy_s)
         return (len(self.spans) * self.pipeline_time_s - busy) / busy if busy else 0.0
 
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
-        """Per rank {stage: microbatches saved for backward} when the rank saves the most over all its stages."""
+        """For each rank, {stage: microbatches saved for backward} at the time of their largest total."""
         orders = [
             (*[Action(spans[0].stage, "F", -1)] * begun,
              *(Action(span.stage, span.kind, span.microbatch) for span in spans))
@@ -127,14 +128,15 @@ class Timeline:
     def memory(
         self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()
     ) -> tuple[list[tuple[float, int]], ...]:
-        """Return each rank's saved bytes over time: [(seconds, bytes from then on)].
+        """Return, for each rank, the bytes saved for backward over time: [(seconds, bytes from then on)].
 
-        Of equal times the last entry holds.
+        If several entries have equal seconds, the last one is valid.
 
         Args:
-            activation_bytes: saved bytes of one microbatch per stage, from the start of its forward to the end of
-                its backward.
-            delayed_bytes: bytes per stage of gradients that wait from the input backward to the weight backward.
+            activation_bytes: for each stage, the bytes that one microbatch saves from the start of its forward to the
+                end of its backward.
+            delayed_bytes: for each stage, the bytes of gradients that wait from the input backward to the weight
+                backward.
         """
         delayed = delayed_bytes or [0] * len(activation_bytes)
         curves = []
@@ -153,7 +155,7 @@ class Timeline:
         return tuple(curves)
 
     def peak_memory_bytes(self, activation_bytes: Sequence[int], delayed_bytes: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the peak of each rank's saved bytes. The arguments are those of `memory`."""
+        """Return, for each rank, the peak of the bytes saved for backward. Arguments are as in `memory`."""
         return tuple(max(size for _, size in curve) for curve in self.memory(activation_bytes, delayed_bytes))
 
 
@@ -166,22 +168,24 @@ def timeline(
     *,
     overlap_sends: bool | None = None,
 ) -> Timeline:
-    """Run a schedule's actions (`autopart.ir.run.schedule_actions.actions`) on these durations.
+    """Compute the timeline of a training step under a pipeline schedule with these durations.
 
-    The model follows torch 2.13 (`schedules.py`):
+    The actions are those of `autopart.ir.run.schedule_actions.actions`. Sends and receives follow torch 2.13
+    (`schedules.py`):
 
-    - Schedules with several stages per rank post receives ahead of time. They wait for each receive before the
-      action that uses it.
-      They wait for sends at the end of the step, so sends overlap with compute.
-    - GPipe and 1F1B post a receive at its action and wait for it. Nothing is sent before both sides are ready, and the
-      receiving rank is idle. GPipe waits for its sends after the last forward and the last backward.
-    - 1F1B waits for a send before the next one and, in its steady state, together with the next receive from the same
-      neighbour. Both end at the same moment if a gradient takes as long as its activation. A difference is not
-      modelled.
-    - If sends overlap, each direction between two ranks carries one value at a time. Receives count as posted in time.
-    - A fused pair of actions (DualPipeV) sends after both.
-    - PipeDream-2BW receives like 1F1B. Its timeline is one step among many, in which each rank goes on as soon as
-      it has updated its weights.
+    - Schedules with several stages per rank post receives ahead of time. They wait for each receive before the action
+      that uses it. They wait for sends at the end of the step, so sends overlap with compute.
+    - GPipe and 1F1B post a receive right before the action that uses it, and wait for it. Nothing is sent before both
+      ranks are ready, and the receiving rank is idle. GPipe waits for its sends after the last forward and the last
+      backward.
+    - 1F1B waits for a send before the next one. In its steady state, it waits for a send together with the next
+      receive from the same neighbour. Both end at the same moment if a gradient takes as long as its activation. A
+      difference is not modelled.
+    - If sends overlap, each direction between two ranks carries one value at a time. Receives count as posted in
+      time.
+    - DualPipeV runs pairs of actions as one. Each pair sends its results after both.
+    - PipeDream-2BW receives like 1F1B. Its timeline is one step among many, in which each rank goes on as soon as it
+      has updated its weights.
 
     Args:
         schedule: its name (`autopart.ir.run.schedules.SCHEDULES`), or None for one stage without a pipeline.
@@ -206,9 +210,14 @@ def timeline(
 
 
 def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap_sends: bool) -> Timeline:
-    """Run any order of actions, `orders[rank]` for each rank. See `timeline` for durations and overlap.
+    """Compute the timeline of a training step in which each rank runs a given list of actions.
 
-    Raises StageError if the order deadlocks.
+    Args:
+        orders: for each rank, its actions in order.
+        durations: seconds of the actions.
+        overlap_sends: True if sends overlap with compute.
+
+    Raises StageError if ranks wait for each other forever. Raises OptionError for invalid durations.
 
     >>> ahead = [Action(0, "F", 0), Action(0, "B", 0)]
     >>> execute([ahead], Durations(forward_s=[1], backward_s=[2]), overlap_sends=True).spans[0][1]
@@ -219,7 +228,7 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
 
 
 def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
-    """Add each rank's gradient reduction and optimizer after its actions."""
+    """Return the timeline of actions, followed by each rank's gradient reduction and optimizer update."""
     grad_sums, optimizers = [], []
     for rank, done in enumerate(spans):
         last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
@@ -231,19 +240,23 @@ def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Tim
 
 
 def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
-    """Return the seconds of a rank's gradient reduction that overlap with its last backwards."""
+    """Return the seconds of a rank's gradient reduction that overlap with its last backwards.
+
+    Args:
+        last_s: seconds of these backwards.
+    """
     return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], last_s)
 
 
 _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
-"""Consecutive batches: those that fill the pipeline, those over which the period is measured (unequal stages and sends
-may alternate in waiting), and those that drain it."""
+"""Numbers of consecutive batches that fill the pipeline, over which the time from batch to batch is averaged, and that
+drain the pipeline. The time is averaged because waiting for unequal stages and sends may differ between batches."""
 
 
 def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
-    """Return one step of a schedule without flush: 1F1B over the microbatches of many batches.
+    """Return one step of a schedule without a flush: 1F1B over the microbatches of many batches.
 
-    After the last backward of each batch, every rank runs its work once a step ("U").
+    After the last backward of each batch, every rank reduces its gradients and updates its weights (action "U").
     """
     batches = _FILLING + _COUNTED + _EMPTYING
     orders = [tuple(_with_updates(order, microbatches)) for order in actions("1f1b", pp, pp, batches * microbatches)]
@@ -268,7 +281,7 @@ def _overlapping_steps(pp: int, microbatches: int, durations: Durations, overlap
 
 
 def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action]:
-    """Yield an order of several batches, with an update ("U") after each batch."""
+    """Yield the actions of several batches, with a weight update ("U") after each batch."""
     for action in order:
         yield action
         if action.kind == "B" and (action.microbatch + 1) % microbatches == 0:
@@ -276,7 +289,10 @@ def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action
 
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
-    """Fill in zeros for omitted durations. Raises OptionError if they do not fit the stages and ranks."""
+    """Return the durations, with zeros in place of omitted ones.
+
+    Raises OptionError if their number does not fit the stages and ranks, or if one is negative or not finite.
+    """
     every_action = [action for order in orders for action in order]
     splits, num_stages = (
         any(action.kind in "IW" for action in every_action),
@@ -296,25 +312,27 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has {len(listed)} durations", why=why)
         wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
         if wrong:
-            raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds, at least 0")
+            raise OptionError(f"{name} has a duration of {wrong[0]} s", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a share from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a share", hint="a number from 0 to 1")
     return replace(durations, **complete)
 
 
 _Result = tuple[int, str, int]
-"""The result of an action by stage, kind and microbatch. "B" also represents "I", which computes the same gradient."""
+"""The result of an action as (stage, kind, microbatch). The kind "B" also represents "I", whose result is the same
+gradient."""
 
 _PREREQUISITE = {"B": "F", "I": "F", "W": "B", "U": "B"}
-"""The action that must have run before on the same stage."""
+"""{kind of action: kind of the action that must run before it on its stage, with the same microbatch}."""
 
 
 class _EventSimulation:
-    """Event simulation: each rank runs its actions in order, as soon as its inputs have arrived.
+    """Event simulation of a step: a rank starts its next action when the action's inputs have arrived.
 
     Args:
-        once_s: seconds of each rank's "U", its work after a batch.
+        orders: for each rank, its actions in order.
+        once_s: for each rank, the seconds of "U", its gradient reduction and weight update after a batch.
     """
 
     def __init__(
@@ -343,7 +361,7 @@ class _EventSimulation:
         return tuple(map(tuple, self.spans))
 
     def _advance(self, rank: int) -> list[int]:
-        """Run the actions that a rank can run now. Return the ranks that waited for its sends."""
+        """Run all actions that a rank can run now, and return the ranks that waited for its results."""
         order, spans, unsent = self.orders[rank], self.spans[rank], self.unsent[rank]
         clock = spans[-1].end_s if spans else 0.0
         woken: list[int] = []
@@ -372,7 +390,7 @@ class _EventSimulation:
         return woken
 
     def _received(self, action: Action) -> _Result | None:
-        """Return the result of another stage that an action needs, or None."""
+        """Return the result of a neighbouring stage that an action needs, or None if it needs none."""
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
         comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
@@ -389,12 +407,15 @@ class _EventSimulation:
         return received if received is not None and received not in self.sent else None
 
     def _tied_backwards(self, action: Action) -> list[_Result]:
-        """Return the backwards on other ranks that must end before tied gradients can be reduced."""
+        """Return the backwards on other ranks that must end before gradients of tied parameters are reduced."""
         others = {rank for group in self.durations.tied if action.stage in group for rank in group}
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
 
     def _wake_tied(self, result: _Result) -> list[int]:
-        """Return the ranks that waited for this backward alone to reduce tied gradients."""
+        """Return the ranks that waited only for this backward to reduce gradients of tied parameters.
+
+        They no longer count as waiting.
+        """
         waited = [rank for rank, missing in self.waiting.items() if missing == result
                   and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
         for rank in waited:
@@ -427,7 +448,7 @@ class _EventSimulation:
         return [receiver]
 
     def _deadlock_error(self) -> StageError:
-        """Return the error that lists what each blocked rank waits for."""
+        """Return the error of a deadlock, which lists the result that each rank waits for."""
         stands = []
         for rank, (stage, kind, microbatch) in sorted(self.waiting.items()):
             action = self.orders[rank][len(self.spans[rank])]

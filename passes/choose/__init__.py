@@ -1,1 +1,1 @@
-"""Choices of a plan: layouts, batch sharding, storage, stages, recomputation; cost of alternatives."""
+"""Choice of a plan: layouts, batch sharding, parameter storage, stages, recomputation; its reasons."""

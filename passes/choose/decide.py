@@ -1,4 +1,4 @@
-"""Decisions of a plan: propagate the batch, solve layouts axis by axis, choose stage boundaries."""
+"""Decisions of a plan: shard the batch, solve layouts axis by axis, choose stage boundaries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopart.passes.pass_pipeline import driven
 
 
 class SolvedDecisions(NamedTuple):
-    """The decisions, and the solved problem and its solution by axis."""
+    """The decisions of a plan, and for each axis the problem that was solved and its solution."""
 
     decisions: Decisions
     solved: Mapping[str, tuple[ShardingProblem, Sharding]]
@@ -37,7 +37,7 @@ class SolvedDecisions(NamedTuple):
 
 @driven(notes=decision_notes)
 def decide(problem: Problem) -> SolvedDecisions:
-    """Choose layouts and stage boundaries, subject to the user's pins.
+    """Choose layouts and stage boundaries that follow the user's pins.
 
     Raises LayoutError if no operator of the model depends on a parameter.
     """
@@ -46,7 +46,7 @@ def decide(problem: Problem) -> SolvedDecisions:
         raise LayoutError(
             "the model has nothing to partition",
             why="none of its operators depends on a parameter",
-            hint="run it as it is",
+            hint="run it without parallelize",
         )
     rows = batch_strategies(trace, mesh, microbatches)
     solved: dict[str, tuple[ShardingProblem, Sharding]] = {}
@@ -81,7 +81,7 @@ def _solve(
     stored: Mapping[str, Layout],
     pinned: AxisConstraints,
 ) -> tuple[ShardingProblem, Sharding]:
-    """Return the cheapest sharding over one axis, with the axes in `solved` fixed."""
+    """Return the cheapest sharding over one axis, and its problem. Axes in `solved` keep their solutions."""
     mesh, rows = problem.mesh, problem.mesh.data_parallel_size * problem.microbatches
     storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
     summed = reduce_bytes_ratio(problem.trace)
@@ -95,9 +95,9 @@ def _solve(
 
 @driven(notes=decision_notes)
 def choose_stages_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """Keep the layouts of `decisions`, and choose stages and microbatches for another problem.
+    """Return the layouts of `decisions`, with stages and microbatches chosen for another problem.
 
-    Nothing is solved again.
+    No layout problem is solved.
     """
     rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
     return replace(
@@ -117,10 +117,11 @@ def _cuts(problem: Problem) -> tuple[int, ...]:
 
 
 def stages_from_boundaries(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
-    """Map every active operator to its stage.
+    """Map every active operator (one that depends on parameters) to its stage.
 
     Args:
-        cuts: index of each stage's first operator, counted over the model with all its repeated blocks.
+        cuts: index of each stage's first operator, except the first stage's. Indices count the operators of the full
+            model, with all repeated blocks.
     """
     nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
     for at, index in enumerate(full_model_indices(nodes, trace.folds)):
@@ -129,7 +130,10 @@ def stages_from_boundaries(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node,
 
 
 def boundary_operators(problem: Problem) -> list[str]:
-    """Return the keys of the operators on both sides of each stage boundary, in the model with all blocks."""
+    """Return the keys of the last operator before and the first after each stage boundary.
+
+    Keys are those of the full model, with all repeated blocks.
+    """
     folds = problem.trace.folds
     keys = (facts(node)["key"] for node in active_operators(problem.graph))
     names = [*expand_blocks(folds, [*keys], str, partial(later, folds))]

@@ -1,7 +1,7 @@
 """Conversion between decisions and plan entries: `encode` writes a plan, `decode` reads it.
 
-`decode(encode(decisions)) == decisions`, so a plan from a file runs the identical program without choosing anything.
-Other calls of the same model follow the same plan: `decode` fits it to their shapes.
+`decode(encode(decisions)) == decisions`, so a plan from a file gives the identical program without solving anything. A
+plan also applies to calls with other shapes of the same model: `decode` fits it to their shapes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from autopart.plans.plan import Plan
 T = TypeVar("T")
 
 OnAxes = Mapping[str, str]
-"""{axis: strategy} of an operator, as text in a plan."""
+"""{axis: strategy of an operator, as a plan writes it}"""
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
     """Return the `(axis, placement)` pairs of a parameter.
 
-    Batch axes and storing axes on which the parameter is replicated are left out: replicated is their default.
+    Replicated placements on batch axes and on storing axes are left out: they are the default.
     """
     features = decisions.mesh.chosen
     joined = (axis for axis in decisions.stored.get(name, {}) if decisions.mesh.stores(axis))
@@ -143,7 +143,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
     """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace.
 
-    A plan for a mesh without a context axis does not fix the order.
+    If the mesh has no context axis, the order of the trace stays.
     """
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
@@ -155,14 +155,16 @@ def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
     """Return the decisions that a plan holds for this trace.
 
-    The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). Then its
-    entries are followed as far as they fit. The solver chooses operators that the plan does not list, around the listed
-    operators and the stored weights. The batch is sharded as its size allows.
+    The plan may come from another call or mode of the model (other shapes, without the loss, with dropout). Its entries
+    are then followed as far as they fit this trace. For operators that the plan does not list, the solver chooses
+    strategies that fit the listed operators and the stored weights. The batch is sharded over `dp` if its size
+    divides.
 
     Args:
-        decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace, so that nothing is chosen twice.
+        decided: `{operator: {axis: strategy}}` from `decided_by` of an earlier trace. These strategies are not chosen
+            again.
 
-    Raises PlanError with the line that does not fit, and why.
+    Raises PlanError with the line of the plan that does not fit, and why.
     """
     _check_rules(plan)
     _follow_positions(trace, plan, mesh)
@@ -214,7 +216,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
-    """Return True if the plan was made for this very trace: equal mode, autocast, inputs and shapes."""
+    """Return True if the plan comes from a trace with these inputs, shapes, mode and autocast."""
     shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
     planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
     same = plan.model.get("mode") == trace.mode and plan.autocast == trace.autocast
@@ -222,7 +224,7 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
-    """Return `{operator: {axis: strategy}}` in graph order, for `decode` in other traces of the model."""
+    """Return `{operator: {axis: strategy}}` in graph order, for `decode` with other traces of the model."""
     nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
@@ -240,10 +242,10 @@ def _check_rules(plan: Plan) -> None:
 
 
 def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mapping[str, Layout]) -> dict[str, Placement]:
-    """Return the plan's placement of every parameter on an axis.
+    """Return {parameter: its placement on `axis`} from the plan.
 
     Args:
-        others: layouts of the parameters on the axes that were read before.
+        others: layouts of the parameters on the axes that are decoded already.
     """
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
@@ -275,15 +277,18 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 def _check_cut_again(
     plan: Plan, beside: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
-    """Raise PlanError if two axes shard one dim of a parameter that is not a divisible expert stack."""
+    """Raise PlanError if several axes shard one dim of a parameter, unless it is the dim of experts.
+
+    Several axes may shard experts if there are enough experts.
+    """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
         if place.is_shard and others and not beside.can_shard_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
                 f"the plan stores '{name}' as {place} on {beside.axis}",
-                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are sharded over several axes, "
-                "where there are enough",
+                why=f"{' and '.join(others)} shards dim {place.dim} already; only experts are sharded over several "
+                "axes, if there are enough",
                 where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
 
@@ -292,10 +297,10 @@ def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: AxisConstraints,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return strategies on an axis: those of the plan where they fit this trace, solved ones elsewhere.
+    """Return strategies on an axis: the plan's if they fit this trace, else solved ones.
 
     Args:
-        beside: what the axes that were read before leave.
+        beside: constraints by the axes that are decoded already.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
@@ -320,7 +325,10 @@ def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
-    """Return the strategies on an axis from a plan of this very trace. Raise PlanError for an illegal one."""
+    """Return the strategies on an axis, for the very trace that the plan comes from.
+
+    Raises PlanError for a strategy that the operator's rule does not allow, or an unknown operator.
+    """
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
@@ -343,7 +351,10 @@ def _read_strategies(
 
 
 def _is_cast(name: str) -> bool:
-    """Return True for a cast. The dtype of a run adds or removes casts, so a plan may name absent ones."""
+    """Return True if an operator name is that of a cast.
+
+    The dtype of a run adds or removes casts, so a plan may name casts that the trace lacks.
+    """
     return name.rpartition("/")[2].partition("#")[0] in (CAST, "to", "_to_copy")
 
 
@@ -368,9 +379,9 @@ def _follow_weights(
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
-    """Replace a strategy that does not fit the stored weights, whose layout may be edited in the plan.
+    """Return the strategy if it fits the stored weights, else the most similar option that does.
 
-    The replacement is the legal strategy with the fewest changed placements.
+    A user may have edited the weights' layouts in the plan. The most similar option has the fewest changed placements.
     """
     if _fits_weights(node, strategy, stored, chosen):
         return strategy
@@ -396,9 +407,9 @@ def _fits_weights(
 
 
 def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
-    """Return True if the strategy shards a weight differently from its storage.
+    """Return True if the strategy shards a weight differently than the weight is stored.
 
-    Then the name in the plan belonged to another operator.
+    The plan's entry of this name then belongs to another operator.
     """
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if facts(s)["role"] == PARAMETER]  # fmt: skip
@@ -415,12 +426,12 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 
 
 def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
-    """Return the index of each stage's first operator among the active operators.
+    """Return the index of each stage's first operator among the active operators, from stage 1 on.
 
     Args:
         same_trace: the plan was made for this very trace.
-        order: operator keys of an earlier trace. If a stage's first operator is missing here, the next one in this
-            order that exists begins the stage.
+        order: operator keys of an earlier trace. If a stage's first operator is missing in this trace, the stage begins
+            at the next operator of `order` that exists.
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
@@ -446,7 +457,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
         if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(
                 f"the plan cuts before '{cut}'",
-                why="a stage would be empty: cuts follow the order of the operators",
+                why="a stage would be empty: cuts must be in the order of the operators",
                 where=where,
             )
         cuts.append(at)

@@ -24,7 +24,7 @@ from autopart.plans.pins import Pins
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An annotated trace, the options of its plan, and cached facts derived from them."""
+    """An annotated trace, the options of its plan, and cached properties computed from them."""
 
     trace: Trace
     mesh: Mesh
@@ -54,10 +54,9 @@ class Problem:
 
     @cached_property
     def pinned(self) -> Mapping[str, AxisConstraints]:
-        """Map each solved axis to its layout pins, in solving order.
+        """Map each axis that is solved to its layout pins, in the order of solving.
 
-        Without a solved axis the pins are still checked. Raises LayoutError or OptionError for a pin that no plan can
-        follow.
+        Pins are checked even if no axis is solved. Raises LayoutError or OptionError for a pin that no plan can follow.
         """
         axes = self.mesh.solving_order
         by_axis = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
@@ -73,7 +72,7 @@ class Problem:
 
     @cached_property
     def storage(self) -> Storage:
-        """The storage policy of parameters over the axes that may store them sharded (ZeRO)."""
+        """The policy for storing parameters sharded (ZeRO)."""
         return Storage(self.mesh, self.zero, data_axis_pins(self.trace, self.mesh, self.pins))
 
     def options(self) -> dict[str, Any]:

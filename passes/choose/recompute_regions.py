@@ -4,8 +4,8 @@
 `"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is a region, because it has
 large activations and little compute. The core begins with a product of two activations (queries and keys). It contains
 all following operators without a weight (scale, mask, softmax, dropout). It ends with the next product (times values).
-Fused attention saves none of these activations, so it has no region. This includes attention that is fused only in the
-stage graph.
+Fused attention saves none of the core's activations, so it has no region. The same holds for attention that is fused
+only in the stage graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.run.recompute_spec import Recompute, check_names, recompute_mode_of, recompute_modes_of
 
 Groups = Mapping[str, str]
-"""{key of an operator: the group of operators that is recomputed together}"""
+"""{key of an operator: name of the group of operators that is recomputed together}"""
 
 Region = list[fx.Node]
 
@@ -44,10 +44,9 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """Return a function that writes the fact `region` on the recomputed calls of a stage graph.
+    """Return a function that writes `region` (a number from 0) on the recomputed calls of a stage graph.
 
-    Regions are numbered from 0 in every stage. A region can run as one call: it is convex and contiguous in the graph,
-    for which nodes are moved.
+    The function moves nodes so that each region is contiguous. A region can then run as one call.
     """
     full_blocks, core_of = _groups(traced, recompute)
 
@@ -61,7 +60,11 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
 
 
 def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
-    """Return the recomputed block of each operator ("" if none), and the recomputed cores."""
+    """Return the operators that are recomputed, as two dicts from operator key to region.
+
+    The first is for blocks in mode "full": {operator: its block, "" if it is not recomputed}. It is empty if no block
+    is recomputed. The second is for mode "selective": {operator in an attention core: the core}.
+    """
     words = recompute_modes_of(recompute)
     block_of = blocks(traced) if words != {"none"} else {}
     full_blocks = {
@@ -73,13 +76,13 @@ def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
 
 
 def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> None:
-    """Raise OptionError for a pattern that matches no repeated block."""
+    """Raise OptionError for a pattern in `recompute` that matches no repeated block."""
     if not isinstance(recompute, str):
         check_names(recompute, blocks(traced).values(), where)
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
-    """Explain why a plan with a recompute option recomputes nothing; empty otherwise."""
+    """Return notes on why a recompute option has no effect; empty if it has an effect."""
     words = recompute_modes_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
@@ -91,7 +94,7 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
-        why = "no product of two activations leads to another without a weight between"
+        why = "no product of two activations is followed by another one without a weight between them"
         if fused:
             why = f"attention is one operator ({fused[0]}), which saves nothing between its products"
         return (f"recompute='selective' changes nothing: {why}",)
@@ -102,7 +105,7 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
 
 
 def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None]) -> tuple[Recompute, tuple[str, ...]]:
-    """Return the recompute option that follows the model's own checkpoints, and notes for the user.
+    """Return the recompute option that is closest to the model's own checkpoints, and notes for the user.
 
     A repeated block is recomputed if the model checkpoints the block, a module around it, or all its submodules that
     have weights.
@@ -131,8 +134,8 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     if not_kept:
         which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
         notes.append(
-            f"the model's own {which}: not kept, its activations are saved (checkpoints of full repeated blocks "
-            "can be kept)"
+            f"the model's own {which}: not kept, the activations are saved (only checkpoints of whole repeated "
+            "blocks can be kept)"
         )
     return (
         "full" if len(recomputed_blocks) == len(weighted) else dict.fromkeys(recomputed_blocks, "full")
@@ -147,7 +150,7 @@ def _is_in(key: str, paths: Sequence[str]) -> bool:
 
 
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
-    """Return the maximal runs of a stage's calls that belong to one block."""
+    """Return a list of regions: the longest sequences of a stage's calls that belong to one block."""
     runs: list[Region] = []
     traced_calls: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
@@ -166,10 +169,11 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 
 def _block_dependent(run: Region, traced_calls: set[fx.Node]) -> Region:
-    """Return a run without the nodes that do not depend on the block: the region saves their outputs.
+    """Return a sequence of calls without the nodes that do not depend on the block.
 
-    A node that is larger than its inputs and used only in the region stays in it, for example a gathered weight. A
-    value that was received sharded is gathered once and saved in full.
+    Outputs of the removed nodes are inputs of the region, so they are saved. A node that is larger than its inputs and
+    used only in the region is not removed, such as a gathered weight. A value that another stage sent in shards is
+    gathered once, outside the region, and saved in full.
     """
     members = traced_calls.intersection(run)
     for node in run:
@@ -187,7 +191,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _key(node: fx.Node) -> str:
-    """Return the key of the traced operator that a lowered call belongs to; "" for a conversion."""
+    """Return the key of the traced operator that a call was generated for; "" for a conversion."""
     source, _ = source_of(node)
     return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")
 
@@ -221,7 +225,7 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
-    """Return parameters and the nodes computed from parameters alone, such as rows picked from one."""
+    """Return parameters, and nodes computed from parameters alone without a matrix product (views)."""
     weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
@@ -233,13 +237,13 @@ def _weights(traced: fx.Graph) -> set[fx.Node]:
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """Return the operands of a matrix product if none is a weight, else an empty list."""
+    """Return the operands of a matrix product of activations; empty for other operators."""
     read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
-    """Return the calls of each attention core in the stage, including inserted calls such as collectives."""
+    """Return the attention cores of a stage as lists of calls, including collectives that were inserted."""
     calls = _calls(graph)
     members: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(calls):
@@ -255,7 +259,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
-    """Return the nodes and every node of the span on a path between two of them."""
+    """Return `nodes`, and the nodes of `span` that are on a path between two of them, in graph order."""
     after, before = set(nodes), set(nodes)
     for node in span:
         if not after.isdisjoint(node.all_input_nodes):
@@ -267,7 +271,10 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
 
 
 def _contiguous_regions(graph: fx.Graph, regions: list[Region]) -> list[Region]:
-    """Reorder the graph so that each region is contiguous. Drop regions that depend on each other."""
+    """Reorder the graph so that each region is contiguous. Return the regions.
+
+    Regions that depend on each other cannot be contiguous, and are left out.
+    """
     if not regions:
         return []
     place = {node: number for number, node in enumerate(graph.nodes)}

@@ -1,1 +1,1 @@
-"""Facts of a traced graph, found before any choice: roles, factors of dims, sharding strategies."""
+"""Facts of a traced graph that plans are chosen from: roles, factors of dims, sharding strategies."""

@@ -1,11 +1,12 @@
-"""Analysis of every value of a traced graph, before any choice is made.
+"""Analysis of every value of a traced graph, before the plan is chosen.
 
 `annotate` writes the facts that `ir/facts.py` lists. Two of them in detail:
 
 - `role`: `INPUT`, a model input; `DATA`, computed only from inputs, buffers and constants; `PARAMETER`; `WEIGHT`,
-  computed only from parameters (a transposed weight); `ACTIVE`, everything else and inputs that need a gradient.
-- `atoms`: for every dim its factors, outermost first, each with its kind: `BATCH`, samples of the batch; `FEATURE`, a
-  dim of a weight, which tensor parallelism can shard; `DATA_DIM`, all others.
+  computed only from parameters (a transposed weight); `ACTIVE`, all other values, and inputs that need a gradient.
+- `atoms`: for every dim the indivisible factors of its size, outermost first (a dim of merged heads has the atoms
+  "heads" and "head size"). Each atom has a kind: `BATCH`, samples of the batch; `FEATURE`, a dim of a weight, which
+  tensor parallelism can shard; `DATA_DIM`, all others.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from autopart.passes.rules.operators.autograd_function_rules import backward_is_
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
-    """Yield the facts of a node for the graph dump: `active`, `grad`, `b k, n k -> b n`."""
+    """Yield the facts of a node that the graph dump prints, such as `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
     yield facts(node)["role"]
@@ -61,7 +62,10 @@ def facts_of(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: facts_of)
 def annotate(trace: Trace) -> None:
-    """Write `role`, `needs_grad`, `key`, `group`, `pattern`, `atoms` and `sections` on every node."""
+    """Write the facts that planning needs on every node: `role`, `needs_grad`, `pattern`, `atoms`, ...
+
+    `ir/facts.py` lists all facts.
+    """
     batch = batch_size(trace)
     for node in trace.graph.nodes:
         if node.op != "output":
@@ -98,7 +102,10 @@ def annotate(trace: Trace) -> None:
 
 
 def _leave_sizes_open(graph: fx.Graph) -> None:
-    """Let a view infer the number of selected elements: replace that size by -1."""
+    """Replace sizes of views that depend on how many elements a mask selects by -1.
+
+    The view then infers the size at run time.
+    """
     for node in graph.nodes:
         if takes_shape(facts(node).get("pattern")):
             counted = [bool(selections_in(atoms)) for atoms in facts(node)["atoms"]]
@@ -108,7 +115,10 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Mark values that a GPU model's code creates on the CPU, random numbers included. They stay there."""
+    """Mark values that the code of a GPU model creates on the CPU (`on_host`), including random numbers.
+
+    The program creates marked values on the CPU too.
+    """
     devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
     if "cuda" in devices.values():
         for node, kind in devices.items():
@@ -117,7 +127,7 @@ def _note_host(graph: fx.Graph) -> None:
 
 
 def _note_dispatched(graph: fx.Graph) -> None:
-    """Mark values computed from dispatched tokens, from the dispatch to the combine."""
+    """Mark values of dispatched tokens (`routed`), from the result of a MoE dispatch to the combine."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
         pattern = facts(node).get("pattern")
@@ -130,7 +140,7 @@ def _note_dispatched(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Share the cache of `strategies` between nodes that have equal strategies."""
+    """Give nodes that have equal strategies one cache for the results of `strategies`."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -139,7 +149,10 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return a number per call that is equal for calls with equal `strategies`: rule, inputs, output."""
+    """Return a number for each call; calls with equal rule, inputs and output get equal numbers.
+
+    Calls with equal numbers have equal `strategies`.
+    """
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}  # by id of a pattern or of atoms, which equivalent nodes share
     values: dict[fx.Node, int] = {}
@@ -166,7 +179,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Return a key of a call on dispatched tokens: its dispatched operands and the number of experts."""
+    """Return which operands of a call are dispatched tokens, and its number of experts, as a hashable key."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
@@ -177,10 +190,7 @@ def _shapes(node: fx.Node) -> tuple:
 
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
-    """Write `place`, the position in repeated blocks, on operators that depend on parameters.
-
-    The parameters that they read get one, too.
-    """
+    """Write `place` (a `BlockPosition`) on operators that depend on parameters, and on these parameters."""
     nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
@@ -220,9 +230,10 @@ def _role(node: fx.Node, trace: Trace) -> str:
 
 
 def _note_draws(graph: fx.Graph) -> None:
-    """Mark random operators and their users with `tied_to_mode`.
+    """Mark random operators, and operators that use their results, with `tied_to_mode`.
 
-    These get names of their own, so that all other operators have equal names in train and eval mode.
+    Such operators can differ between train and eval mode, so they are named separately (`random_...`). All other
+    operators then have equal names in both modes.
 
     Raises TraceError if the distribution of a random operator depends on values that the model computes.
     """
@@ -257,7 +268,7 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
 
 
 def _atoms(node: fx.Node, batch: int) -> tuple:
-    """Return the atoms of every dim of every output: one tuple per output for multi-output operators."""
+    """Return the atoms of every dim of a node's output; for several outputs, one tuple for each output."""
     if node.target is operator.getitem:
         return facts(node.args[0])["atoms"][node.args[1]] if facts(node.args[0])["atoms"] else ()
     if not all(hasattr(v, "shape") for v in tuple_values(node)):
@@ -291,16 +302,19 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _has_given_size(node: fx.Node) -> list[bool]:
-    """Return, for each dim of a view of selected elements, True if the view's arguments give its size."""
+    """Return, for each output dim of a view, True if the view's arguments fix its size.
+
+    The input of the view has a dim of elements selected by a mask.
+    """
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
     return [facts(node).get("counted") is False] * len(node.args[1])
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """Return the atoms of a dim without data-dependent ones.
+    """Replace atoms whose size depends on data by atoms of kind `DATA_DIM`.
 
-    If the written tensor (`before`) has data-dependent atoms, return its atoms.
+    `before`: atoms of this dim in the tensor that is written to. If they depend on data, they are returned instead.
     """
     if selections_in(before):
         return before
@@ -308,7 +322,10 @@ def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
 
 
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
-    """Write `atoms` on every node. Nodes with the same rule and equal inputs share one object."""
+    """Write `atoms` (indivisible factors of the dims) on every node.
+
+    Nodes with one rule and equal inputs get one Python object, so that later caches can use its id.
+    """
     known: dict[Hashable, tuple] = {}
     equal: dict[tuple, tuple] = {}
     for node in graph.nodes:
@@ -329,9 +346,9 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
 
 
 def _find_rows(graph: fx.Graph) -> bool:
-    """Find input-independent tensors (`zeros(8, 12)`) that are used as samples of the batch.
+    """Find tensors created without inputs (`zeros(8, 12)`) one of whose dims is used as the batch dim.
 
-    Adds their dims to `rows`. Returns True if there are new ones.
+    Adds these dims to the fact `rows` of the tensor. Returns True if a dim was added.
     """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
@@ -357,9 +374,9 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the factors of a call that run over samples, and its other data dims.
+    """Return the factors of a call that are the batch, and its input dims of kind `DATA_DIM`.
 
-    The latter (`DATA_DIM`) are returned as (input, dim, factor).
+    Each input dim is a tuple (index of the input, dim, factor).
     """
     rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
     data = [
@@ -380,7 +397,10 @@ def _new_atom(size: int, batch: int, kind: str) -> Atoms:
 
 
 def _resized(atoms: Atoms, size: int) -> Atoms:
-    """Return the atoms of a section of a concatenated dim: its outermost atom is smaller."""
+    """Return `atoms` if their product is `size`, else one atom of this size.
+
+    The product differs if a tensor is one of several that are concatenated along the dim.
+    """
     if math.prod(a.size for a in atoms) == size:
         return atoms
     counted = min(selections_in(atoms), default="")
@@ -403,7 +423,11 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 
 def _ask_for_sections(node: fx.Node) -> None:
-    """Store at a node's inputs the sections in which their dims must be sharded for this and later nodes."""
+    """Write on the inputs of a node how their dims must be split into sections before sharding.
+
+    A dim with sections (such as fused q, k and v) is sharded section by section. The node itself or later nodes require
+    the sections.
+    """
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return
@@ -422,7 +446,10 @@ def _ask_for_sections(node: fx.Node) -> None:
 
 
 def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
-    """Return the sections of a dim that holds the full concatenation; empty if it holds one section."""
+    """Return the sections of a concatenated dim: their sizes, or their number if all sizes are equal.
+
+    Empty if the dim has another size than the full concatenation, or only one section.
+    """
     sizes = pattern.joined[factor]
     if size != pattern.sizes[factor] or len(sizes) == 1:
         return set()
@@ -430,7 +457,11 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 
 
 def _offer_sections(node: fx.Node) -> None:
-    """Record the sections in which a concatenation has joined the dims of a value or of its inputs."""
+    """Record in `offered` the sizes of the tensors that a dim of this value was concatenated from.
+
+    A dim that was concatenated in an earlier node, and is unchanged since, counts too. The strategies can then shard
+    the dim section by section, one section per concatenated tensor.
+    """
     facts(node)["offered"] = {}
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None or not is_tensor(node):
@@ -448,6 +479,10 @@ def _offer_sections(node: fx.Node) -> None:
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:
-    """Return the sections for sharding an inner factor of a merged dim: one section per outer index."""
+    """Return section counts with which an inner factor of a merged dim can be sharded.
+
+    A merged dim `(heads size)` in 12 sections is sharded along `size` within each of 12 heads. Counts over 64 are left
+    out.
+    """
     counts = [math.prod(pattern.sizes[f] for f in dim[:k]) for k in range(1, len(dim))]
     return {(count,) for count in counts if 1 < count <= 64}

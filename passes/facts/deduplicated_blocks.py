@@ -1,4 +1,4 @@
-"""Checks that one block of a deduplicated trace can represent the others, and marks of its nodes."""
+"""Checks that one traced block can represent the repetitions that are left out of the trace."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from autopart.ir.graph import module_path, value
 from autopart.ir.trace import Trace
 
 _CHOOSE_ALONE = 2
-"""Blocks at either end that may choose their own layouts (`ShardingProblem.sharing_costs`)."""
+"""Number of blocks at the beginning, and at the end, of a model that may choose their own layouts
+(`ShardingProblem.sharing_costs`)."""
 
 
 def note_blocks(trace: Trace) -> None:
-    """Write `block` and `times` on nodes in a chain of equivalent blocks."""
+    """Write on nodes of repeated blocks which block they belong to, and how many blocks they represent.
+
+    `block` is (module path of the repeated blocks, block number). `times` is written only on the deduplicated block.
+    """
     for node in trace.graph.nodes if trace.folds else ():
         name = node.target if node.op == "get_attr" else module_path(node)
         for fold in trace.folds:
@@ -29,7 +33,7 @@ def note_blocks(trace: Trace) -> None:
 
 
 def check_blocks(trace: Trace) -> None:
-    """Raise NotDeduplicable if a deduplicated block differs from its neighbours in an annotated trace."""
+    """Raise NotDeduplicable if a deduplicated block differs from its neighbours in operators or facts."""
     for fold in trace.folds:
         blocks = beside(trace.graph, fold)
         if not blocks[1]:
@@ -44,7 +48,10 @@ def _signature(node: fx.Node) -> Any:
 
 
 def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
-    """Raise NotDeduplicable if a deduplicated block of a stage graph differs from its neighbours."""
+    """Raise NotDeduplicable if a deduplicated block of a stage graph cannot represent its repetitions.
+
+    It must equal the blocks before and after it in operators, shapes and recomputation, and be contiguous in the graph.
+    """
     held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
         if (fold.path, fold.number) not in held:
@@ -60,7 +67,7 @@ def check_written(graph: fx.Graph, folds: DeduplicatedBlocks) -> None:
 
 
 def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
-    """Return the calls of the block before the deduplicated one, of that block, and of the block after it.
+    """Return the calls of three blocks: the one before a deduplicated block, this block, the one after it.
 
     Raises NotDeduplicable if the blocks differ in size or are not contiguous.
     """
@@ -75,9 +82,9 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 
 
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return True if an operator has the same position in three consecutive copies of a repeated block.
+    """Return True if three operators are one operator of three consecutive blocks that share layouts.
 
-    The layouts of none of them are chosen separately.
+    The first and last blocks of a model may choose their own layouts, so they do not match.
     """
     places = [facts(node).get("place") for node in nodes]
     if all(place is None for place in places):

@@ -1,8 +1,8 @@
 """Repeated blocks in a sequence of operators, found by operator kinds and data flow, never by names.
 
-A block is a sequence of operators that is immediately repeated, with equal kinds. Every copy must use a value of the
-copy before it. So layers of a model form blocks, but its q, k and v projections do not. The inputs of the first copy
-and the users of the last are arbitrary.
+A block is a sequence of operators that is immediately followed by copies with equal operator kinds. Every copy must
+use a value of the copy before it. So layers of a model form blocks, but its q, k and v projections do not. The inputs
+of the first copy and the users of the last are arbitrary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class BlockPosition(NamedTuple):
     """Position of an operator or a parameter in a repeated block.
 
     Args:
-        like: key that is equal for equivalent operators of all copies of a block.
-        block: (index at which the copies begin, index of the copy); None outside repeated blocks.
+        like: key that is equal for corresponding operators in all copies of a block.
+        block: (index of the first operator of all copies, number of this copy); None outside repeated blocks.
         times: number of copies.
     """
 
@@ -27,7 +27,10 @@ class BlockPosition(NamedTuple):
     times: int = 1
 
     def end(self, number: int) -> int | None:
-        """Return the copy's number among the first `number` copies, or -1, -2, ... among the last; else None."""
+        """Return the number of this copy if it is among the first or last `number` copies, else None.
+
+        Last copies are counted from the end: -1, -2, ...
+        """
         if self.block is None:
             return None
         _, copy = self.block
@@ -52,14 +55,14 @@ def places(
 ) -> list[BlockPosition]:  # fmt: skip
     """Return the position of every operator in repeated blocks.
 
-    If a block has one product with a weight, two copies are treated as one block. They can then be sharded along output
-    and input in turn (column- and row-parallel).
+    If a block has one product with a weight, two blocks are merged to one. The two products can then be sharded along
+    output and input features in turn (column- and row-parallel).
 
     Args:
         kinds: kind of each operator.
-        reads: indices of the operators that each one reads.
+        reads: for each operator, the indices of the operators whose results it uses.
         products: indices of products with a weight.
-        times: number of operators that each represents; empty: one.
+        times: number of operators of the full model that each operator represents; empty: one each.
 
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
     [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
@@ -85,7 +88,7 @@ def places(
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the number of live values before every operator."""
+    """Return, for each operator, the number of values computed before it and used by it or later."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
     for producer, read in last.items():
@@ -97,7 +100,10 @@ def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
 def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _RepeatedRun | None:
-    """Return the repeated run with the most operators; of equally long ones, that with the smallest block."""
+    """Return the blocks and copies that cover the most operators; if equal, those with the smallest block.
+
+    `start`, `stop`: range of operators to search. Returns None if no block is repeated in it.
+    """
     candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):
         same = kinds[start + period : stop] == kinds[start : stop - period]
@@ -117,7 +123,7 @@ def _longest(
 
 
 def _is_chain(run: _RepeatedRun, reads: Sequence[Sequence[int]]) -> bool:
-    """Return True if every copy reads a value of the copy before it."""
+    """Return True if every copy uses a value of the copy before it."""
     return all(
         any(begin - run.period <= source < begin for i in range(begin, begin + run.period) for source in reads[i])
         for begin in range(run.start + run.period, run.stop, run.period)

@@ -1,4 +1,7 @@
-"""Count of labels by which a loss is divided. A step over several batches can replace it."""
+"""Number of labels that a mean loss is divided by, as an input that a training step can replace.
+
+A step that accumulates gradients over several batches divides by the number of labels in all batches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
 
 
 def with_label_count(program: Program, loss: fx.Node) -> Program:
-    """Return the program with the name of the input that divides its loss, or why there is none."""
+    """Return the program with its `label_count`: the stage input that divides the loss.
+
+    If there is no such input, `label_count` is a text with the reason.
+    """
     division = _division(loss)
     if division is None:
         return replace(program, label_count=_why_not(loss))
@@ -33,9 +39,9 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
 
 
 def _division(loss: fx.Node) -> fx.Node | None:
-    """Return the division of the sum over labels by their count, or None.
+    """Return the node that divides the sum of the loss over labels by their count.
 
-    The loss must equal it up to constant factors.
+    Between this node and the loss there may only be views, casts and constant factors. Otherwise returns None.
     """
     node = loss
     while True:
@@ -55,7 +61,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_count(node: fx.Node) -> bool:
-    """Return True for a sum over a value that depends only on inputs, such as a mask."""
+    """Return True if a value is a sum over a tensor that depends only on inputs, such as a label mask."""
     if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:

@@ -1,4 +1,7 @@
-"""Structure (causal, sliding window) of the attention masks in the traced call, for a plan's figures."""
+"""Structure (causal, sliding window) of attention masks, for the memory and FLOPs of a plan.
+
+It is found from the values that the masks have in the traced call.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from autopart.passes.pass_pipeline import driven
 from autopart.passes.rules import rule_of
 
 _LARGEST = 2**28
-"""Maximum number of elements of a value that is computed for a plan. Above it, the attended keys of a mask are derived
-symbolically, or the plan assumes that kernels read the mask."""
+"""Maximum number of elements of a mask that is evaluated. The attended keys of a larger mask are derived
+symbolically. If that fails too, the plan assumes that attention kernels read the mask."""
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
@@ -37,9 +40,10 @@ def band_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: band_notes)
 def find_bands(trace: Trace) -> None:
-    """Write `band` on attention masks that depend only on inputs, by their values in the traced call.
+    """Write `band` (a `MaskWindow`) on attention masks that are causal or a window in the traced call.
 
-    Sequences are sharded in zigzag order if one of the masks is causal.
+    Only masks that depend on inputs alone are analyzed. If one of them is causal, sequences are sharded in zigzag
+    order.
     """
     calls = {
         mask: node for node in trace.graph.nodes
@@ -64,7 +68,7 @@ def find_bands(trace: Trace) -> None:
 
 
 def set_zigzag(trace: Trace, zigzag: bool) -> None:
-    """Set whether sequences are sharded in zigzag order on all nodes."""
+    """Set on all nodes if sequences are sharded in zigzag order (True) or contiguously (False)."""
     for node in trace.graph.nodes:
         facts(node)["zigzag"] = zigzag
 
@@ -74,9 +78,10 @@ def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
-    """Return the value of a node in the traced call; equal samples appear once, unless `all_rows`.
+    """Return the tensor that a node has in the traced call.
 
-    Returns None if it depends on a tensor without values, is random, or is too large.
+    Of equal samples in the batch only the first is included, unless `all_rows`. Returns None if the node depends on a
+    tensor without values (on meta), is random, or is too large.
     """
     known, nodes = _available_values(trace), ancestors_of([node])
     if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
@@ -85,7 +90,10 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return the note on attention masks in the traced call: `2 causal, 1 with its mask as it is`."""
+    """Return a list with the plan's note on attention masks: `...: 2 causal, 1 with its mask as it is`.
+
+    Empty for a model without attention.
+    """
     kinds = Counter[str]()
     for node, weight in weighted(operators(trace.graph)):
         mask = mask_of(node) if rule_of(node).context else None
@@ -104,7 +112,7 @@ def _kind(band: MaskWindow | None, queries: int, keys: int) -> str:
 
 
 def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
-    """Return the inputs, buffers and constants that have values."""
+    """Map the input, buffer and constant nodes of a trace to their tensors. Tensors on meta are left out."""
     tensors = {**trace.buffers, **trace.constants}
     inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
     known = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
@@ -112,9 +120,9 @@ def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 
 
 class _CallValues:
-    """Values of a trace's nodes on the CPU, for the distinct samples of the batch.
+    """Evaluation of a trace's nodes on the CPU, for the traced inputs.
 
-    Of equal samples, only the first is used.
+    Of samples with equal inputs, only the first is evaluated, unless `all_rows`.
     """
 
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
@@ -125,7 +133,11 @@ class _CallValues:
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
-        """Return the value of a node; None if it needs too much memory, or its samples do not match others'."""
+        """Return the value of a node.
+
+        None if it or a value that it depends on is too large, or an operator cannot run on a batch without equal
+        samples.
+        """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
@@ -144,7 +156,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value whose only atom is the batch."""
+        """Return the dims of a value that are the batch dim, not merged with another dim."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
@@ -161,7 +173,7 @@ class _CallValues:
 
 
 def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the indices of distinct samples, compared by all these values."""
+    """Return the index of the first sample of each group of samples that are equal in all `values`."""
     together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
@@ -169,7 +181,7 @@ def _distinct_samples(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elements(output: Any) -> int:
-    """Return the number of elements of a tensor in memory, without broadcast ones."""
+    """Return the number of elements that a tensor stores: broadcast dims (stride 0) count as size 1."""
     if not isinstance(output, torch.Tensor):
         return 0
     return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

@@ -1,7 +1,8 @@
-"""Share of elements that a mask selects, for the figures of a plan. The true count is data-dependent.
+"""Assumed share of elements that a mask selects, for the memory and FLOPs of a plan.
 
-If the mask depends only on inputs, it is the share in the example call. If masks partition one value, such as tokens by
-expert, each selects an equal share. All other masks count as selecting everything.
+The true number depends on the data. If the mask depends only on inputs, the share is that of the example call. If
+several masks partition one value, such as tokens by expert, each selects an equal share. For all other masks, all
+elements are assumed to be selected.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from autopart.passes.rules import rule_of
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
-    """Yield the shares of a node for the graph dump."""
+    """Yield, for each dim of selected elements, the assumed share, as the graph dump prints it."""
     for dim, share in facts(node).get("shares", {}).items():
         yield f"dim {dim} {share * 100:.3g} %"
 
 
 @driven(notes=lambda _: share_notes)
 def share_selections(trace: Trace) -> None:
-    """Write `shares` on values of selected elements, and scale their FLOPs by these shares."""
+    """Write `shares` ({dim: assumed share}) on values of selected elements, and scale FLOPs accordingly."""
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
@@ -75,13 +76,13 @@ def selection_notes(trace: Trace) -> list[str]:
 
 
 def _share(node: fx.Node) -> float:
-    """Return the share of a product's FLOPs on selected elements."""
+    """Return the share of a product's FLOPs that is spent if its operands have the assumed sizes."""
     values = [node, *node.all_input_nodes]
     return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)
 
 
 def _in_call(trace: Trace, mask: fx.Node) -> float | None:
-    """Return the share of a mask that is true in the traced call; None if it depends on parameters."""
+    """Return the share of True elements of a mask in the traced call; None if it depends on parameters."""
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
     values = values_in_call(trace, mask, all_rows=True)
@@ -91,7 +92,7 @@ def _in_call(trace: Trace, mask: fx.Node) -> float | None:
 def _partition_key(mask: fx.Node) -> Hashable:
     """Return a key that is equal for masks that partition one value.
 
-    These are its slices along a dim, or comparisons with different numbers.
+    Slices of one tensor partition it. So do comparisons of one tensor with different numbers (`expert == 0`).
     """
     node = mask
     while node.op == "call_function":

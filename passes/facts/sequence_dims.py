@@ -1,9 +1,9 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
-A dim descends from the named dims through the factors that operators share; views merge and split factors. If an
-operator creates a new output dim (a convolution over the sequence), it descends from the input dim at the same index.
-A value that depends on no input (position ids, a table of them) has a sequence dim if an operator combines it with a
-value that has one.
+An output dim is a sequence dim if the operator's rule gives it a factor of an input's sequence dim. Views merge and
+split factors. If an operator creates a new output dim (a convolution over the sequence), the input dim at this index
+decides. A value that depends on no input (position ids, a table of them) has a sequence dim if an operator combines it
+with a value that has one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from autopart.ir.trace import Trace
 from autopart.passes.facts.strategies import all_factor_atoms, strategies_on_axis
 
 SEQUENCE = "sequence"
-"""The kind of an atom that counts tokens of a named sequence. All other atoms are `DATA_DIM`."""
+"""Kind of the atoms that count tokens of a sequence. All other atoms in this file have the kind `DATA_DIM`."""
 
 Dims = tuple[Atoms, ...]
-"""The atoms of a value's dims, of these two kinds."""
+"""The atoms of each dim of a value, of kind `SEQUENCE` or `DATA_DIM`."""
 
 Named = Mapping[str, int]
-"""{input: its sequence dim}, which may be negative."""
+"""{name of an input: index of its sequence dim, which may be negative}"""
 
 
 def follow_sequences(trace: Trace, named: Named) -> None:
     """Write `other_positions` on every operator: the factors that a context-parallel axis must not shard.
 
-    These factors belong to no named sequence. The set is empty if no sequence is named. Names that this call lacks
-    are ignored.
+    These are factors that belong to no named sequence and to no weight. The set is empty if the user names no sequence.
+    Named inputs that this call does not have are ignored.
     """
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
     for node in on_parameters(trace.graph):
@@ -45,7 +45,7 @@ def follow_sequences(trace: Trace, named: Named) -> None:
 
 
 def check_named(trace: Trace, named: Named) -> None:
-    """Raise OptionError if a named input does not exist, or has no such sequence dim."""
+    """Raise OptionError if `sequence_dims` names an input that does not exist, or a dim that it lacks."""
     nodes = _inputs(trace)
     for name, dim in named.items():
         if name not in nodes:
@@ -67,7 +67,7 @@ def check_named(trace: Trace, named: Named) -> None:
 
 
 def check_can_be_sharded(trace: Trace, named: Named) -> None:
-    """Raise LayoutError if nothing can be sharded along a named dim."""
+    """Raise LayoutError if no operator can be sharded along a dim that `sequence_dims` names."""
     lengths = lengths_of(trace, named)
     for node, dims in _dims_of(trace, named).items():
         along, (dim,) = _Along(trace, {node: dims}), dims
@@ -90,7 +90,7 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
 
 
 def lengths_of(trace: Trace, named: Named) -> dict[str, int]:
-    """Return {input: length of its sequence} for the named inputs of this call."""
+    """Return {input: length of its sequence} for the inputs of this call that `named` lists."""
     return {_display_name(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
 
 
@@ -99,7 +99,10 @@ def _inputs(trace: Trace) -> dict[str, fx.Node]:
 
 
 def _display_name(node: fx.Node) -> str:
-    """Return the user's name of an input, also for a model combined with a loss function."""
+    """Return an input's name as the user knows it.
+
+    Inputs of a model that is traced with a loss function have the prefix `call.`, which is removed.
+    """
     return facts(node)["input_name"].removeprefix("call.")
 
 
@@ -108,7 +111,7 @@ def inputs_text(trace: Trace) -> str:
 
 
 def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
-    """Return the named dims of the inputs of a call, as non-negative indices."""
+    """Return {input node: its named dim, as a non-negative index in a set}."""
     nodes = {name: node for name, node in _inputs(trace).items() if name in named}
     ranks = {name: len(shape(node)) for name, node in nodes.items()}
     return {node: {named[name] % ranks[name]} for name, node in nodes.items()
@@ -116,7 +119,7 @@ def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
 
 
 def _others(node: fx.Node, along: _Along) -> frozenset[str]:
-    """Return the factors of an operator that belong to no sequence and to no weight."""
+    """Return the factors of an operator that belong neither to a sequence nor to a weight."""
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return frozenset()
@@ -125,7 +128,7 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
 
 
 class _Along:
-    """The dims of every value that descend from the named dims."""
+    """Sequence dims of every value: the dims that are derived from the input dims in `dims`."""
 
     def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
         self.trace, self.dims = trace, dims
@@ -135,7 +138,10 @@ class _Along:
                 self.made[node] = self._made(node)
 
     def with_made(self) -> _Along:
-        """Add the dims of input-independent values that are combined with descending dims."""
+        """Return a copy that also has the sequence dims of values that depend on no input (position ids).
+
+        A dim of such a value is a sequence dim if an operator combines it with a sequence dim of another value.
+        """
         free: set[fx.Node] = set()
         for node in self.trace.graph.nodes:
             if node.op != "placeholder" and free.issuperset(node.all_input_nodes):
@@ -156,11 +162,11 @@ class _Along:
         return _Along(self.trace, {**self.dims, **{node: dims for node, dims in asked.items() if dims}})
 
     def factors(self, node: fx.Node, pattern: Pattern) -> set[str]:
-        """Return the factors of an operator's rule that descend from the named dims."""
+        """Return the factors of an operator's rule that are sequence dims of its inputs."""
         return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
 
     def cut(self, num_shards: int) -> Iterator[bool]:
-        """Yield, for every operator, True if it can be sharded over `num_shards` ranks along a descending dim."""
+        """Yield, for every operator, True if `num_shards` ranks can shard it along a sequence dim."""
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
@@ -203,7 +209,10 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Return the dims of an output of an operator without a rule, from its inputs' dims at the same index."""
+        """Return the atoms of the output dims, each a sequence if an input's dim at the same index is one.
+
+        Used for outputs that no rule describes.
+        """
         sizes = getattr(output, "shape", ())
         inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
         alike = [dims for dims in inputs if len(dims) == len(sizes)]
@@ -216,7 +225,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return the atoms of a dim after an operator that can change its size to `size`."""
+    """Return these atoms if `size` is their product, else one atom of this size."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -1,12 +1,13 @@
 """Sharding strategies of an operator on one mesh axis, derived from its one-line rule.
 
-A `Strategy` gives the placement of every tensor input and output on one axis of size `n`. A rule yields:
+A `Strategy` gives the placement of every tensor input and output on one axis of `n` ranks. The rule of an operator
+gives these strategies:
 
-- a factor on the axis: inputs that have it are sharded, the others are replicated with partial gradients; outputs that
-  have it are sharded, the others (the factor is reduced) are partial sums;
-- partial sums that pass through linear operators;
-- replicated work, with replicated gradients (`R`) or with partial ones (`R(grad P)`, if the backward is linear in its
-  gradient; a user-defined backward might clip it).
+- For a factor of the rule: inputs that have the factor are sharded, other inputs are replicated and have partial
+  gradients. Outputs that have the factor are sharded, other outputs are partial sums, because the factor is reduced.
+- For a linear operator: inputs and outputs are partial sums.
+- For every operator: all ranks compute all of it, with replicated gradients (`R`), or with partial gradients
+  (`R(grad P)`) if its backward is linear in the gradient. A user-defined backward might clip it.
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ from autopart.passes.rules.operators.selection_rules import shifts_indices
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-"""Kinds of atoms that the tensor axis may shard: features of weights; with sequence parallelism also sequence dims."""
+"""Kinds of atoms (`ir/atoms.py`) that an axis may shard. `TENSOR_KINDS`: features of weights. `ALL_TENSOR_KINDS`:
+features and all other dims but the batch, such as the sequence (sequence parallelism)."""
 
 _KINDS: Mapping[Cuts, frozenset[str]] = {
     "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
 }  # fmt: skip
-"""Kinds of atoms of values that an axis may shard, by what the axis shards. Weights are sharded only by axes for
-features and experts (`_keeps_weights`)."""
+"""Kinds of atoms that an axis may shard, by `Axis.cuts`. `_keeps_weights` restricts the sharding of weights further."""
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
-    """Return all strategies of `node` on an axis of `num_shards` ranks. Replicated work comes first.
+    """Return all strategies of `node` on an axis of `num_shards` ranks, the replicated one first.
 
     Args:
-        kinds: kinds of atoms that can be sharded (`FEATURE`, ...).
-        positions: how sequence dims are sharded, possibly unevenly: "in order" (contiguous) or "zigzag"; "": like all
-            other dims.
+        kinds: kinds of atoms (indivisible factors of dims) that can be sharded (`FEATURE`, ...).
+        positions: order in which sequence dims are sharded: "in order" (contiguous) or "zigzag". Their shards may then
+            be uneven. "": sequence dims are sharded like all other dims.
     """
     known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # shared by equivalent nodes
     if key not in known:
@@ -74,10 +75,11 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
 
 
 def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False) -> tuple[Strategy, ...]:
-    """Return all strategies of an operator on a chosen axis of `num_shards` ranks.
+    """Return the strategies of an operator on an axis that shards features, sequences or experts.
 
     Args:
-        cuts: what the axis shards (`Axis.cuts`).
+        num_shards: number of ranks of the axis.
+        cuts: which of the three the axis shards (`Axis.cuts`).
         cuts_experts: True if the axis can also shard the experts of the operator's mixture.
     """
     cuts_experts = cuts_experts or cuts == "experts"
@@ -99,7 +101,10 @@ def strategies_on_axis(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts:
 def strategies_on_weight_dims(
     node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
-    """Return the strategies that shard only weights, their descendants, and dims of experts."""
+    """Return the strategies that shard only dims of weights, dims derived from weights, and experts.
+
+    Args: as in `strategies_on_axis`.
+    """
     plain = strategies(node, num_shards, TENSOR_KINDS)
     if not cuts_experts:
         return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
@@ -108,10 +113,10 @@ def strategies_on_weight_dims(
 
 
 def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Return the strategies on dispatched tokens, where every token is on the rank of its expert.
+    """Return the strategies with dispatched tokens: each token is on the rank that has its expert.
 
     Args:
-        plain: the other strategies. If one of them works on local tokens, these can be dispatched and combined.
+        plain: the operator's strategies without dispatched tokens.
     """
     pattern, sources = facts(node)["pattern"], tensor_inputs(node)
     if pattern is None:
@@ -132,18 +137,20 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return, in a list, the token factor of a mixture and its placement if a rank works on local tokens.
+    """Return a list of one pair: the token factor, and its placement if each rank has its own tokens.
 
-    The list is empty otherwise. It has only one placement, so that tokens are combined where they were dispatched from.
+    Dispatch and combine use one placement, so that the combine returns tokens to the rank that dispatched them. The
+    list is empty if tokens cannot be sharded.
     """
     tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
 
 
 def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Return the strategies of ring attention: keys and values are sharded like queries.
+    """Return the strategies of ring attention: keys and values have the placement of the queries.
 
-    It requires equal numbers of queries and keys, no dropout, and no mask that needs a gradient.
+    Empty for other operators, for attention with dropout, with unequal numbers of queries and keys, or with a mask that
+    needs a gradient.
     """
     pattern = facts(node)["pattern"]
     if pattern is None or pattern.context != "ring":
@@ -160,9 +167,10 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return the strategy whose token operands all have one placement of `EXPERT_PLACEMENTS`.
+    """Return, in a tuple, the strategy in which operands with dispatched tokens have placement `place`.
 
-    Other operands are `whole`, or sharded if they have an expert dim.
+    An operand with an expert dim is sharded along it. Other operands have their placement in `whole`. The tuple is
+    empty if the operator does not allow that.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
@@ -186,10 +194,10 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Return True if a strategy keeps weights unsharded, or shards them in an allowed way.
+    """Return True if the axis may use a strategy, given how the strategy shards weights.
 
-    Allowed are dims that the weights share with other operands (an added position table), and expert dims: a dim
-    that tokens select from, or one that all weights have.
+    An axis for features may shard all weights. Other axes may shard a weight only along a dim that it shares with all
+    activations and outputs (an added position table), or, if they shard experts, along an expert dim.
     """
     if cuts == "features":
         return True
@@ -207,7 +215,10 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Drop strategies with a partial sum of a value that depends only on inputs: there is none."""
+    """Return the options in which no value that depends only on inputs is a partial sum.
+
+    Such values are computed or sliced on each rank, so they never are partial sums.
+    """
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
         return list(options)
@@ -219,9 +230,9 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 
 
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
-    """Return the strategy that computes shards of an input-only value from shards of its inputs.
+    """Return the strategy with which a rank computes its shard of a value from shards of its inputs.
 
-    None if the value must be computed in full and sliced.
+    The value depends on model inputs only. Returns None if a rank must compute the full value and slice it.
     """
     source, index = source_of(node)
     if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
@@ -231,7 +242,7 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
 
 
 def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement in which each rank gets its local samples of an output, or None.
+    """Return the placement that shards an output along the batch; None if it has no batch dim.
 
     Args:
         rows: {operator: its strategy on the batch axes}.
@@ -246,9 +257,9 @@ def local_batch_placement(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Pl
 
 
 def can_compute_sharded(node: fx.Node, place: Placement, num_shards: int) -> bool:
-    """Return True if an input-only value can be computed with this placement.
+    """Return True if a rank can compute its shard of a value that depends on model inputs only.
 
-    A full value can be sliced, unless it has a dim of selected elements.
+    A rank can always slice the full value, unless a mask selected the elements of the sharded dim.
     """
     if not sharded_selections(node, place):
         return True
@@ -306,9 +317,9 @@ def _sharded(
 
 
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
-    """Return the factors of dims of selected elements that a view splits.
+    """Return the factors of input dims that a mask selected and that the operator (a view) splits.
 
-    It is not known which elements are in which part.
+    They cannot be sharded: it is unknown which elements each split has.
     """
     if pattern.tied:
         return set()
@@ -318,9 +329,9 @@ def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
 
 
 def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """Return the atoms of every factor of a rule.
+    """Return {factor of a rule: its atoms (indivisible factors of the dim)}.
 
-    A factor that only the output has (`expand`) has the output's atoms.
+    A factor that only the output has (`expand`) gets the atoms of the output dim.
     """
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs[:1]:
@@ -331,7 +342,6 @@ def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
 
 
 def output_atoms(node: fx.Node) -> tuple:
-    """Return the atoms of every dim of the first output."""
     atoms = facts(node)["atoms"]
     return atoms if is_tensor(node) else atoms[0]
 
@@ -339,9 +349,10 @@ def output_atoms(node: fx.Node) -> tuple:
 def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
-    """Yield the sections in which a factor can be sharded.
+    """Yield every way to split a factor into sections, each of which is then sharded over all ranks.
 
-    They are contiguous shards, shards at the inner atoms of a merged dim, and sections that other operators request.
+    These are one section (contiguous shards, yielded as `()`), one section per index of the outer atoms of a merged
+    dim, and sections that other operators need.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
@@ -366,9 +377,9 @@ def _shard_sections(
 
 
 def can_shard_sequence(size: int, num_shards: int) -> bool:
-    """Return True if a sequence of this size can be sharded, possibly unevenly.
+    """Return True if `num_shards` ranks can shard a sequence of this size, evenly or unevenly.
 
-    Every shard must have an element, and unequal shards must have at least two elements on average.
+    Uneven shards must have two elements on average, and every shard at least one.
 
     >>> [can_shard_sequence(25, n) for n in (4, 7, 13)]
     [True, True, False]
@@ -380,10 +391,10 @@ def can_shard_sequence(size: int, num_shards: int) -> bool:
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
-    """Return True if an atom of a factor can have unequal shards.
+    """Return True if the shards of atom `i` of a factor may have unequal sizes.
 
-    This holds for features (a vocabulary of 50257) that are not merged with other factors in a dim of any operand, and
-    for the innermost sequence atom of a dim. An input must have the factor, and no rank's shard can be empty.
+    A feature (a vocabulary of 50257) may, if no operand merges it with other factors. A sequence may, if it is the
+    innermost atom of its dim. An input must have the factor, and no shard may be empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)
@@ -394,7 +405,7 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return sections of this factor that later views or splits request, or that earlier ones offer."""
+    """Return the sections in which later operators need this factor, or earlier ones concatenated it."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
@@ -414,10 +425,10 @@ def _places(
 
 
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
-    """Return the placement of an operand if `factor` is sharded.
+    """Return the placement of an operand if `factor` is sharded in these sections.
 
-    It is `S(i)` on the dim with the factor, in as many sections as that dim's outer factors count. It is `R` if no
-    dim has the factor, and None if it cannot be expressed.
+    It is `R` if no dim of the operand has the factor. It is None if several dims have it, or if no placement describes
+    these sections of the dim.
     """
     places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
     if not places:

@@ -1,4 +1,4 @@
-"""Rewrite a traced graph into few forms, so that one rule per operator is enough.
+"""Passes that rewrite a traced graph with fewer operators, so that few sharding rules are needed.
 
 No pass changes what the graph computes. `PASSES` has them by name, for `Pass.parse`.
 """
@@ -34,7 +34,7 @@ from autopart.passes.pass_pipeline import Pass
 __all__ = ["AS_TRACED", "IN_DOUBLE", "NORMALIZE", "PASSES"]
 
 AS_TRACED = tuple(map(Pass, (explicit_attention_dropout, explicit_recurrent_dropout, draws_as_data, one_reshape)))
-"""Passes that run first, while every value has the dtype and memory layout of the model."""
+"""Passes that run first, while every value still has the dtype and memory layout that it has in the model."""
 
 _FORMS = (
     positional_arguments,
@@ -65,5 +65,5 @@ _FORMS = (
 )
 NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))
 IN_DOUBLE = Pass(in_double)
-"""Runs between the two lists when a model is verified."""
+"""Pass that verification of a model runs between `AS_TRACED` and `NORMALIZE`."""
 PASSES = {rewrite.name: rewrite for rewrite in (*AS_TRACED, IN_DOUBLE, *NORMALIZE)}

@@ -1,7 +1,8 @@
 """Attention with dropout: decomposed for planning, and fused again in stage graphs.
 
-With `rng="exact"` the dropout mask is drawn in the prologue and is an input of the decomposed attention. If ranks draw
-their own masks, a stage graph has one operator instead (`autopart.ops.attention_dropout`), whose kernel draws the mask.
+With `rng="exact"` the prologue draws the dropout mask, which is an input of the decomposed attention. With
+`rng="fast"` each rank draws its own mask. A stage graph then has the fused operator
+`autopart.ops.attention_dropout`, whose kernel draws the mask.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ aten = torch.ops.aten
 
 @on_calls("aten::scaled_dot_product_attention")
 def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Decompose attention with dropout, so that dropout is a separate operator.
+    """Decompose attention with dropout into products, softmax and a separate dropout.
 
-    The first new operator keeps the attention's name, so that a stage boundary there is found in eval mode too.
+    The first new operator gets the name of the attention. So a stage boundary with this name is found in eval mode too.
     """
     if dropout_probability(node):
         before = node.prev
@@ -40,13 +41,12 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _mark(before: fx.Node, node: fx.Node) -> None:
-    """Mark the calls between `before` and `node` as the decomposition of `node`."""
     while (before := before.next) is not node:
         facts(before)["attention"] = node.name
 
 
 class _AttentionFormula(NamedTuple):
-    """The operands of a decomposed attention (keys transposed), and its last call."""
+    """The operands of a decomposed attention (`turned`: transposed keys), and its last call (`result`)."""
 
     query: fx.Node
     turned: fx.Node
@@ -58,7 +58,7 @@ class _AttentionFormula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a decomposed attention in a stage graph, if each rank draws its mask locally (by `node`)."""
+    """Fuse a decomposed attention of a stage graph to one operator. `node`: its dropout with local noise."""
     formula = _formula_of(node)
     if formula is None:
         return
@@ -74,7 +74,7 @@ def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
-    """Return the decomposed attention whose weights this dropout call drops, or None."""
+    """Return the decomposed attention that dropout call `dropped` belongs to; None if it does not match."""
     calls: dict[Any, fx.Node] = {}
     node: Any = dropped.args[0]
     for targets in _STEPS:
@@ -97,7 +97,10 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return the keys [..., s, d] from transposed keys [..., d, s], before or after a new transpose."""
+    """Return keys of shape [..., sequence, head size] from transposed keys.
+
+    If the transpose is a node of the graph, its input is returned. Otherwise a transpose is added.
+    """
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]
     key = emit(graph, result, aten.transpose.int, turned, -2, -1)
@@ -107,20 +110,20 @@ def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
 
 _MASKS = (aten.where.ScalarOther, aten.add.Tensor)
 _STEPS = ((aten.softmax.int,), _MASKS, (aten.mul.Tensor,), (aten.matmul.default,))
-"""The calls before the weights are dropped, from the last on; there may be no mask."""
+"""Calls of decomposed attention that precede dropout, last call first. The mask (second item) may be missing."""
 
 
 def _is_of(node: Any, dropped: fx.Node) -> bool:
-    """Return True if a call belongs to the same attention."""
+    """Return True if a call belongs to the decomposed attention of dropout call `dropped`."""
     attention = facts(dropped).get("attention")
     return isinstance(node, fx.Node) and attention is not None and facts(node).get("attention") == attention
 
 
 @on_calls("aten::scaled_dot_product_attention")
 def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite causal attention as attention with a mask.
+    """Rewrite causal attention (`is_causal=True`) as attention with a mask tensor.
 
-    `ops/stage_masks.py` decides at run time how kernels use it.
+    `ops/stage_masks.py` decides at run time if kernels skip the masked keys.
     """
     if not argument(node, "is_causal"):
         return

@@ -1,4 +1,4 @@
-"""Batch normalization in training, decomposed so that its statistics are ordinary sums."""
+"""Decomposition of batch norm in training, so that its statistics are sums that can be all-reduced."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
 _WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
 _EVAL = "aten::_native_batch_norm_legit_no_training"
 _OF_LIBRARIES = ("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""Operators of traces on a GPU. They write running statistics without a schema that shows it, so they are refused as
-operators without a rule.
+"""GPU operators that update running statistics, but do not declare the update in their schema. They are not
+rewritten, and the planner rejects them as operators without a rule.
 """
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
-"""Names (`named`) of the first written operator, and of the others."""
+"""Plan names (`named`) of the operators that replace a batch norm: that of the first, and that of all others."""
 
 
 @on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, *_OF_LIBRARIES, "aten::batch_norm")
 def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite a batch norm in training as mean, centered mean square and products.
+    """Decompose a batch norm in training into mean, mean of squared differences, and products.
 
     The mean over samples is then a sum that is all-reduced over data ranks in forward and backward, as in
-    SyncBatchNorm. New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) come from the same
-    values.
+    SyncBatchNorm. New running statistics (Ioffe and Szegedy 2015, with the unbiased variance) use the same mean and
+    variance.
     """
     name = operator_name(node)
     if is_data_dependent(node):  # a data-dependent number of rows: torch's own operator, on all of them
@@ -55,9 +55,10 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _BatchNormFormula:
-    """Statistics of one batch norm over all dims but the channels, and the outputs computed from them.
+    """Nodes of a decomposed batch norm: statistics over all dims but the channels, and outputs.
 
-    Statistics are at least float32. They keep dims of size 1, so that they broadcast against the input.
+    Statistics have at least float32 precision. They keep reduced dims with size 1, so that they broadcast against the
+    input.
     """
 
     def __init__(self, graph: fx.Graph, node: fx.Node, source: fx.Node, eps: float):
@@ -85,7 +86,11 @@ class _BatchNormFormula:
         return self._cast(result, self.dtype)
 
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
-        """Return the outputs of the fused operator by index: result, mean, inverse deviation, statistics."""
+        """Return {index: output} of the fused operator.
+
+        0 is the normalized value, 1 the mean, 2 one over the deviation. 3 and 4 are the new running mean and variance,
+        if the running ones are passed.
+        """
         outputs = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
         if mean is not None:
             unbiased = self.count / max(self.count - 1, 1)
@@ -94,7 +99,10 @@ class _BatchNormFormula:
         return outputs
 
     def _moved(self, running: fx.Node, batch: fx.Node, momentum: float, factor: float) -> fx.Node:
-        """Return `(1 - momentum) * running + momentum * batch`, without gradient."""
+        """Return the new running statistic, `(1 - momentum) * running + momentum * factor * batch`.
+
+        `batch` is detached: running statistics have no gradient.
+        """
         kept = self._emit(aten.mul.Tensor, running, 1 - momentum)
         new = self._flat(self._emit(aten.detach.default, batch))
         new = self._emit(aten.mul.Tensor, new, momentum * factor)

@@ -14,11 +14,11 @@ aten = torch.ops.aten
 
 
 def merge_equal_calls(graph: fx.Graph) -> None:
-    """Merge equal calls, such as the masked bias that all blocks of a T5 add to their scores.
+    """Merge calls with equal operator and arguments, such as the masked bias of all blocks of a T5.
 
-    One value is saved for the backward, and its gradients are summed before its own backward. Views are not merged:
-    they cost nothing, and merging would add expanded gradients before their dims are reduced. Calls in different
-    recomputed regions are not merged either: their results must not be saved.
+    The backward then needs one saved value, and runs once on the sum of the gradients. Views are not merged: they cost
+    nothing, and autograd would add their expanded gradients before it reduces the expanded dims. Calls in different
+    recomputed regions are not merged either, because a merged result would have to be saved.
     """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):

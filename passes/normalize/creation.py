@@ -1,4 +1,4 @@
-"""Tensor creation without a value of another tensor."""
+"""Rewrites of tensor creation, so that new tensors depend on no other tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILLED = {
 
 @on_calls("aten::where")
 def plain_numbers(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `where(condition, x, scalar_tensor(0))` with the Python number 0."""
+    """Rewrite `where(condition, x, scalar_tensor(0))` as `where(condition, x, 0)`, with a Python number."""
     if node.target is not aten.where.self:
         return
     condition, *choices = node.args
@@ -48,7 +48,7 @@ def _is_number(node: fx.Node) -> bool:
 def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite `x.new_zeros(shape)` and similar calls as `full`, which does not depend on `x`.
 
-    Uninitialized values become zero.
+    A tensor without initial values (`new_empty`) is filled with zeros.
     """
     fill = _FILLED[operator_name(node)]
     fill = argument(node, "fill_value") if fill is None else fill

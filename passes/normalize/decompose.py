@@ -1,4 +1,4 @@
-"""Decomposition of operators without a rule into operators with one."""
+"""Decomposition of operators that have no sharding rule into operators that have one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
     """Decompose operators that depend on a parameter and have no rule, with torch's decompositions.
 
     Args:
-        depth: how often the parts of a decomposition are decomposed again.
+        depth: number of times the operators of a decomposition are themselves decomposed.
     """
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
@@ -67,7 +67,10 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
 
 
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
-    """Return the graph of an operator's decomposition; None if torch has none."""
+    """Return the graph of an operator's decomposition.
+
+    None if torch has no decomposition, or if it cannot be traced, writes in place, or contains the operator itself.
+    """
     whole = decomposition(node.target)
     if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
@@ -95,7 +98,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy tensors with `requires_grad`: some of torch's definitions depend on it."""
+    """Copy a fake tensor with its `requires_grad`: some of torch's decompositions depend on it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -107,7 +110,7 @@ def _is_write(node: fx.Node) -> bool:
 def _without_writes(graph: fx.Graph) -> None:
     """Rewrite an in-place `x.sqrt_()` as `x.sqrt()`, and let later uses of `x` use the result.
 
-    The memory of `x` must not be shared.
+    In-place calls stay if another tensor can share the memory of `x`.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_write(node):
@@ -124,7 +127,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _may_share(node: fx.Node) -> bool:
-    """Return True if the memory can be shared: the node is an input or a view, or has a view."""
+    """Return True if another tensor can share the node's memory: it is an input or a view, or has a view."""
     views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
     return node.op != "call_function" or bool(views)
 

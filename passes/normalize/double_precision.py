@@ -1,4 +1,4 @@
-"""Conversion of a graph to float64."""
+"""Conversion of a traced graph to float64, for verification."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _DOUBLE = {
 }  # fmt: skip
 """{precision: its upcast}."""
 _WITHOUT_DOUBLE = {"aten::_grouped_mm"}
-"""Operators that take no float64, for which a later pass writes one that does."""
+"""Operators without a float64 kernel. A later pass replaces them by operators that have one."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
     """Make a graph compute in float64, whatever precision it was traced in.
 
-    Inputs, weights and buffers become float64. Casts of their descendants to a lower precision (losses and norms that
-    work in float32, autocast) become casts to float64. Values that depend on no input (`zeros`, positions, constants,
-    random numbers) are created as traced, and cast when they are combined with an upcast value of the same traced
-    precision. Returns the precisions that were upcast, without that of float32 weights.
+    Inputs, weights and buffers become float64. Casts to a lower precision (in losses and norms that work in float32, or
+    by autocast) become casts to float64. Values that depend on no input (`zeros`, positions, constants, random numbers)
+    are created in their traced precision. If an operator combines them with an upcast value of equal traced precision,
+    they are cast to float64.
+
+    Returns the lower precisions that were replaced. Float32 of weights and inputs is not among them.
     """
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
     lifted: set[torch.dtype] = set()
@@ -50,7 +52,7 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
 
 
 def _lifted_result(node: fx.Node) -> Any:
-    """Return the result of a call on upcast operands."""
+    """Return the fake result of a call, computed from the operands after they were upcast."""
     with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
         if operator_name(node) in _WITHOUT_DOUBLE:
             with fake_mode([node]):
@@ -59,7 +61,6 @@ def _lifted_result(node: fx.Node) -> Any:
 
 
 def _lift_value(node: fx.Node) -> None:
-    """Convert an input or a weight to float64."""
     tensor = value(node)
     with fake_mode([node]), torch.no_grad():
         lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
@@ -67,9 +68,9 @@ def _lift_value(node: fx.Node) -> None:
 
 
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
-    """Change a cast to a lower precision into a cast to float64.
+    """Replace the dtype arguments of a call (such as the target of a cast) by float64.
 
-    Returns the original target precision.
+    Returns the original dtypes.
     """
     asked: set[torch.dtype] = set()
 
@@ -86,7 +87,10 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
 
 
 def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
-    """Upcast the target of a write if the written value was upcast and the target was not."""
+    """Upcast the target tensor of a `copy` if the copied value was upcast and the target was not.
+
+    Returns the original dtype of the target, in a set that is empty if nothing changed.
+    """
     if operator_name(node) != "aten::copy":
         return set()
     written, source, *rest = node.args
@@ -100,14 +104,16 @@ def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torc
 
 
 def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Cast the operands of a call back to the precision in which they were traced."""
     for operand in node.all_input_nodes:
         if operand in traced and value(operand).dtype != traced[operand]:
             _read_as(node, operand, traced[operand], traced)
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Upcast float32 operands that depend on no input (`zeros`, positions) next to an upcast operand."""
+    """Upcast the remaining float32 operands of a call to float64, if all were traced in one precision.
+
+    Such operands depend on no input (`zeros`, positions).
+    """
     operands = [n for n in node.all_input_nodes if is_floating(n)]
     if len({_real(traced[n]) for n in operands}) > 1:
         return
@@ -117,7 +123,6 @@ def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
 
 
 def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[fx.Node, torch.dtype]) -> None:
-    """Cast an operand of a call to another precision."""
     with node.graph.inserting_before(node):
         cast = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, dtype)
     traced[cast] = traced[operand]
@@ -125,5 +130,4 @@ def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[f
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the real part."""
     return dtype.to_real() if dtype.is_complex else dtype

@@ -26,7 +26,7 @@ _PRODUCT = autopart_ops.expert_linear.default
 
 @on_calls("aten::bmm")
 def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite the product of each token with its expert's matrix as `expert_linear`."""
+    """Rewrite a `bmm` of tokens with one matrix per token (`stack[expert_index]`) as `expert_linear`."""
     first, second = node.args
     is_left = _is_looked_up(first) and shape(second)[2] == 1
     if not is_left and not (_is_looked_up(second) and shape(first)[1] == 1):
@@ -45,7 +45,7 @@ def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_looked_up(node: Any) -> bool:
-    """Return True for `stack[index]` with one index per token, which gives one matrix per token."""
+    """Return True for `stack[index]` that looks up one matrix per token in a stack of matrices."""
     if not isinstance(node, fx.Node) or short_name(node) != "index" or len(shape(node.args[0])) != 3:
         return False
     indices = node.args[1]
@@ -53,7 +53,10 @@ def _is_looked_up(node: Any) -> bool:
 
 
 def rows_to_experts(graph: fx.Graph) -> Any:
-    """Insert `to_experts` before the experts' products, `from_experts` after token-wise operators."""
+    """Insert a dispatch (`to_experts`) before the experts' products and a combine (`from_experts`) after.
+
+    Operators that work on each token independently stay between dispatch and combine.
+    """
     calls = list(graph.find_nodes(op="call_function", target=_PRODUCT))
     groups = dict.fromkeys(node.args[2] for node in calls if operator_name(node.args[2]) != "autopart::to_experts")
     for experts in groups:
@@ -80,7 +83,7 @@ class _Region:
                         self._leave(node)
 
     def _send(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """Return a value with one row per dispatched token, on the ranks of the experts."""
+        """Return the dispatched tokens of a value. A value is dispatched only once."""
         source, times = _repeated(value)
         if (source, times) not in self.sent:
             at_experts = autopart_ops.to_experts.default
@@ -106,7 +109,10 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """Return an operand on the ranks of the experts. An expert's row of a table is looked up there."""
+        """Return an operand with one row per dispatched token.
+
+        Rows that are looked up in a table by expert index (an expert's bias) are looked up after the dispatch instead.
+        """
         if used in self.own:
             return self.own[used]
         if short_name(used) == "index" and list(used.args[1]) == [self.experts] and len(shape(used.args[0])) == 2:
@@ -114,7 +120,10 @@ class _Region:
         return self._send(node, used)
 
     def _leave(self, node: fx.Node) -> None:
-        """Give an operator its inputs after the combine, which includes the sum over a token's experts."""
+        """Replace an operator's dispatched inputs by the combined values.
+
+        If a sum over the experts of each token follows, the combine computes it and replaces it.
+        """
         for used in [used for used in node.all_input_nodes if used in self.own]:
             times = _summed(node, used)
             if times:
@@ -132,7 +141,10 @@ class _Region:
 
 
 def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the value whose rows are repeated, and how often."""
+    """Return the value before its rows were repeated (`repeat_interleave`), and the number of repetitions.
+
+    For any other value, returns the value itself and 1.
+    """
     if short_name(node) == "reshape" and short_name(node.args[0]) == "expand":
         wide = node.args[0]
         if short_name(wide.args[0]) == "unsqueeze" and wide.args[0].args[1] == 1:
@@ -143,7 +155,7 @@ def _repeated(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _summed(node: fx.Node, used: fx.Node) -> int:
-    """Return the number of experts per token, if a view separates them for a sum over them; else 0."""
+    """Return the number of experts per token, if `node` is a view whose only user sums over them; else 0."""
     if short_name(node) != "reshape" or len(node.users) != 1 or len(shape(node)) != len(shape(used)) + 1:
         return 0
     total, (tokens, times, *rest) = next(iter(node.users)), shape(node)

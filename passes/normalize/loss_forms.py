@@ -1,4 +1,4 @@
-"""Mean losses as sums divided by a count, so that they can be partial sums."""
+"""Rewrites of mean losses as sums divided by a count, so that a rank's loss can be a partial sum."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ NONE, MEAN = 0, 1
 
 @on_calls("aten::cross_entropy_loss")
 def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `cross_entropy(logits[:, :-1], labels)` over all tokens, with an ignored label at the last.
+    """Rewrite `cross_entropy(logits[:, :-1], labels)` as a loss over all tokens.
 
-    The logits are not copied, and stay sharded if the sequence is.
+    The last token gets the ignored label. So the logits need no slice, which would copy them, and stay sharded along
+    the sequence.
     """
     cut, views = _views_of_slice(node.args[0])
     if cut is None or argument(node, "reduction") == NONE or is_floating(node.args[1]):
@@ -48,9 +49,9 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the slice that drops the last token's logits, and the views and casts of it, last first.
+    """Return the slice that drops the last token's logits, and the views and casts after it, last first.
 
-    Accepted are a reshape to [tokens, classes], or transposes.
+    Views may be a reshape to [tokens, classes], or transposes. The slice is None if there is no such slice.
     """
     views: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function":

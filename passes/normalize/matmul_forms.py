@@ -1,4 +1,4 @@
-"""Matrix products in canonical forms."""
+"""Rewrites of matrix products as few operators: `linear`, `matmul`, `einsum` of two operands."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul"
 
 @on_calls("aten::bilinear", "aten::mm", "aten::matmul", *(f"aten::{name}" for name in _PRODUCTS))
 def plain_products(graph: fx.Graph, node: fx.Node) -> None:
-    """Split `beta * bias + alpha * product` into products and sums.
+    """Rewrite products with a scaled sum (`beta * bias + alpha * product`) as separate products and sums.
 
-    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. `one_linear`
-    handles an `addmm` without factors.
+    `mv` and `dot` become `matmul`, `bilinear` an `einsum`, a product with a sparse matrix `_sparse_mm`. An `addmm`
+    whose `alpha` and `beta` are 1 is left to `one_linear`.
     """
     name = short_name(node)
     with graph.inserting_before(node):
@@ -47,7 +47,6 @@ def plain_products(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_sparse_product(node: fx.Node) -> bool:
-    """Return True if a call multiplies a sparse matrix by a dense one."""
     left, right = node.args
     return is_sparse(left) and not is_sparse(right) and len(shape(left)) == len(shape(right)) == 2
 
@@ -76,9 +75,9 @@ def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def one_linear(graph: fx.Graph) -> None:
-    """Rewrite `addmm` and `mm` as n-d `linear`, and biases as an `add`.
+    """Rewrite `addmm` and `mm` as `linear` without merged dims, and biases as a separate `add`.
 
-    A merged `(batch sequence)` dim would hide the sequence, and a bias must be added after a partial sum is reduced.
+    A merged `(batch sequence)` dim would hide the sequence. A bias must be added after a partial sum is reduced.
     """
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
@@ -99,7 +98,7 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a bias that `one_linear` has split off, in a stage graph, if no collective is in between."""
+    """Move a bias into the `linear` of a stage graph that it is added to, if no collective is between."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return
     product, bias = node.args
@@ -119,14 +118,14 @@ def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Return True if a node of a stage graph reads a parameter, gathers a sharded one, or casts one."""
+    """Return True if a node of a stage graph is a parameter, or a cast or an all-gather of one."""
     reads = operator_name(node) in ("autopart::cast", "autopart::all_gather", "autopart::all_gather_sum")
     return node.op == "get_attr" or (reads and node.args[0].op == "get_attr")
 
 
 @on_calls("aten::einsum")
 def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
-    """Split an `einsum` of more than two operands into a chain of pairwise ones, as torch computes it."""
+    """Split an `einsum` of three or more operands into a chain of einsums of two, in torch's order."""
     if len(node.args[1]) < 3:
         return
     terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
@@ -158,7 +157,7 @@ def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Nod
 
 
 def _unmerged(node: fx.Node) -> fx.Node | None:
-    """Return the input of a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
+    """Return `x` for `x.view(-1, x.shape[-1])`, a view that merges all dims but the last; else None."""
     if node.op != "call_function" or operator_name(node) != "aten::reshape":
         return None
     source = node.args[0]

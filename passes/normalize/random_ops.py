@@ -1,7 +1,7 @@
-"""Random operators that do not depend on values of the model.
+"""Rewrites of random operators, so that they do not depend on values of the model.
 
-Such an operator can run for the global batch, in the model's order and on the model's generator. Which numbers it
-generates depends on operator, shape, dtype and memory layout, so these stay as traced.
+Such an operator can run for the global batch, in the model's order and on the model's generator. The numbers that it
+generates depend on operator, shape, dtype and memory layout, so these stay as traced.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _SHAPE_ALONE = frozenset(
         "log_normal", "random",
     )
 )  # fmt: skip
-"""Draws that read of their first argument but shape, dtype and order in memory. So does `bernoulli` with one `p`."""
+"""Random operators that use only the shape, dtype and memory layout of their first argument. `bernoulli` with a
+number `p` is another one."""
 
 
 def draws_as_data(graph: fx.Graph) -> None:
     """Make every random operator independent of the model's values.
 
-    If it only uses a value's shape, it gets an empty tensor instead. If the model's values scale or shift its
-    distribution, it becomes a standard random operator followed by arithmetic.
+    An operator that uses only a tensor's shape gets an empty tensor instead. An operator whose distribution the model's
+    values scale or shift becomes a standard random operator followed by arithmetic.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
@@ -59,7 +60,7 @@ def draws_as_data(graph: fx.Graph) -> None:
 
 
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
-    """Return an uninitialized tensor with the metadata of `empty_like(of, **options)`."""
+    """Emit an uninitialized tensor with the metadata of `empty_like(of, **options)`. Return its node."""
     empty = torch.empty_like(of, **options)
     empty_node = emit(
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
@@ -74,14 +75,17 @@ def _stride(empty: Tensor) -> list[int]:
 
 
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
-    """Return `source` times dropout noise, named as a dropout in plans."""
+    """Emit the product of `source` and dropout noise, which plans call "dropout". Return its node."""
     dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
     facts(dropped)["named"] = "dropout"
     return dropped
 
 
 def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
-    """Return dropout noise (0 or 1 / (1 - p)) for a value like `of`, computed as the dropout of ones."""
+    """Emit dropout noise for a value like `of`: each element is 0 or 1 / (1 - p). Return its node.
+
+    The noise is the dropout of a tensor of ones.
+    """
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
     if is_data_dependent(like):
@@ -101,7 +105,10 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `native_dropout` as `dropout`, unless the user's code also uses the mask."""
+    """Rewrite `native_dropout` as a product with dropout noise.
+
+    If the user's code uses the mask, noise and mask are computed by `native_dropout` on a tensor of ones.
+    """
     source, p = node.args[0], argument(node, "p")
     read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()
     if read.get(1):
@@ -115,9 +122,9 @@ def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Rewrite `bernoulli(p)` with a computed `p`: compare a uniform number with `p`.
+    """Rewrite `bernoulli(p)`, if `p` depends on a trained parameter, as `uniform < p`.
 
-    On the CPU torch does the same comparison. On a GPU the uniform numbers have another order.
+    On the CPU torch computes the same comparison. On a GPU it draws the uniform numbers in another order.
     """
     probability = node.args[-1] if len(node.args) > 1 else node.args[0]
     if _from_inputs_alone(probability):
@@ -133,13 +140,15 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _from_inputs_alone(node: fx.Node) -> bool:
-    """Return True if a value depends on no trained parameter."""
     made_of = {node, *nx.descendants(reads(node.graph), node)}
     return not any(n.op == "get_attr" and value(n).requires_grad for n in made_of)
 
 
 def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Rewrite as `mean + std * z`, in torch's own order. As in torch, mean and std get no gradient."""
+    """Rewrite `normal(mean, std)` as `mean + std * z`, in torch's own order of operations.
+
+    As in torch, `mean` and `std` get no gradient.
+    """
     mean, std = argument(node, "mean"), argument(node, "std")
     scales = isinstance(std, fx.Node)
     like = template(graph, node, value(node), memory_format=torch.contiguous_format)
@@ -167,7 +176,9 @@ def _rrelu(graph: fx.Graph, node: fx.Node) -> fx.Node:
     source = node.args[0]
     lower, upper = argument(node, "lower"), argument(node, "upper")
     slope = emit(graph, node, aten.uniform.default, template(graph, node, value(source)), lower, upper)
-    facts(slope)["inexact"] = "one device draws a slope only where its input is not positive, so the values decide"
+    facts(slope)["inexact"] = (
+        "torch draws slopes only for inputs that are not positive, so the number of draws depends on the values"
+    )
     leaks = emit(graph, node, aten.mul.Tensor, source, slope)
     return emit(graph, node, aten.where.self, emit(graph, node, aten.gt.Scalar, source, 0), source, leaks)
 

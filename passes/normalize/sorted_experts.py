@@ -31,7 +31,14 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values between a sort and its inverse, and their counterparts in token order."""
+    """Values computed between a sort by expert and its inverse, each with its equivalent in token order.
+
+    Attributes:
+        own: {value in sorted order: equivalent value in token order}.
+        order: index tensors that sort the tokens. `undoes`: index tensors that undo the sort.
+        shared: {index tensor that is `order // k`: k}.
+        offsets: numbers of tokens per expert, and their cumulative sums.
+    """
 
     def __init__(self, graph: fx.Graph, sort: fx.Node):
         self.graph, self.sort, self.experts = graph, sort, sort.args[0]
@@ -43,7 +50,7 @@ class _Sorted:
         self.offsets: set[fx.Node] = set()
 
     def rewritten(self) -> dict[fx.Node, fx.Node]:
-        """Return {value back in token order: its replacement}, empty if the pattern does not match."""
+        """Return {value after the inverse sort: its replacement}, empty if the pattern does not match."""
         back: dict[fx.Node, fx.Node] = {}
         before = set(self.graph.nodes)
         for node in list(self.graph.nodes):
@@ -65,7 +72,7 @@ class _Sorted:
         return any(n is self.sort or any(n in group for group in marked) for n in node.all_input_nodes)
 
     def _order(self, node: fx.Node) -> bool:
-        """Handle the sorted experts, the sort's index, computations on it, and its inverse."""
+        """Record a result of the sort, or an index tensor computed from its indices. Return False for others."""
         name, first = short_name(node), node.args[0]
         if first is self.sort and node.args[1] == 0:
             self.own[node] = self.experts
@@ -87,7 +94,10 @@ class _Sorted:
         return node.target is aten.arange.default and argument(node, "end") == self.num_rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """Handle the number of tokens of each expert, and their offsets, which do not depend on the order."""
+        """Record a node that counts the tokens of each expert, or their offsets. Return False for other nodes.
+
+        Counts and offsets do not depend on the order of tokens.
+        """
         name, first = short_name(node), node.args[0]
         counts = name in ("histc", "bincount") and self._is_experts(first)
         if not counts and not (name in ("cumsum", "to", "_to_copy") and first in self.offsets):
@@ -102,7 +112,10 @@ class _Sorted:
         return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
-        """Handle a sort, a token-wise operator, a product by expert, or the inverse sort."""
+        """Rewrite a node that sorts tokens, computes on sorted tokens, or undoes the sort.
+
+        Results of the inverse sort are added to `back`. Returns False if the node does not match.
+        """
         name = short_name(node)
         if name == "index" and len(node.args[1]) == 1:
             source, place = node.args[0], node.args[1][0]
@@ -122,14 +135,14 @@ class _Sorted:
         return self._alone(node)
 
     def _repeated(self, node: fx.Node, source: fx.Node, times: int) -> bool:
-        """Handle `x[order // k]`: every token `k` times, sorted."""
+        """Rewrite `x[order // k]`: every token `k` times, in sorted order. Return False if it does not match."""
         if source in self.own or shape(source)[0] * times != self.num_rows:
             return False
         self.own[node] = repeat_each(self.graph, node, source, 0, times) if times > 1 else source
         return True
 
     def _alone(self, node: fx.Node) -> bool:
-        """Copy an operator whose rule shows that it is token-wise."""
+        """Rewrite a token-wise operator to work in token order. Return False if it is not token-wise."""
         if node.target is operator.getitem:
             if node.args[0] not in self.own:
                 return False
@@ -150,12 +163,12 @@ class _Sorted:
 
 
 def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
-    """Return the inputs of a token-wise call that have tokens; empty for a call that is not token-wise.
+    """Return the indices of the inputs that have one row per token; empty if the call is not token-wise.
 
     In a token-wise call, tokens are the first dim of all results and of these inputs, and no other dim.
 
     Args:
-        known: some of the inputs that have tokens.
+        known: indices of some inputs that have one row per token.
     """
     row = pattern.inputs[min(known)][:1]
     if not row or len(row[0]) != 1 or row[0][0] in pattern.whole or any(dims[:1] != row for dims in pattern.outputs):

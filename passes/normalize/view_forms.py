@@ -1,4 +1,4 @@
-"""Copies, casts, views and splits in canonical forms."""
+"""Rewrites of copies, casts, views and splits as few operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRANSPARENT = {
 }  # fmt: skip
 
 _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
-"""Operators that need contiguous inputs: a copy before them stays."""
+"""Operators that need contiguous inputs. A copy that makes their input contiguous is not removed."""
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
@@ -48,7 +48,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values whose gradient can reach a parameter or an input."""
+    """Return the nodes through which a gradient reaches a parameter, or an input that needs a gradient."""
     with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -66,7 +66,7 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
 
 
 def positional_arguments(graph: fx.Graph) -> None:
-    """Move keyword arguments to their position if the operator has one."""
+    """Pass keyword arguments by position, except keyword-only arguments."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not node.kwargs:
@@ -81,9 +81,9 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `copy(a, b)`, the functional form of a write through a view, as `b`.
+    """Rewrite `copy(a, b)`, the functional form of a write to `a`, as `b` in the dtype and shape of `a`.
 
-    In `view_as`, `expand_as` and `type_as`, replace the other tensor by its shape or dtype.
+    Rewrite `view_as`, `expand_as` and `type_as` with the shape or dtype of the other tensor in place of the tensor.
     """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]
@@ -99,7 +99,7 @@ def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::slice_scatter", "aten::select_scatter")
 def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite a write to a part of a complex tensor as `index_copy`, which torch can differentiate."""
+    """Rewrite a write to a slice of a complex tensor as `index_copy`, which torch can differentiate."""
     if not value(node).is_complex():
         return
     source, dim = node.args[1], argument(node, "dim") % len(shape(node))
@@ -118,7 +118,7 @@ def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite every view that merges or splits dims as `reshape` with its full shape."""
+    """Rewrite every view that merges or splits dims as `reshape` with its full output shape."""
     if node.target is aten.view.dtype:  # the bits of each number, read as another one
         return
     is_open = is_data_dependent(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
@@ -133,7 +133,7 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::squeeze")
 def exact_squeeze(graph: fx.Graph, node: fx.Node) -> None:
-    """Pass explicit dims to `squeeze`, because a shard of another dim can also have size 1."""
+    """Pass explicit dims to `squeeze`, because a dim can have local size 1 after sharding."""
     before = shape(node.args[0])
     asked = node.args[1] if len(node.args) > 1 else range(len(before))
     asked = [asked] if isinstance(asked, int) else asked
@@ -157,7 +157,7 @@ def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
 
 @on_calls("aten::broadcast_tensors")
 def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `broadcast_tensors` as an `expand` of the tensors that are smaller."""
+    """Rewrite `broadcast_tensors` as an `expand` of each tensor that has another shape than the result."""
     for part in list(node.users):
         source = node.args[0][part.args[1]]
         with graph.inserting_before(part):
@@ -176,7 +176,7 @@ def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def one_split(graph: fx.Graph) -> None:
-    """Rewrite `split`, `chunk` and slices that tile a dim as `split_with_sizes`."""
+    """Rewrite `split`, `chunk` and slices that together cover a dim as `split_with_sizes`."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

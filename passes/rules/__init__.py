@@ -1,4 +1,4 @@
-"""Sharding rules: a table of what each operator allows on one mesh axis, and its look-up."""
+"""Sharding rules: for each operator, the dims that can be sharded on a mesh axis, and partial sums."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Rule", "has_rule", "local_form", "pattern_for", "rule_of"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
-    """Return the rule of this call fitted to its shapes.
+    """Return the sharding rule of this call, fitted to its shapes.
 
-    None if it has no rule: then the call runs replicated on gathered inputs.
+    None if the call has no rule. Every rank then runs the full call on gathered inputs.
     """
     inputs, rule = tensor_inputs(node), rule_of(node)
     if not inputs or not all(is_tensor(n) for n in inputs):
@@ -31,9 +31,9 @@ def pattern_for(node: fx.Node) -> Pattern | None:
 
 
 def local_form(node: fx.Node) -> LocalForm | None:
-    """Return the function that writes a call for one rank.
+    """Return the function that writes this call for one rank.
 
-    None if the traced call on local operands is right.
+    None if the traced call, applied to local operands, gives the right result.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern.local if pattern is not None else None

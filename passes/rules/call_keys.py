@@ -1,6 +1,7 @@
-"""Keys of calls: everything that a rule can read. Equal calls of repeated blocks share results.
+"""Keys of calls: all properties of a call that a sharding rule can depend on.
 
-`CallCache` serves one pass over a graph that does not change: values of equal nodes are mostly the same object.
+Equal calls of repeated blocks have equal keys and share results. A `CallCache` serves one pass over a graph that does
+not change. It caches tensor specs by object id, because equal nodes mostly share their value.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ T = TypeVar("T")
 
 
 class CallCache:
-    """Cache of results by the key of a call."""
+    """Cache of the results of functions of a call, by the key of the call."""
 
     def __init__(self) -> None:
         self._specs: dict[int, Hashable] = {}
         self._results: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """Return `find(node)`, computed once for equal calls.
+        """Return `find(node)`, which is computed once for all calls with equal keys.
 
-        `find` may only read the operator, arguments, shapes, dtypes and `positions_of`.
+        `find` may depend only on the operator, arguments, shapes, strides, dtypes, `requires_grad` and `positions_of`.
         """
         key = find, self.of(node)
         if key not in self._results:
@@ -35,14 +36,17 @@ class CallCache:
         return self._results[key]
 
     def of(self, node: fx.Node) -> Hashable:
-        """Return the key: the operator, its arguments with tensor specs instead of tensors, and its output."""
+        """Return the key of a call: its operator, arguments and output, with tensors replaced by their specs."""
         position_of: dict[fx.Node, int] = {}
         args = tuple([self._argument(a, position_of) for a in node.args])
         kwargs = tuple([(name, self._argument(a, position_of)) for name, a in node.kwargs.items()])
         return node.target, args, kwargs, self.form(value(node))
 
     def form(self, val: Any) -> Hashable:
-        """Return the spec of a value. The value must live as long as this object."""
+        """Return the spec (shape, strides, dtype, `requires_grad`) of a value, as a hashable.
+
+        Specs are cached by object id, so the value must live as long as this cache.
+        """
         form = self._specs.get(id(val))
         if form is None:
             form = self._specs[id(val)] = _spec_of(val)

@@ -1,4 +1,4 @@
-"""Factors for the dims of a call, for rules that are functions of the call."""
+"""Helpers for rules that are functions of the call: they name the factors of its dims."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNARY_LINEAR = ((0,),)
 
 
 def names(count: int, prefix: str = "d") -> list[Dim]:
-    """Return one factor per dim: `d0`, `d1`, ..."""
+    """Return `count` dims, each of one factor: `d0`, `d1`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
 def names_and_dim(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
-    """Return one factor per dim of a call's first operand, and the dim in an argument.
+    """Return the dims of a call's first operand, each of one factor, and its `dim` argument, non-negative.
 
     The operand must have at least one dim.
     """
@@ -32,7 +32,15 @@ def pattern(
     node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (),
     known: Mapping[str, int] = MappingProxyType({}), **options: Any,
 ) -> Pattern:  # fmt: skip
-    """Return the pattern of these factors. Sizes come from the call's shapes, unless they are in `known`."""
+    """Return the pattern of a call with these dims of its tensor inputs and outputs.
+
+    Args:
+        inputs: for each tensor input, its dims as tuples of factors.
+        outputs: for each output, its dims as tuples of factors.
+        whole: factors that cannot be sharded.
+        known: sizes of factors that do not follow from the call's shapes.
+        options: other fields of `Pattern`.
+    """
     sizes = dict(known)
     shapes = [shape(n) for n in tensor_inputs(node)] + output_shapes(node)
     for dims, sizes_of in zip((*inputs, *outputs), shapes, strict=True):

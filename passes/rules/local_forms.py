@@ -1,6 +1,6 @@
 """Local forms: functions that write a call for one rank.
 
-They are for operators whose traced call would be wrong on local operands.
+An operator has a local form if the traced call would give a wrong result on local operands.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call to write for one rank: the traced node, local operands, and its strategy on every axis.
+    """A call to write for one rank.
 
-    `sizes`: {axis: number of ranks}. `emit(target, *args)` adds a node to the graph being written. `seed()` returns the
-    microbatch's random seed. `balance`: as in `Decisions`.
+    Args:
+        node: the traced call.
+        args: local arguments.
+        strategies: {axis: strategy of the call}.
+        sizes: {axis: number of ranks}.
+        emit: `emit(target, *args)` adds a node to the graph that is being written.
+        seed: returns the node of the microbatch's random seed.
+        balance: as in `Decisions`.
     """
 
     node: fx.Node
@@ -44,7 +50,7 @@ class LocalCall:
     balance: float = 1.0
 
     def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
-        """Emit the traced call on local operands, with some positional arguments replaced."""
+        """Emit the traced call on local operands. `changed`: {position: new value} of replaced arguments."""
         args = [(changed or {}).get(i, argument) for i, argument in enumerate(self.args)]
         return self.emit(self.node.target, *args, **self.kwargs)
 
@@ -58,11 +64,11 @@ class LocalCall:
         return {axis: s.outputs[0] for axis, s in self.strategies.items()}
 
     def num_ranks(self, axes: str) -> int:
-        """Return the number of ranks of an axis, or of several axes flattened into one."""
+        """Return the number of ranks of an axis, or of several axes flattened to one (`dp_cp`)."""
         return math.prod(self.sizes[axis] for axis in mesh_axes_of(axes))
 
     def index(self, axes: str) -> fx.Node:
-        """Emit this rank's index on an axis, or on several axes flattened into one."""
+        """Emit this rank's index on an axis, or on several axes flattened to one (`dp_cp`)."""
         outermost, *inside = mesh_axes_of(axes)
         index = self.emit(autopart_ops.axis_index.default, outermost)
         for axis in inside:
@@ -71,7 +77,7 @@ class LocalCall:
         return index
 
     def first_row(self, axes: str, rows: int) -> fx.Node:
-        """Emit the index of this rank's first row of a table of `rows` rows.
+        """Emit the index of the first row that this rank has of a sharded table of `rows` rows.
 
         `axes`: the axis, or flattened axes, over which the table is sharded.
         """
@@ -79,11 +85,14 @@ class LocalCall:
 
 
 LocalForm = Callable[[LocalCall], fx.Node | None]
-"""Function that writes a call for one rank. It returns None if the traced call on local operands is right."""
+"""Function that writes a call for one rank. It returns None if the traced call is right on local operands."""
 
 
 def local_value(node: fx.Node) -> Any:
-    """Return the meta output of a node of a local form, for the bytes and shapes in plans and prints."""
+    """Return the output of a node that a local form emitted, as a meta tensor.
+
+    Plans and printed graphs show its shape and bytes. None if it is unknown.
+    """
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):
         return None
@@ -102,12 +111,11 @@ def local_value(node: fx.Node) -> Any:
 
 
 def takes_shape(pattern: Pattern | None) -> bool:
-    """Return True if the call's second argument is its output's shape (a view)."""
     return pattern is not None and pattern.local is shape_argument
 
 
 def shape_argument(call: LocalCall) -> fx.Node:
-    """Replace the output shape in the second argument by the local shape."""
+    """Emit a view with the local output shape as its second argument."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
     sizes, atoms_by_dim = call.node.args[1], facts(call.node)["atoms"]
@@ -123,7 +131,10 @@ def shape_argument(call: LocalCall) -> fx.Node:
 
 
 def group_argument(call: LocalCall) -> fx.Node | None:
-    """Replace the number of groups (factor `g`) by the local number."""
+    """Emit a call with the number of groups (factor `g`) that this rank has.
+
+    None if groups are not sharded.
+    """
     num_shards = call.num_parts("g")
     if num_shards == 1:
         return None

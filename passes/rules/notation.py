@@ -1,8 +1,9 @@
-"""Notation of sharding rules: one einsum-like line per operator, written for one mesh axis.
+"""Notation of sharding rules: one einsum-like line per operator, for one mesh axis.
 
-In `"... k, n k -> ... n"` the first input has any leading dims and a dim `k`. Dims with one name have the same indices.
-`(g r)` is one dim with two factors, the outer one first. A factor that only inputs have is summed over.
-`Rule.instantiate` fits a line to the shapes of one call and returns a `Pattern`.
+In `"... k, n k -> ... n"` the first input has any number of leading dims and a dim `k`. The letters are factors. Dims
+with one letter have equal size and are sharded together. `(g r)` is one dim of two factors, the outer one first. A
+factor that no output has is summed over. `Rule.instantiate` fits a line to the shapes of one call and returns a
+`Pattern`.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from autopart.passes.rules.local_forms import LocalForm
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: the sharding rule of an operator, and all else that passes need to know.
+    """One row of the table of operators: the sharding rule, and all other properties that passes need.
 
-    A row of an operator that has no sharding rule has neither `text` nor `of_call`.
+    A row without a sharding rule has neither `text` nor `of_call`.
 
     Args:
-        text: a line.
+        text: the sharding rule, as a line in the notation above.
         whole: factors that cannot be sharded.
-        linear: sets of inputs that can be partial sums at once.
-        lookup, all_reduces, local, routes: as in `Pattern`.
-        matmul: products whose doubled sizes are the FLOPs (`("... k n",)`).
-        also: alternative lines, tried in turn (without optional weights, with a mask).
-        when: condition on the call's other arguments.
-        context: as in `Pattern`.
+        linear: sets of inputs. If all inputs of a set are partial sums, the output is a partial sum.
+        lookup, all_reduces, local, routes, context: as in `Pattern`.
+        matmul: matrix products of the call, each as its factors (`"... k n"`). Its FLOPs are twice their product.
+        also: alternative lines (without optional weights, with a mask). The first that fits a call is used.
+        when: returns True if the rule holds for a call.
         of_call: function that returns the pattern of a call, if its factors depend on the call's arguments.
-        otherwise: rules for calls that this one does not fit, tried in turn.
+        otherwise: rules for calls that this rule does not fit. The first that fits is used.
         takes_sparse: the rule holds for sparse tensors too.
-        moves: it moves elements and computes nothing.
-        keeps_weights: it converts a weight to another view or dtype. It is recomputed at each use.
-        keeps_masks: it converts a mask and selects as many elements.
-        selects: its second argument selects from the first: a slice, or the elements that equal a number.
-        has_gradient: its result may need a gradient.
-        has_reduction: a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
-        draws_noise: its local form can draw the noise that is its second argument.
+        moves: the operator moves elements and computes nothing.
+        keeps_weights: the operator converts a weight to another view or dtype. It is recomputed at each use of the
+            weight.
+        keeps_masks: the operator converts a mask to another that selects as many elements.
+        selects: the second argument selects from the first: by a slice, or all elements equal to a number.
+        has_gradient: the result may need a gradient.
+        has_reduction: the operator is a loss with a `reduction` argument: 0 none, 1 mean (the default), 2 sum.
+        draws_noise: the second argument is noise, which the local form can draw instead.
         cost: cost properties that do not follow from the shapes of a call.
     """
 
@@ -80,7 +81,7 @@ class Rule:
         return bool(self.text) or self.of_call is not None
 
     def fit(self, node: fx.Node) -> Pattern | None:
-        """Return the pattern of a call, or None if the rule does not fit it."""
+        """Return the pattern of a call, or None if neither this rule nor one in `otherwise` fits it."""
         fitted = self._fit(node) if self.when(node) else None
         others = (rule.fit(node) for rule in self.otherwise)
         return fitted if fitted is not None else next((pattern for pattern in others if pattern is not None), None)
@@ -92,7 +93,7 @@ class Rule:
         return rule.instantiate([shape(n) for n in tensor_inputs(node)], output_shapes(node)) if self.text else None
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
-        """Return the pattern of the first line that fits these shapes, or None.
+        """Return the pattern of the first line of the rule that fits these shapes; None if no line fits.
 
         >>> Rule("... k, n k -> ... n").instantiate([(2, 3, 8), (4, 8)], [(2, 3, 4)]).sizes
         {'...2': 2, '...1': 3, 'k': 8, 'n': 4}
@@ -136,7 +137,7 @@ class Rule:
 
 @cache
 def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
-    """Return the operands left and right of the arrow, as tuples of dims. `("...",)` matches any dims.
+    """Return the dims of the operands left and right of the arrow. `("...",)` is any number of dims.
 
     >>> parse("(g r) d -> d")
     (((('g', 'r'), ('d',)),), ((('d',),),))
@@ -152,7 +153,11 @@ def _parse_operand(text: str) -> tuple[Dim, ...]:
 
 
 def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
-    """Replace `...` by named dims, numbered from the right, until the terms match the rank of the shape."""
+    """Return the dims of an operand with `...` replaced by as many named dims as the shape needs.
+
+    None if the shape has too few dims, or too many for an operand without `...`. The named dims `...1`, `...2` are
+    numbered from the right.
+    """
     if ("...",) not in terms:
         return terms if len(terms) == len(shape) else None
     at = terms.index(("...",))
@@ -163,7 +168,10 @@ def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
 
 
 def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> bool:
-    """Compute the size of each factor that appears only inside groups from the other factors of its group."""
+    """Add to `sizes` the sizes of factors that appear only in merged dims, such as `r` in `(g r)`.
+
+    The size is that of the merged dim divided by the other factors. Returns False if two factors of a dim are unknown.
+    """
     for dims, extents in zip(fitted, shapes, strict=True):
         for dim, size in zip(dims, extents, strict=True):
             unknown = [f for f in dim if f not in sizes]
@@ -175,6 +183,5 @@ def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> 
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
-    """Return the product of the named sizes; `...` includes all ellipsis dims."""
     named = math.prod(sizes.get(f, 1) for f in term.split() if f != "...")
     return named * (math.prod(s for f, s in sizes.items() if f.startswith("...")) if "..." in term.split() else 1)

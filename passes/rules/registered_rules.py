@@ -1,7 +1,7 @@
-"""Rules that users registered for custom operators (`autopart.rule`), in this process.
+"""Sharding rules that users registered for custom operators in this process (`autopart.rule`).
 
-Only explicit calls fill the table. A plan that used a registered rule names it (`Plan.rules`), so that a process
-without the rule reports an error.
+Only calls of `autopart.rule` add rules. A plan lists the registered rules that it uses (`Plan.rules`), so that a
+process without such a rule reports an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ NO_RULE = Rule()
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """Return the row of the node's operator, an empty row if it has none."""
     return row_of(operator_name(node))
 
 
@@ -33,13 +32,13 @@ def row_of(name: str) -> Rule:
 def has_rule(name: str) -> bool:
     """Return True if an operator has a sharding rule, built-in or registered.
 
-    The conditions of the rule may still reject a call.
+    The rule may still not fit every call (`Rule.when`).
     """
     return row_of(name).is_for_sharding
 
 
 def contracted(rule: Rule) -> list[str]:
-    """Return the shardable factors that some output lacks: sharding them leaves partial sums."""
+    """Return the shardable factors that an output lacks: if one is sharded, the output is a partial sum."""
     lacking: dict[str, None] = {}
     for text in (rule.text, *rule.also):
         left, right = parse(text)
@@ -51,7 +50,7 @@ def contracted(rule: Rule) -> list[str]:
 
 
 def call_text(name: str, rule: Rule) -> str:
-    """Return the call of `autopart.rule` that registers this rule."""
+    """Return the call of `autopart.rule` that registers this rule, as text."""
     texts = [f'"{text}"' for text in (name, rule.text, *rule.also)]
     options = [f'{key}="{text}"' for key, text in (("sum", " ".join(contracted(rule))), ("whole", rule.whole)) if text]
     options += [f"linear={rule.linear}"] * bool(rule.linear)
@@ -60,7 +59,7 @@ def call_text(name: str, rule: Rule) -> str:
 
 
 def as_data(rule: Rule) -> dict[str, Any]:
-    """Return a rule as a plan stores it. `from_data` is the inverse."""
+    """Return a rule as a dict that a plan stores. `from_data` is the inverse."""
     data = {"lines": [rule.text, *rule.also], "whole": rule.whole, "linear": [list(s) for s in rule.linear],
             "flops": list(rule.matmul)}  # fmt: skip
     return {key: value for key, value in data.items() if value}

@@ -1,4 +1,4 @@
-"""Conditions on a call's other arguments, for rules that hold only under them (`Rule.when`)."""
+"""Conditions on the arguments of a call, for rules that hold only if they are met (`Rule.when`)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from autopart.ir.graph import argument, is_floating
 
 
 def of_class_indices(node: fx.Node) -> bool:
-    """Return True for an unreduced loss whose labels are class indices."""
+    """Return True for a loss without reduction whose labels are class indices."""
     return argument(node, "reduction") == 0 and not is_floating(node.args[1])
 
 
 def of_class_probabilities(node: fx.Node) -> bool:
-    """Return True for an unreduced loss whose labels are class probabilities."""
+    """Return True for a loss without reduction whose labels are class probabilities."""
     return argument(node, "reduction") == 0 and is_floating(node.args[1])
 
 
 def has_unscaled_gradients(node: fx.Node) -> bool:
-    """Return True for an embedding that does not scale gradients by the frequency of a row in the batch."""
+    """Return True for an embedding without `scale_grad_by_freq`."""
     return not argument(node, "scale_grad_by_freq")
 
 
 def writes_zeros_or_tensors(node: fx.Node) -> bool:
-    """Return True for a `scatter` that writes a tensor or zeros and does not multiply."""
+    """Return True for a `scatter` that writes a tensor or zeros, and does not add or multiply (`reduce`)."""
     return argument(node, "reduce") is None and not argument(node, "value")
 
 

@@ -1,6 +1,6 @@
-"""Table of sharding rules: one row per operator, without logic.
+"""Table of operators: one row (`Rule`) per operator, with its sharding rule, without logic.
 
-A row has all that passes need to know of its operator. `notation.py` explains the notation and the fields of a row.
+`notation.py` explains the notation of sharding rules and the other fields of a row.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopart.passes.rules.rule_conditions import (
 )
 
 _ATTENTION = ("... b g r q k d", "... b g r q k e")
-"""The two products of attention, with or without grouped heads (a factor that a line lacks counts as 1)."""
+"""The two products of attention, for FLOPs. A factor that a rule lacks (`g`, `r`: grouped heads) has size 1."""
 
 _REMADE = CostNotes(joins="remade")
-"""Operators that torch.compile fuses with others, and recomputes in backward if that saves memory, in addition to
-elementwise operators and views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
+"""Cost of operators that torch.compile fuses and, if that saves memory, recomputes in backward. Elementwise operators
+and views have it too (`get_default_op_list` in torch/_functorch/partitioners.py)."""
 _ARITHMETIC = CostNotes(gradients="each")
 
 
@@ -207,4 +207,4 @@ RULES: dict[str, Rule] = {
     "autopart::embedding_shard": Rule(cost=CostNotes(looks_up=True)),
     **_rows("split chunk", Rule(cost=CostNotes(gradients="parts"))),
 }  # fmt: skip
-"""{operator: its row}. Operators of programs have rows too, for their costs."""
+"""{operator name: its row}. Operators that only generated programs contain have rows too, which hold their costs."""

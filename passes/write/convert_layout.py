@@ -1,4 +1,4 @@
-"""Conversions of values between layouts, and of parameters to the compute dtype."""
+"""Conversions of values between layouts (with collectives), and of parameters to the compute dtype."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ from autopart.passes.write.stage_draft import Key, StageDraft
 
 
 class Converter:
-    """Writer of conversions, on any stage.
+    """Generator of the nodes that convert values between layouts, for all stages.
 
-    `sizes`: sizes of the axes, including the microbatch axis and flattened axes that store parameters. `emitter`,
-    `mark`: write a node for a traced one, and record its layout (`lower._Writer`).
+    Args:
+        trace: the traced model.
+        decisions: the decisions of the plan.
+        sizes: {axis: number of ranks}, including the microbatch axis and flattened axes that store parameters.
+        emitter: given a stage and a traced node, returns a function that adds nodes to the stage's graph.
+        mark: records on a generated node which traced value it has, and in which layout.
     """
 
     def __init__(
@@ -47,7 +51,10 @@ class Converter:
         self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
 
     def convert(self, written: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
-        """Convert a value from one layout to another, one axis after the other."""
+        """Convert a value from layout `source` to layout `target`, one axis after the other.
+
+        `written`: the generated node of the value. `node`: its traced node. Returns the generated node in `target`.
+        """
         current = dict(source)
         for axis, place in self._steps(node, source, target):
             written = self._step(written, node, current, axis, place, stage, stage.made)
@@ -59,7 +66,10 @@ class Converter:
         made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
         dtype: torch.dtype | None = None,
     ) -> fx.Node:  # fmt: skip
-        """Convert a value to another placement on one axis, and update `made`."""
+        """Convert a value to placement `place` on one axis, unless a node with the result exists. Return it.
+
+        `made`: {(traced node, layout): generated node}, to which a new node is added.
+        """
         layout = tuple({**current, axis: place}.items())
         if (node, layout) not in made:
             made[node, layout] = self._convert_axis(written, node, current, axis, place, stage, options)
@@ -67,9 +77,10 @@ class Converter:
         return made[node, layout]
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
-        """Return the axes on which the placement changes between two layouts, in order.
+        """Yield the (axis, new placement) pairs that convert one layout to another, in order.
 
-        A parameter is first gathered over flattened axes, which the target layout does not have.
+        A layout of a parameter can have flattened axes, over which it is stored sharded. The parameter is first
+        gathered over these axes, because the target layout does not have them.
         """
         current = dict(source)
         whole = R_GRAD_P if facts(node)["needs_grad"] else R
@@ -90,7 +101,7 @@ class Converter:
         stage: StageDraft,
         options: Mapping[str, Any],
     ) -> fx.Node:
-        """Convert a value to another placement on one axis.
+        """Emit the operators that convert a value to another placement on one axis. Return the last one.
 
         `options`: further arguments of the operator, such as the dtypes of a parameter.
         """
@@ -117,7 +128,7 @@ class Converter:
         )
 
     def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """Return the local size of a dim that is sharded over all axes of the layout except this one."""
+        """Return the size of the sharded dim of `cut`, divided over all axes that shard it except `axis`."""
         beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
         others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
         in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
@@ -126,29 +137,35 @@ class Converter:
         return full // others
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
-        """Return the layout in which a value is sent between stages."""
+        """Return the layout in which a value is sent between stages.
+
+        It differs from the layout in which the value is computed if ranks send one shard each (`scatter_sends`).
+        """
         parts = scatter_layout(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
         return produced if parts is None else tuple(parts.items())
 
     def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
-        """Gather a value that was received in shards (scatter-gather sends)."""
+        """Gather a value on the stage that received it, if ranks sent one shard each (`scatter_sends`)."""
         sent = self.sent(node, produced)
         if sent != produced:
             facts(self.convert(received, node, sent, produced, stage))["received"] = True
 
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
-        """Return a parameter's storage dtype, or None if its compute and reduction dtypes equal it."""
+        """Return the dtype in which a parameter is stored.
+
+        None if it equals the dtypes of computation and of gradient reduction, so that no cast is needed.
+        """
         precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
         if precision is None or not stored.is_floating_point:
             return None
         return None if stored == precision.compute == precision.reduce else stored
 
     def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a parameter in a layout, in the compute dtype. `produced`: the layout of its storage.
+        """Return a parameter in `layout` and in the compute dtype. `produced`: its stored layout.
 
-        The first conversion that gathers it also casts it, so that the smaller dtype is communicated. Conversions
-        before that one only affect the gradient, which has the storage dtype there. Gather and cast are one operator:
-        between two operators autograd would round the reduced gradient to the compute dtype.
+        The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
+        Conversions before this one affect only the gradient, which has the storage dtype there. Gather and cast are one
+        operator: if they were two, autograd would round the reduced gradient to the compute dtype between them.
         """
         computed, precision = value(node).dtype, self.trace.precision
         stored = dtype = self.stored_dtype(node)
@@ -170,7 +187,7 @@ class Converter:
 
 
 def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
-    """Return the error for an axis that would separately shard or gather a dim of a flattened axis."""
+    """Return the error for a dim of experts that several axes shard unevenly and one axis would convert."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
         f"{axis} cannot shard or gather dim {dim} of {name} separately",
@@ -181,17 +198,18 @@ def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> 
 
 
 def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
-    """Return the arguments of an all-to-all for zigzag shards."""
+    """Return the section arguments of an all-to-all; empty unless one of the placements is zigzag."""
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Order the steps between two layouts.
+    """Order the steps of a layout conversion: first those that convert only the gradient.
 
-    If nothing must be gathered, the steps that only affect gradients come first. On axes over which a parameter is
-    gathered as one flattened axis, it has no gradient before.
+    They are the steps between two replicated placements. On a mesh axis that is part of a flattened storing axis (`dp`
+    of `dp_cp`), the gradient exists only after the gather over the flattened axis. So the step on such an axis is not
+    moved.
     """
     all_steps, joined = list(steps), {part for axis in source for part in mesh_axes_of(axis) if part != axis}
     of_gradient = [(axis, place) for axis, place in all_steps
@@ -200,11 +218,11 @@ def _gradient_first(
 
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
-    """Return the gathers that must come before all other steps.
+    """Yield the gathers that must precede all other steps of a conversion, as (axis, placement).
 
-    A dim that several axes shard is gathered innermost axis first. So is a dim that another axis will shard. Otherwise
-    shards would be concatenated in the wrong order. If an outer axis changes how it shards a dim, an inner axis that
-    shards this dim equally before and after is also gathered, and shards it again at the end.
+    Shards must be concatenated in the right order. If several axes shard a dim, or another axis will shard it, the dim
+    is gathered first, innermost axis first. If an outer axis changes how it shards a dim, an inner axis that keeps its
+    placement is gathered too, and shards the dim again at the end.
     """
     axes = list(current)
     for axis in reversed(axes):

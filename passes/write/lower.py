@@ -1,9 +1,10 @@
 """Write the program of every stage: a pure function of the annotated graph and the decisions.
 
-Each value is computed in the layout of its operator's strategies and converted, once per target layout, to what its
-consumers need. Values that depend only on inputs are computed on every stage that needs them: replicated values in the
-stage's prologue (once per call, on the global batch), samples of the batch in the stage graph. Weights are read where
-they are used. Everything else that a later stage needs is sent through the stages between.
+Each operator computes its result in the layout of its strategies. The result is converted, once for each target
+layout, to the layouts that its consumers need. Values that depend only on inputs are computed on every stage that needs
+them: full values in the stage's prologue (once per call, on the global batch), samples of one rank in the stage graph.
+Weights are read on the stage that uses them. All other values that a later stage needs are sent through the stages
+between.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 aten = torch.ops.aten
 
 CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries", "attention")
-"""Facts of a traced node that are copied to the nodes written for it."""
+"""Facts of a traced node that are copied to the nodes generated for it."""
 
 
 @driven(files=program_files)
@@ -69,10 +70,11 @@ def lower(
     """Return the program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     Args:
-        whole_outputs: gather outputs over the batch axes (for a call). Otherwise they keep their placement, such as a
-            partial sum of the loss (for a training step, which reduces once).
-        beside: further outputs, after `outputs`, always gathered.
-        local_rows: gathered outputs keep the local samples of each data rank.
+        whole_outputs: True gathers outputs over the batch axes (for a call). False leaves their placement, such as a
+            partial sum of the loss (for a training step, which reduces it once).
+        rng: "exact" draws the random numbers of a single device, "fast" draws dropout noise on each rank.
+        beside: more outputs, which follow `outputs` and are always gathered.
+        local_rows: each data rank gets its own samples of a gathered output.
     """
     writer = _Writer(trace, decisions, rng, local_rows)
     ends = [o for o in (*outputs, *beside, *trace.buffer_updates.values()) if isinstance(o, fx.Node)]
@@ -84,9 +86,9 @@ def lower(
 
 
 def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the dropout operators whose noise each rank draws for its own shard.
+    """Return the noise operators that are not written, because the dropouts that use them draw noise.
 
-    All their users depend on a parameter.
+    Each rank draws the noise of its own shard. All users of such an operator are dropouts that depend on a parameter.
     """
     return {
         node for node in random
@@ -95,21 +97,21 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
-    """Raise OptionError if `rng="exact"` is set and a random operator needs the model's values."""
+    """Raise OptionError if `rng="exact"` is set and a random operator cannot match a single device."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
 
 
 def write_local(call: LocalCall) -> fx.Node:
-    """Write a call for one rank: in its local form if its rule has one, else as traced."""
+    """Write a call for one rank: with the local form of its rule if there is one, else the traced call."""
     local = local_form(call.node)
     written = local(call) if local is not None else None
     return call.as_traced() if written is None else written
 
 
 class _Writer:
-    """Writer of all stage graphs at once."""
+    """Generator of all stage graphs."""
 
     def __init__(self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False):
         self.trace, self.decisions, self.local_rows = trace, decisions, local_rows
@@ -139,7 +141,7 @@ class _Writer:
     # Layouts
 
     def key(self, node: fx.Node, places: Layout) -> Key:
-        """Return a layout over all axes, with `R` on axes without a placement.
+        """Return `places` completed to a layout over all axes, with `R` on axes without a placement.
 
         If the value has no gradient, `R(grad P)` becomes `R`.
         """
@@ -148,7 +150,7 @@ class _Writer:
         return tuple((axis, R if place == R_GRAD_P and not grad else place) for axis, place in every.items())
 
     def produced(self, node: fx.Node) -> Key:
-        """Return the layout in which a value is computed."""
+        """Return the layout in which a value is computed or, for a parameter, stored."""
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: replicated, as the caller has it
             return self.key(source, {})
@@ -161,7 +163,7 @@ class _Writer:
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
-        """Return the layout in which an operator takes an input."""
+        """Return the layout in which operator `node` needs its input `used`, which has index `position`."""
         return self.key(used, {axis: on[node].inputs[position] for axis, on in self.chosen.items()})
 
     # Emitting
@@ -183,7 +185,7 @@ class _Writer:
     def seed(self, stage: StageDraft) -> fx.Node:
         """Return the random seed of the microbatch, which is a keyword input of the stage graph."""
         if stage.seed is None:
-            assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
+            assert stage.seeds is not None, "the program has no input for random seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
             stage.seed.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
             stage.inputs.append(StageInput(stage.seed.target, 0))
@@ -191,7 +193,7 @@ class _Writer:
         return stage.seed
 
     def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
-        """Record on a generated node which traced value it holds, in which layout and `dtype`."""
+        """Record on a generated node which traced value it has, in which layout and dtype."""
         written.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         written.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -205,7 +207,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator, and record its block on all nodes that are generated for it."""
+        """Write one operator. Copy its `block` and `times` to all nodes that are generated for it."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -214,7 +216,7 @@ class _Writer:
             written.meta.update(block_facts)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
-        """Write one operator on its stage, with its inputs converted to the layouts that it takes."""
+        """Write one operator on its stage, with its inputs converted to the layouts that it needs."""
         stage = stage or self.stages[self.decisions.stage_of[node]]
         positions = iter(range(len(tensor_inputs(node))))
 
@@ -245,7 +247,7 @@ class _Writer:
                 self._keep(part, user, self.produced(user), stage)
 
     def _keep(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Record the node of a traced value in a layout on a stage, for later consumers."""
+        """Record `written` as the node of a traced value in this layout on a stage, and return it."""
         self.mark(written, node, layout)
         stage.made[node, layout] = written
         return written
@@ -253,7 +255,10 @@ class _Writer:
     # Reading
 
     def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a value in a layout on a stage. It is reused, converted, received or computed."""
+        """Return the node of a value in this layout on a stage.
+
+        An existing node is reused. Otherwise the value is converted, received from an earlier stage, or computed.
+        """
         if (node, layout) in stage.made:
             return stage.made[node, layout]
         role = facts(source_of(node)[0])["role"]
@@ -272,7 +277,10 @@ class _Writer:
         return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
-        """Return an existing layout of the value that differs only in the placement of the gradient."""
+        """Return a layout in which the stage already has the value, if only the gradient's placement differs.
+
+        Otherwise returns `layout`. Used for operators without gradient.
+        """
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
         for other, key in stage.made:
             if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
@@ -280,9 +288,9 @@ class _Writer:
         return layout
 
     def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
-        """Return a value in the layout in which it is computed, stored or received.
+        """Return the node of a value in the layout in which it is computed, stored or received (`produced`).
 
-        It is a parameter, a view of a weight, or a value of an earlier stage.
+        The value is a parameter, a view of a weight, an input with a gradient, or a value of this or an earlier stage.
         """
         if (node, produced) in stage.made:
             return stage.made[node, produced]
@@ -298,8 +306,8 @@ class _Writer:
         return stage.made[node, produced]
 
     def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
-        """Return a value of an earlier stage, which all stages between pass on."""
-        assert stage.index > 0, f"{node.name} is used before it is made"
+        """Return the received node of a value that an earlier stage computes. All stages between pass it on."""
+        assert stage.index > 0, f"{node.name} is used on a stage before the one that computes it"
         sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
         if (node, sent) in stage.made:
             return stage.made[node, sent]
@@ -312,11 +320,10 @@ class _Writer:
         return self._keep(stage.placeholder(node.name), node, sent, stage)
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
-        """Return True if an earlier stage computes the value."""
         return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
 
     def _check_input_gradient(self, node: fx.Node) -> None:
-        """Raise InputError if the gradient of an input would have to be collected from microbatches or stages."""
+        """Raise InputError for an input with a gradient if there are several stages or microbatches."""
         if len(self.stages) == 1 and MICROBATCH_AXIS not in self.sizes:
             return
         through = "a pipeline" if len(self.stages) > 1 else "microbatches"
@@ -340,7 +347,10 @@ class _Writer:
         return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
-        """Compute only the samples of this rank, if the operator's rule allows it; else return None."""
+        """Compute this rank's samples of a value from its samples of the inputs.
+
+        Returns None if the operator's rule does not allow it.
+        """
         shards = math.prod(self.sizes[axis] for axis in self.row_axes)
         strategy = rows_of(node, batch, shards)
         if strategy is None:
@@ -356,7 +366,10 @@ class _Writer:
         return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
-        """Return a keyword input of the stage graph, computed in full by its prologue."""
+        """Add a keyword input to the stage graph for a value that the prologue computes in full. Return it.
+
+        `batch`: the runtime passes each rank and microbatch its shard with this placement; None: the full value.
+        """
         rows = "" if batch is None or not self.row_axes else "_rows"
         placeholder = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)
@@ -365,7 +378,7 @@ class _Writer:
         return placeholder
 
     def _whole(self, node: fx.Node, stage: StageDraft) -> fx.Node:
-        """Return the full value in the stage's prologue."""
+        """Return the node of the full value in the stage's prologue. A missing node is added with its inputs."""
         if node not in stage.whole:
             if node.op == "get_attr":
                 whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
@@ -384,7 +397,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """Return the program of these outputs, each with a flag whether to gather it over the batch axes."""
+        """Return the program of these outputs, each with a flag: True gathers it over the batch axes."""
         last = self.stages[-1]
         results: list[Output] = []
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
@@ -415,7 +428,7 @@ class _Writer:
         )  # fmt: skip
 
     def _made_of(self, output: fx.Node) -> frozenset[str]:
-        """Return the model inputs that an output depends on, if its samples are local."""
+        """Return the names of the model inputs that an output depends on; empty unless `local_rows`."""
         if not self.local_rows:
             return frozenset()
         used = {output, *nx.descendants(reads(self.trace.graph), output)}
@@ -434,7 +447,7 @@ class _Writer:
         home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
 
     def _first_reader(self, source: fx.Node) -> int:
-        """Return the first stage that has all parameters of which a value is computed."""
+        """Return the first stage on which a value can be computed: it has all parameters that are needed."""
         readers = self._readers()
         made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
         names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
@@ -460,6 +473,5 @@ class _Writer:
         return tuple(places.items())
 
     def _readers(self) -> dict[str, set[int]]:
-        """Return the stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)

@@ -20,12 +20,12 @@ from autopart.passes.normalize.matmul_forms import fuse_bias
 from autopart.passes.pass_pipeline import Pass, eliminate_dead_code, run_passes
 
 Key = tuple[tuple[str, Placement], ...]
-"""A layout as a dictionary key."""
+"""A layout as ((axis, placement), ...), which can be a dictionary key."""
 
 
 @dataclass
 class StageDraft:
-    """One pipeline stage under construction: its graphs, inputs, parameters and updates."""
+    """One pipeline stage under construction: its graphs, inputs, parameters and updates of buffers."""
 
     index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -44,29 +44,33 @@ class StageDraft:
     seed: fx.Node | None = None
 
     def placeholder(self, name: str) -> fx.Node:
-        """Add an argument to the graph. If the name is in use, it gets a suffix."""
+        """Add an input to the stage graph. A name that is in use gets a suffix."""
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
 
     def parameter(self, node: fx.Node) -> fx.Node:
-        """Return a parameter in its stored layout."""
+        """Add a node to the stage graph that reads a parameter in its stored layout. Return it."""
         self.parameters[node.target] = None
         return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
-        """Add the outputs of both graphs: `values` and the new values of buffers."""
+        """Add the outputs of the stage graph and of its prologue.
+
+        The stage graph returns `values` and the buffers that it updates. The prologue returns the inputs that it
+        computes for the stage graph, and the buffers whose new values depend only on inputs.
+        """
         new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip
         self.graph.output((*values, *new[False]))
         self.prologue.output((*self.prologue_outputs, *new[True]))
 
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
-        """Return the stage, after its graphs have outputs.
+        """Return the stage, once `output` has been called.
 
         Args:
             sizes: sizes of the mesh axes.
-            mark: a function that can rewrite and reorder the graph.
+            mark: a function that can rewrite and reorder the stage graph.
         """
         received = [self.made[value] for value in self.receives]
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
@@ -85,7 +89,7 @@ class StageDraft:
 
 
 def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
-    """Return a module for a graph: parameters and buffers without data, constants of the trace with data."""
+    """Return a module for a graph: parameters and buffers on meta, constants with their values."""
     attributes: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
         constant = trace.constants.get(node.target)
@@ -108,9 +112,9 @@ def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
 
 
 def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: int) -> dict[str, set[int]]:
-    """Return the stages that read each parameter, directly or through a view.
+    """Return {parameter: stages that read it, directly or through a view}.
 
-    The last stage has the model's outputs.
+    The model's outputs count as read on the last stage (`last`).
     """
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):

@@ -257,9 +257,10 @@ def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> Re
     apart = max(row.apart for row in beyond if row.name == first.name)
     others = len({row.name for row in beyond}) - 1
     more = f", and of {others} other parameter{'s' * (others > 1)}" if others else ""
+    differing, reference = ranks_text(sorted(set(ranks)), group), ranks_text([first.first], group)
     return ReplicaError(
         f"the replicas of '{first.name}' have different values",
-        why=f"{ranks_text(sorted(set(ranks)), group)} differ from {ranks_text([first.first], group)} by up to "
+        why=f"the values of {differing} and of {reference} differ by up to "
         f"{apart:.3g}; rounding explains {first.rounding:.1g}",
         where=f"before {moment}{more}",
         hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",

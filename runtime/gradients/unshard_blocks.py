@@ -105,7 +105,7 @@ def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: UnshardBlocks) -
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: UnshardBlock) -> None:
     """Replace the gathers of a block by one call of the block, at the first of them."""
-    graph, name = module.graph, f"block_{block.index}"
+    graph, name = module.graph, f"unshard_block_{block.index}"
     module.add_submodule(name, block)
     with graph.inserting_before(row[0]):
         unsharded = graph.call_module(name)

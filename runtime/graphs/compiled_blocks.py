@@ -204,7 +204,7 @@ def _calling(module: fx.GraphModule, subgraphs: Sequence[tuple[str, Calls]]) -> 
     for kind, calls in subgraphs:
         subgraph, inputs = _subgraph(calls)
         if kind not in kinds:
-            kinds[kind] = f"block_{len(kinds)}"
+            kinds[kind] = f"compiled_block_{len(kinds)}"
             module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, subgraph, class_name=kinds[kind])))
         call = graph.call_module(kinds[kind], tuple(map(value, inputs)))
         for index, node in enumerate(_results(dict.fromkeys(calls))):

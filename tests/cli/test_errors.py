@@ -214,18 +214,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "virtual_stages is the "
         "number of stages)"),
     "dp: batch": (skip("dp3"),
-        "StageError: a batch of 8 rows cannot be cut into dp=3 x microbatches=1 equal parts\n  why    8 is not a "
-        "multiple of 3\n  try    a batch of a multiple of 3 rows"),
+        "StageError: a batch of 8 samples cannot be split into dp=3 x microbatches=1 equal parts\n  why    8 is not a "
+        "multiple of 3\n  try    a batch size that is a multiple of 3"),
     "dp: microbatches": (skip("dp2", microbatches=3),
-        "StageError: a batch of 8 rows cannot be cut into dp=2 x microbatches=3 equal parts\n  why    8 is not a "
+        "StageError: a batch of 8 samples cannot be split into dp=2 x microbatches=3 equal parts\n  why    8 is not a "
         "multiple of 6\n  try    microbatches=1, 2, 4"),
     "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
         "StageError: the batch cannot be split into 2 microbatches\n  why    matmul needs all samples of a "
-        "value of shape [4, 8] at once: a statistic of the batch\n  where  matmul at "
+        "value of shape [4, 8] at once: it computes a statistic of the batch\n  where  matmul at "
         "test_errors.py:{contrast_line}\n  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "nothing to partition": (plan("dp2", nn.ReLU),
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
-        "try    run it as it is"),
+        "try    run it without parallelize"),
     # options
     "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
         "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
@@ -284,8 +284,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "an nn.Module whose forward calls it"),
     "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2),
         "StageError: the batch cannot be split into 2 microbatches\n  why    batch_norm needs all samples of a "
-        "value of "
-        "shape [1, 4] at once: a statistic of the batch\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
+        "value of shape [1, 4] at once: it computes a statistic of the batch\n  where  batch_norm at "
+        "batchnorm.py:{batch_norm_line} (1)\n"
         "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "random numbers": (plan("dp2", Counts),
         "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw "

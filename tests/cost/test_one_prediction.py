@@ -113,7 +113,7 @@ def test_at_says_what_a_new_plan_may_have_otherwise():
     cost = at_cases.planned("gpt2", "tp2", {}).cost
     assert cost.at().notes == cost.at(dp=4, m=1).notes == ()
     (note,) = cost.at(tp=4, b=8).notes
-    assert note == "layouts are those of the plan on tp2; a plan made for tp=4, b=8 may have others"
+    assert note == "layouts are those of the plan on tp2; a plan made for tp=4, b=8 may have other layouts"
     (note,) = cost.at(cp=2).notes
     assert "cp=2" in note
 

@@ -102,10 +102,10 @@ def test_what_is_compiled_is_kept_by_rank(monkeypatch, rank):
     assert seen == [f"7: {rank} of 2"] * 2 and not torch.compiler.config.cache_key_tag
 
 
-@pytest.mark.large
 @needs_compiler
 @pytest.mark.parametrize(("mesh", "options"), [
-    pytest.param("tp2", {}, marks=pytest.mark.large), ("pp2", {"microbatches": 2}),
+    ("dp2", {"zero": 3}), pytest.param("tp2", {}, marks=pytest.mark.large),
+    pytest.param("pp2", {"microbatches": 2}, marks=pytest.mark.large),
     pytest.param("pp2", {"microbatches": 2, "recompute": {"blocks.*": "full"}}, marks=pytest.mark.large),
 ])  # fmt: skip
 def test_compiled_stages_compute_the_same(mesh, options):

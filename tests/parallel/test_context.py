@@ -139,7 +139,7 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
      "  where  conv1d at test_context.py:LINE (mix)\n"
      "  try    leave cp out of the mesh; dp shards any batch"),
     (lambda: zoo.llama(seq=5), "cp8", "cp=8 cannot shard a sequence of 5\n"
-     "  why    every rank needs a part of the longest sequence, of input_ids [8, 5], labels [8, 5]\n"
+     "  why    every rank needs a shard of the longest sequence; the inputs are input_ids [8, 5], labels [8, 5]\n"
      "  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)\n  try    cp=5"),
 ])  # fmt: skip
 def test_what_has_no_sequence_is_told(made, mesh, text):
@@ -189,8 +189,9 @@ def test_rows_that_do_not_divide_are_told_of_positions():
     with pytest.raises(StageError) as error:
         autopart.plan(model, "dp2,cp2", example_kwargs=batch)
     assert str(error.value) == (
-        "a batch of 1 rows cannot be cut into dp=2 x microbatches=1 equal parts\n  why    1 is not a multiple of 2\n"
-        "  try    a batch of a multiple of 2 rows, or cp in the place of dp: it cuts the positions of a row"
+        "a batch of 1 samples cannot be split into dp=2 x microbatches=1 equal parts\n"
+        "  why    1 is not a multiple of 2\n"
+        "  try    a batch size that is a multiple of 2, or cp in place of dp: it shards the sequence of a sample"
     )
 
 

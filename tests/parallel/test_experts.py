@@ -146,7 +146,7 @@ def test_experts_need_not_divide_on_processes():
      "  why    the model has no experts: all tokens go through all of its matrix products\n"
      "  try    leave ep out of the mesh; dp shards any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
-     "  why    there are 4; unequal shards need two per rank, and one on the last\n"
+     "  why    there are 4; unequal shards need two per rank on average, and one on the last rank\n"
      "  where  expert_linear at expert_models.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip
@@ -169,5 +169,5 @@ def test_stages_with_experts_are_not_compiled():
 
 def test_rows_have_to_divide_over_the_ranks_with_experts():
     model, batch = mixture()
-    with pytest.raises(StageError, match="a batch of 6 rows cannot be cut into ep=4 x microbatches=1 equal parts"):
+    with pytest.raises(StageError, match="a batch of 6 samples cannot be split into ep=4 x microbatches=1 equal parts"):
         autopart.plan(model, "ep4", example_kwargs={name: x[:6] for name, x in batch.items()})

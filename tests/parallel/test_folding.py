@@ -265,12 +265,12 @@ EXPERTS = "where  expert_linear at expert_models.py:LINE\n"
 REFUSED = {
     "too many ranks": ("cp2,ep2,tp2", folded(["cp", "tp"]), {},
         "LayoutError: experts cannot be sharded over cp=2 x ep=2 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over cp and ep alone"),
     "no rank left": ("ep4,tp2", folded(["tp"]), {},
         "LayoutError: experts cannot be sharded over ep=4 x tp=2\n"
-        "  why    there are 4 for 8 ranks; unequal shards need two per rank, and one on the last\n"
+        "  why    there are 4 for 8 ranks; unequal shards need two per rank on average, and one on the last rank\n"
         f"  {EXPERTS}"
         "  try    pins that shard them over ep alone"),
     "dp": ("dp2,ep2", folded(["dp", "ep"], stacks=["up"]), {},
@@ -334,7 +334,7 @@ def test_a_plan_that_cuts_another_weight_twice_is_refused():
         autopart.verify(model, "ep2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
     assert str(error.value) == (
         "the plan stores 'head.weight' as S(0) on ep\n"
-        "  why    tp shards dim 0 already; only experts are sharded over several axes, where there are enough\n"
+        "  why    tp shards dim 0 already; only experts are sharded over several axes, if there are enough\n"
         "  where  line 1\n  try    R"
     )
 

@@ -171,9 +171,9 @@ def two():
      "the 3 entries of dim 1 independently\n  try    leave beside out; the inputs are "
      "x [2, 6, 8], beside [2, 3]"),
     (lambda: zoo.llama(seq=5), "cp8", {"input_ids": 1}, LayoutError,
-     "cp=8 cannot shard a sequence of 5\n  why    every rank needs a part of the longest sequence, of "
-     "input_ids [8, 5], labels [8, 5]\n  where  linear at modeling_llama.py:LINE (model.layers.0.self_attn.q_proj)"
-     "\n  try    cp=5"),
+     "cp=8 cannot shard a sequence of 5\n  why    every rank needs a shard of the longest sequence; "
+     "the inputs are input_ids [8, 5], labels [8, 5]\n  where  linear at modeling_llama.py:LINE "
+     "(model.layers.0.self_attn.q_proj)\n  try    cp=5"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told(made, mesh, named, kind, text):
     model, batch = made()

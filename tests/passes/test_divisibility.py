@@ -70,7 +70,7 @@ def test_every_size_is_exact_or_refused_by_the_plan(case):
 
 def test_rows_that_do_not_divide_are_refused():
     model, batch = zoo.gpt2(num_layers=1, rows=6)
-    with pytest.raises(StageError, match="a batch of a multiple of 4 rows"):
+    with pytest.raises(StageError, match="a batch size that is a multiple of 4"):
         VerificationRun(model, bind_call(model, (), batch)).arrange(Mesh.parse("dp4"))
 
 
@@ -136,6 +136,8 @@ def test_the_plan_says_what_does_not_divide():
     cut, few = notes_of(zoo.gpt2, "tp4", vocab=97), notes_of(zoo.llama, "tp8", heads=8, kv_heads=2)
     assert cut == ["transformer.wte.weight: dim 0 of size 97 on tp=4: shards of 25, 25, 25, 22"]
     (few,) = few
-    assert few.startswith("model.layers.*.self_attn: 2 x 4 features on tp=8: divided before, gathered here, ")
+    assert few.startswith(
+        "model.layers.*.self_attn: 2 x 4 features on tp=8: sharded up to this split, which gathers them, "
+    )
     assert few.endswith(" MB sent per rank and microbatch; tp=2 would divide")
     assert notes_of(zoo.gpt2, "tp4") == notes_of(zoo.llama, "dp2", heads=8, kv_heads=2) == []

@@ -368,7 +368,7 @@ def test_a_file_is_not_a_folder(tmp_path, below, monkeypatch):
         planned()
     assert str(caught.value) == (
         f"AUTOPART_DUMP='{tmp_path}/notes.txt{below}' is not a folder to write to\n"
-        "  why    it is a file, or lies below one\n"
+        "  why    the path or one of its parents is a file\n"
         "  where  the environment\n"
         "  try    AUTOPART_DUMP=dump: a folder, which is created if it does not exist"
     )

@@ -87,7 +87,9 @@ def test_names_that_are_not_there(plan):
 
 
 def test_other_axes_have_no_price(plan):
-    with pytest.raises(autopart.AutopartError, match=r"cannot price .* as R on pp\n.*layouts on tp and on dp"):
+    with pytest.raises(
+        autopart.AutopartError, match=r"cannot compute the cost of .* as R on pp\n.*layouts on tp and on dp"
+    ):
         plan.why_not(DOWN, {"pp": "R"})
     with pytest.raises(autopart.AutopartError, match=r"on two axes at once\n.*one, then"):
         plan.why_not(DOWN, {"tp": "S(0)", "dp": "S(1)"})

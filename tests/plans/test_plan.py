@@ -294,7 +294,7 @@ WRONG = {
     "too few cuts": (f'"{CUT}"', "", ["has 0 cuts", "2 stages need 1", "line"]),
     "unknown schedule": ('"name": "1f1b"', '"name": "2f2b"', ["schedule.name", "'2f2b'", "gpipe", "{line}"]),
     "batch that does not divide": (
-        '"microbatches": 8', '"microbatches": 3', ["8 rows", "microbatches=3", "not a multiple of 3", "1, 2, 4, 8"],
+        '"microbatches": 8', '"microbatches": 3', ["8 samples", "microbatches=3", "not a multiple of 3", "1, 2, 4, 8"],
     ),
     "another mesh": ('"pp": 2', '"pp": 4', ["is for the mesh pp4,tp2, not pp2,tp2", "{line}"]),
     "another model": ('"fingerprint": "', '"fingerprint": "0', ["is for another model than this SkipMLP", "{line}"]),
@@ -330,7 +330,7 @@ def test_cuts_out_of_order_are_told(skip_plan, tmp_path):
     plan = autopart.plan(model, "pp3", example_kwargs=batch)
     plan = dataclasses.replace(plan, cuts=("layers.5/linear", "layers.2/linear"))
     with pytest.raises(
-        AutopartError, match=r"before 'layers.2/linear'\n.*a stage would be empty: cuts follow the order"
+        AutopartError, match=r"before 'layers.2/linear'\n.*a stage would be empty: cuts must be in the order"
     ):
         autopart.verify(model, "pp3", example_kwargs=batch, plan=plan)
 

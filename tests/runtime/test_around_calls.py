@@ -75,8 +75,9 @@ def test_a_call_inside_of_a_checkpoint_is_traced_apart():
 
 
 def test_inference_mode_and_spelled_devices_change_nothing():
+    made = model()
     with torch.inference_mode():
-        pm, x = partitioned(), X.clone()
+        pm, x = partitioned(made), X.clone()
     loss = pm.step(x, loss_fn=F.cross_entropy, target=Y)
     with torch.inference_mode():
         again = pm.step(X, loss_fn=F.cross_entropy, target=Y)

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 def train(mesh, name, change, number_of_steps, options, purpose="step"):
     """Steps in which rank 1 alone changes a parameter after step 2: the step that raised and what was said, what was
-    warned, and whether the copies of `name` are the same at the end."""
+    warned, and whether the replicas of `name` are the same at the end."""
     torch.manual_seed(0)
     ids = torch.arange(12).view(4, 3)
     with warnings.catch_warnings(record=True) as caught:
@@ -59,7 +59,7 @@ def train(mesh, name, change, number_of_steps, options, purpose="step"):
                 with torch.no_grad():
                     parameter = getattr(pm.get_parameter(name), "to_local", lambda: pm.get_parameter(name))()
                     parameter.view(-1)[1] = math.nan if change is None else parameter.view(-1)[1] * (1 + change)
-    said = [str(w.message) for w in caught if "copies of" in str(w.message)]
+    said = [str(w.message) for w in caught if "replicas of" in str(w.message)]
     numbers = None
     if name:
         everyones = [None] * td.get_world_size()
@@ -87,7 +87,7 @@ def test_drift_is_an_error(mesh, name, change, purpose):
     step, text = reports[0][0]
     assert step == when
     assert text.startswith(f"the replicas of '{name}' have different values\n")
-    assert "why    rank 1 from rank 0 by up to" in text
+    assert "why    the values of rank 1 and of rank 0 differ by up to" in text
     assert f"where  before step {when}" in text
 
 
@@ -118,7 +118,7 @@ def test_what_is_cut_is_not_compared():
 def test_on_two_axes_the_ranks_are_named():
     reports = dist.run_ranks(train, 4, "dp2,tp2", "up.weight", 1e-3, 6, {})
     assert len({error for error, _, _ in reports}) == 1
-    assert "why    rank 3 from rank 1 by up to" in reports[0][0][1]
+    assert "why    the values of rank 3 and of rank 1 differ by up to" in reports[0][0][1]
 
 
 @pytest.mark.large

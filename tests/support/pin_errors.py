@@ -114,8 +114,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: sequence parallelism": (
         pinned({f"{H}.ln_2/layer_norm": {"tp": "S(1)"}}, build=gpt2, sequence_parallel=False),
         "LayoutError: this pin cannot hold: 'transformer.h.*.ln_2/layer_norm' as S(1) on tp\n  why    layer_norm at "
-        "modeling_gpt2.py:{norm_line} (transformer.h.0.ln_2) runs so with sequence parallelism only\n  try    "
-        "sequence_parallel='auto' or True"),
+        "modeling_gpt2.py:{norm_line} (transformer.h.0.ln_2) can have this layout only with sequence parallelism\n  "
+        "try    sequence_parallel='auto' or True"),
     "pins: cut at the start": (pinned({"stages": {"cut_before": ["layers.0"]}}, "pp2"),
         f"StageError: cannot cut_before 'layers.0'\n  why    the model begins with it: a stage would be empty\n  where "
         f" {LINEAR} (layers.0)\n  try    a cut a few operators later"),
@@ -146,7 +146,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({"model.layers.*.mlp/mul": {"tp": "S(2)"}, "model.layers.1.mlp": {"tp": "R"}, "lm_head": {"tp": "R"}},
                build=llama),
         "LayoutError: these pins cannot hold together: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
-        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) can run in one way only\n "
+        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) can have only one layout\n "
         " try    "
         "leave one of them out"),
     "pins: two of six": (
@@ -164,27 +164,27 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"through t, as S(0), {AS_STORED}"),
     "pins: more cuts than stages": (pinned({"stages": {"cut_before": ["layers.2", "layers.3", "layers.4"]}}, "pp3"),
         "StageError: these pins cannot hold together: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "
-        "'layers.4'\n  why    they ask for 3 cuts; 3 stages (pp times virtual_stages) have 2\n  try    leave one of "
-        "them out"),
+        "'layers.4'\n  why    they request 3 stage boundaries; 3 stages (pp times virtual_stages) have 2\n  try    "
+        "leave one of them out"),
     "pins: a cut within": (
         pinned({"stages": {"cut_before": ["layers.2", "layers.3"], "together": [["layers.2", "layers.5"]]}}, "pp4"),
         "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.5'\n  why    "
-        f"{LINEAR} (layers.3) runs between modules that are kept together, and is kept with them\n  try    leave one "
+        f"{LINEAR} (layers.3) is between modules that are kept on one stage\n  try    leave one "
         "of them out"),
     "pins: a cut between": (
         pinned({"stages": {"cut_before": ["transformer.h.1"], "together": [["transformer.wte", "lm_head"]]}}, "pp2",
                gpt2),
         "StageError: these pins cannot hold together: cut_before 'transformer.h.1'; together 'transformer.wte', "
-        "'lm_head'\n  why    layer_norm at modeling_gpt2.py:{begin_line} (transformer.h.1.ln_1) runs between modules "
-        "that are kept together, and is kept with them\n  try    leave one of them out"),
+        "'lm_head'\n  why    layer_norm at modeling_gpt2.py:{begin_line} (transformer.h.1.ln_1) is between modules "
+        "that are kept on one stage\n  try    leave one of them out"),
     "pins: the fewest": (
         pinned({"stages": {"cut_before": ["layers.3", "layers.4", "layers.5"], "together": [["layers.2", "layers.3"]]}},
                "pp3"),
         "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.3'\n  why    "
-        f"{LINEAR} (layers.3) is kept together with what runs before it\n  try    leave one of them out"),
+        f"{LINEAR} (layers.3) is kept on one stage with the operators before it\n  try    leave one of them out"),
     "pins: all together": (pinned({"stages": {"together": [["layers.0", "head"]]}}, "pp6"),
-        "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    what runs between modules that are "
-        "kept together is kept with them; possible stage boundaries left: 3, and 6 stages (pp times "
+        "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    operators between modules that are "
+        "kept on one stage are on this stage too; possible stage boundaries left: 3, and 6 stages (pp times "
         "virtual_stages) need 5\n  try  "
         "  other modules, or another number of stages"),
     "pins: another plan": (of_another_plan,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, fx
 
+from autopart.compat.export_internals import is_batched
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import argument, is_floating, operator_name, shape, short_name, source_text, tuple_values, value
 from autopart.tracing.dynamic.symbolic_scalars import added
@@ -180,8 +181,9 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 
 def _memory(node: fx.Node) -> set[int]:
+    """Return the storages of a node's results. Values inside of `vmap` have none."""
     tensors = [v for v in tuple_values(node) if isinstance(v, Tensor) and v.layout is torch.strided]
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {tensor.untyped_storage()._cdata for tensor in tensors if not is_batched(tensor)}
 
 
 def _chain(node: fx.Node, bases: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:

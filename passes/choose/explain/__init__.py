@@ -1,1 +1,1 @@
-"""Reasons and notes of a plan."""
+"""Reasons and notes of a plan, and errors for axes that cannot shard a model."""

@@ -1,4 +1,4 @@
-"""Notes of a plan on weights whose sizes slow down the matrix units."""
+"""Notes of a plan on weights whose sizes are slow on matrix units (tensor cores)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""Share of the matrix work below which a product gets no note."""
+"""A product with a smaller share of the matrix work gets no note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:
-    """Return a note for each 16-bit matrix whose shard has a dim that is not a multiple of 8.
+    """Return a note for each 16-bit matrix with a local dim that is not a multiple of 8.
 
     Repeated blocks share a note. Empty if the hardware profile has no penalty for unaligned products.
     """
@@ -39,7 +39,7 @@ def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> t
 
 
 def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
-    """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products are under the name ""."""
+    """Return `{weight: {16-bit dtype: FLOPs of its products}}`; other products have the name ""."""
     work: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node, weight in weighted(active_operators(graph)):
         if flops := matrix_work(node):
@@ -51,14 +51,14 @@ def _work_by_weight(graph: fx.Graph) -> Mapping[str, Mapping[str, float]]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the source of a value, without its casts and transpositions."""
+    """Return the value before casts, transposes and other operators of one input."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not matrix_work(node):
         (node,) = node.all_input_nodes
     return node
 
 
 def _odd_dims(trace: Trace, decisions: Decisions, name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dim, size, required multiple, degree of misalignment) for each unaligned matrix dim."""
+    """Yield (dim, size, multiple that it should be, misalignment) for each misaligned dim of a matrix."""
     full = trace.parameters[name].shape if name in trace.parameters else ()
     for dim, size in enumerate(full if len(full) == 2 else ()):
         ranks = 1

@@ -20,18 +20,20 @@ from autopart.passes.facts.strategies import can_shard_sequence, output_atoms
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
-    """Return True if the strategy shards the rows of an embedding table."""
     pattern: Pattern | None = facts(node)["pattern"]
     return pattern is not None and reads_weights(node) and strategy.factor == pattern.lookup
 
 
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
-    """Return products of a weight with tokens that a mask selects: experts that a loop runs one by one."""
+    """Return products of a weight with tokens that a mask selects.
+
+    They are experts that a loop runs one by one.
+    """
     return [n for n in matrix_products(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
-    """Return a note on experts that an expert axis cannot shard."""
+    """Return notes on experts that an expert axis cannot shard, because a loop runs them one by one."""
     axes, looped = mesh.along("experts"), _of_selected_rows(trace)
     if not axes or not looped:
         return []
@@ -43,7 +45,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raise LayoutError if an expert axis shards no experts, or not those of every mixture."""
+    """Raise LayoutError if an expert axis does not shard the experts of every mixture, or there are none."""
     ranks, products = mesh.size(axis), [node for node in matrix_products(trace) if facts(node)["pattern"].lookup]
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
@@ -58,16 +60,14 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
         if ranks in fits:
             raise LayoutError(
                 f"{axis}={ranks} cannot shard the experts of the model",
-                why="their number divides, but this product reads a weight computed from other weights (such as "
-                    "LoRA on "
-                "the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
+                why="their number divides, but this product uses a weight computed from other weights (such as "
+                "LoRA on the experts), and that computation cannot be sharded by expert", where=describe(whole[0]),
                 hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
             )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank, "
-                "and one on "
-            "the last",
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal shards need two per rank "
+            "on average, and one on the last rank",
             where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
         )  # fmt: skip
@@ -77,10 +77,15 @@ def check_axes_divide(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
     named: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Raise LayoutError if the first solved axis divides no matrix product (with pins: no weight).
+    """Raise LayoutError for an axis that shards nothing of the model.
+
+    A context axis and an expert axis are checked by their own functions. An axis for features must divide a matrix
+    product, or with pins at least a weight.
 
     Args:
-        named: sequence dims that the user gives, by input.
+        chosen: strategies by axis.
+        pinned: the user pins layouts.
+        named: {input: sequence dim} as the user names them.
     """
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":

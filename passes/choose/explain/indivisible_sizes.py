@@ -1,4 +1,4 @@
-"""Notes of a plan on sizes that do not divide over `tp`, and what the plan does instead."""
+"""Notes of a plan on sizes that `tp` does not divide, and what the plan does instead."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from autopart.ir.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
-    """Return notes on weights with unequal shards and on splits of features that an axis does not divide.
+    """Return notes on weights with unequal shards, and on feature splits that `tp` does not divide.
 
-    A split of features is, for example, one into heads. Repeated blocks share a note.
+    For example, a view splits features into heads, and `tp` does not divide the number of heads. Repeated blocks share
+    a note.
     """
     lines = [_uneven_weights, _undivided_splits]
     axes = decisions.mesh.along("features")
@@ -59,7 +60,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
 
 
 def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """Yield the factors of each feature dim whose outer factor the operator splits off."""
+    """Yield the factors of each feature dim that the operator splits, such as (heads, head size)."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -68,11 +69,11 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
 
 
 def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
-    """Return what the plan does at an indivisible split, and the bytes that one rank sends for it."""
+    """Return a text on how the plan shards an indivisible split, and the bytes that one rank sends for it."""
     chosen = decisions.strategies[axis]
     wanted = chosen[node].inputs[0]
     if wanted.is_shard:
-        return f"sharded inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
+        return f"each group is sharded ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
     while True:  # up to the producer of the features: the first conversion on the way gathers them
         source, index = source_of(used)
@@ -82,7 +83,7 @@ def _fallback(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, floa
         if place != wanted:
             sent = _moved(used, wanted, decisions, axis)
             return (
-                "divided before, gathered here" if place.is_shard else "reduced here"
+                "sharded up to this split, which gathers them" if place.is_shard else "reduced before this split"
             ) if sent else "replicated", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:

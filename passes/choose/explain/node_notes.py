@@ -1,4 +1,4 @@
-"""Decisions as annotations of graph nodes, for dumps."""
+"""Decisions as comments on graph nodes, for dumps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopart.passes.dump import Notes
 
 
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
-    """Return a function that annotates a node with its decisions.
+    """Return a function that yields the decisions on a node, as comments of a dump.
 
-    `stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)` for operators; `tp:S(0)` for parameters.
+    Comments of operators are `stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)`. A parameter has `tp:S(0)`.
     """
     decisions = chosen if isinstance(chosen, Decisions) else chosen[0]
     on_axes = {"rows": decisions.rows, **decisions.features}
@@ -32,7 +32,7 @@ def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
 
 
 def layout_notes(stored: Mapping[str, Layout]) -> Notes:
-    """Return a function that annotates a parameter with its layout: `dp:S(1)`, `tp:S(0)`."""
+    """Return a function that yields a parameter's layout, as comments of a dump: `dp:S(1)`, `tp:S(0)`."""
 
     def note(node: fx.Node) -> Iterator[str]:
         if node.op == "get_attr":

@@ -44,8 +44,9 @@ _DIGITS = 6
 def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """Return a plan's certificate: objective, proven lower bound, gap, and the terms of the cost.
 
-    If several axes were solved, it is that of the last, whose solve includes the others. `sharing_costs` is the
-    relative saving in the objective if the first and last repeated blocks chose independently.
+    If several axes were solved, it is that of the last one, whose problem includes the layouts of the others.
+    `sharing_costs` is the relative saving in the objective if the first and last repeated blocks had layouts of their
+    own.
     """
     if not solved:  # all weights are replicated: nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -104,7 +105,7 @@ class Reasons:
         return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
-        """Explain what data-parallel ranks send, and the time of exact gradient reduction instead."""
+        """Explain the choice of `dp_sync`: its time per step, and that of exact gradient reduction."""
         sync, hardware = self.problem.dp_sync, self.problem.hardware
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
@@ -129,7 +130,10 @@ class Reasons:
         return Why("dp_sync", str(sync), reason, str(ALL_REDUCE), summed_s - method_s, {str(ALL_REDUCE): other})
 
     def _storage_texts(self, node: fx.Node) -> tuple[str, str]:
-        """Return over which axes a weight is stored sharded (ZeRO), and why; empty texts if it is replicated."""
+        """Return two texts: over which axes a weight is stored sharded (ZeRO), and what that means.
+
+        Both are empty if the weight is replicated over these axes.
+        """
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         axis = self.mesh.stored_over(stored.layout) if stored is not None else None
         if stored is None or axis is None:
@@ -141,14 +145,16 @@ class Reasons:
         )
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """Return the cost of another layout of a parameter, module or operator, or why it is impossible."""
+        """Return the extra cost of another layout of a parameter, module or operator, or why it is impossible."""
         asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
             if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
                 why = f"only layouts on {self.mesh.tensor_axis} and on {data_axis} have costs"
-                raise OptionError(f"cannot price {pin}", why=why)
+                raise OptionError(f"cannot compute the cost of {pin}", why=why)
         if len(asked.layouts) > 1:
-            raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
+            raise OptionError(
+                f"cannot compute the cost of {name} on two axes at once", hint="ask for one, then for the other"
+            )
         axis = asked.layouts[0].axis
         if axis == data_axis:
             return self._why_not_stored_so(name, asked)
@@ -176,11 +182,14 @@ class Reasons:
         return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
 
     def _stacks(self) -> dict[str, Stacks]:
-        """Return the mixtures whose experts each axis may shard, outermost axis first."""
+        """Return {axis: the mixtures whose experts it may shard}, outermost axis first."""
         return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_stored_so(self, name: str, asked: Pins) -> Why:
-        """Return the cost of other ZeRO storage for parameters, with their layouts on other axes fixed."""
+        """Return the cost of storing parameters differently over the data axis (ZeRO).
+
+        Their layouts on other axes stay.
+        """
         place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
         wanted = f"{place} on {data_axis}"
         pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for unknown names and axes
@@ -234,7 +243,10 @@ class Reasons:
     def _without(
         self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
-        """Return the cheapest sharding that avoids a conversion of a value; None if it cannot be avoided."""
+        """Return the cheapest sharding without a conversion of a value from `source` to `target`.
+
+        None if the conversion cannot be avoided.
+        """
         value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
             return problem.solve(forbidden=ForcedConversion(value, source, target)) if value is not None else None
@@ -248,9 +260,9 @@ class Reasons:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
-        """Return the parameters and operators that a name matches, most decisive first.
+        """Return the parameters and operators that a name matches: large parameters first, then operators.
 
-        Raises OptionError if none.
+        Raises OptionError if there are none.
         """
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
@@ -264,9 +276,9 @@ class Reasons:
         return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, ShardingCost]:
-        """Return the other options of a choice with their extra costs, cheapest first.
+        """Return {option that was not chosen: its extra cost}, cheapest first.
 
-        The solver adapts all other choices to each option.
+        For each option, the solver chooses everything else again.
         """
         problem, chosen = solved
         priced: list[tuple[float, str, ShardingCost]] = []
@@ -305,7 +317,7 @@ def _solved(problem: ShardingProblem) -> Solved:
 
 
 def _extra_cost(other: Solved, chosen: Solved) -> ShardingCost:
-    """Return how much more one solution costs than another, in the costs that the solver minimises."""
+    """Return the cost of a solution minus the chosen one's, in the costs that the solver minimizes."""
     price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 

@@ -1,4 +1,4 @@
-"""Errors and notes on axes that shard the sequence."""
+"""Errors and notes on axes that shard the sequence (context parallelism)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopart.passes.facts.sequence_dims import check_can_be_sharded, inputs_tex
 from autopart.passes.facts.strategies import can_shard_sequence, output_atoms, strategies_on_axis
 
 _UNEVEN = 0.05
-"""Relative excess of the largest shard over the mean, up to which a plan has no note."""
+"""A plan has a note if its largest shard exceeds the mean by more than this share."""
 
 
 def matrix_products(trace: Trace) -> list[fx.Node]:
@@ -30,10 +30,11 @@ def matrix_products(trace: Trace) -> list[fx.Node]:
 def check_context_axis(
     trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
 ) -> None:  # fmt: skip
-    """Raise LayoutError if an axis for sequences divides no work of the model.
+    """Raise LayoutError if an axis for sequences shards nothing of the model.
 
     Args:
-        named: sequence dims that the user gives, by input. Each must be shardable.
+        chosen: strategies on the axis.
+        named: {input: sequence dim} as the user names them. Each must be shardable.
     """
     check_can_be_sharded(trace, named)
     products = matrix_products(trace)
@@ -59,8 +60,8 @@ def check_context_axis(
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if can_shard_sequence(longest, n))
     raise LayoutError(
-        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a part of the longest "
-        f"sequence, of {inputs}",
+        f"{axis}={ranks} cannot shard a sequence of {longest}", why="every rank needs a shard of the longest "
+        f"sequence; the inputs are {inputs}",
         where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
     )  # fmt: skip
 
@@ -68,7 +69,8 @@ def check_context_axis(
 def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
     """Yield the notes of a plan on axes that shard the sequence.
 
-    They name an axis that divides no matrix product, operators on the full sequence, and unequal shards.
+    There is a note if an axis divides no matrix product, if operators need the full sequence, and if shards are
+    unequal.
     """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)
@@ -88,7 +90,7 @@ def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
 
 
 def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
-    """Return True if an operator has a sequence input that none of its strategies shards."""
+    """Return True if an input of the operator has a sequence dim that no strategy of the operator shards."""
     pattern = facts(node)["pattern"]
     atoms = factor_atoms(node, pattern) if pattern is not None else {}
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
@@ -99,7 +101,7 @@ def needs_full_sequence(node: fx.Node, ranks: int) -> bool:
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
-    """Yield a note on the longest sequence whose largest shard is much above the mean."""
+    """Yield a note on the longest sequence whose largest shard is more than 5 % above the mean."""
     excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]

@@ -1,4 +1,4 @@
-"""Operators that every rank runs in full, with reason, cost and remedy; divided share of matrix work."""
+"""Operators that every rank runs in full, with reason, cost and remedy; share of the divided work."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ NOT_THIS_CALL = "its sharding rule does not cover this call"
 def unsharded(
     trace: Trace, decisions: Decisions, pinned: Container[fx.Node] = frozenset()
 ) -> tuple[dict[str, Any], ...]:
-    """Return a row for each kind of operator that every rank runs in full.
+    """Return a row (dict) for each kind of operator that every rank runs in full.
 
     These are operators without a rule, and matrix work that `tp` does not divide. Equal calls in repeated blocks share
-    a row. Entries of a row: `flops` of all calls over the global batch, if known; `bytes` of all their inputs and
-    outputs; `moved_bytes` that one rank sends, in both directions, to gather their inputs and to re-shard for their
-    neighbours.
+    a row. Keys of a row:
+
+    - `operator`, `where` (module), `count` of calls, `shapes`, `why` it is not sharded, and a remedy (`try`);
+    - `flops` of all calls over the global batch, if known;
+    - `bytes` of all inputs and outputs;
+    - `moved_bytes` that one rank sends in forward and backward to gather inputs and to shard the outputs again.
 
     Args:
         pinned: operators that the user has pinned.
@@ -73,7 +76,7 @@ def unsharded(
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
-    """Return `{axis: share of the matrix work that it divides}` for batch and feature axes.
+    """Return `{axis: share of the matrix work that it divides}` for batch, feature and other solved axes.
 
     Empty for a model without matrix work.
     """
@@ -90,9 +93,9 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
 
 
 def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
-    """Return why every rank runs this call in full, and a remedy if there is one.
+    """Return two texts: why every rank runs this call in full, and a remedy ("" if there is none).
 
-    Both are "" if the call is sharded or has little work.
+    Both are "" if the call is sharded or has no matrix work.
     """
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
@@ -119,7 +122,7 @@ def _why_unsharded(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
 
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
-    """Return the factors of a rule that come from weights, with their sizes."""
+    """Return {factor of the rule that is a dim of a weight: its size}."""
     sizes: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
@@ -129,7 +132,10 @@ def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
 
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
-    """Yield the bytes one rank sends per conversion of a node's inputs and outputs, in both directions."""
+    """Yield the bytes that one rank sends for each conversion of a node's inputs and outputs.
+
+    Forward and backward are yielded separately.
+    """
     for axis, chosen in decisions.strategies.items():
         if axis == MICROBATCH_AXIS:
             continue
@@ -165,7 +171,6 @@ def _produced_placement(used: fx.Node, axis: str, decisions: Decisions) -> Place
 
 
 def _shapes(node: fx.Node) -> str:
-    """`f32[8,16], f32[16,8] -> f32[8,8]`."""
     outputs = ", ".join(format_value(n) or str(value(n)) for n in _results(node))
     return f"{', '.join(map(format_value, tensor_inputs(node)))} -> {outputs}"
 
@@ -174,7 +179,10 @@ def _shapes(node: fx.Node) -> str:
 
 
 def suggestion(node: fx.Node) -> str:
-    """`autopart.rule("mylib::op", "b c, c d -> b d", sum="c")`: dims of one size are taken for one factor."""
+    """Return a call of `autopart.rule` that might fit: `autopart.rule("my::op", "b c, c d -> b d")`.
+
+    Dims of equal size get one letter. Returns "" if no rule can be suggested.
+    """
     sources, outputs = tensor_inputs(node), tuple_values(node)
     if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
         return ""
@@ -198,10 +206,14 @@ def suggestion(node: fx.Node) -> str:
 def _name_dims(
     full: Sequence[int], atoms: Sequence[Atoms], sizes: dict[str, int], letters: Iterator[str]
 ) -> list[str] | None:
-    """Name the factor of each dim of an operand; None if letters run out.
+    """Return a letter for each dim of an operand; None if letters run out.
 
-    A batch dim is `b`. Another dim gets the first factor of its size that the operand does not use yet, or a new
+    The batch dim is `b`. Another dim gets the first letter of its size that the operand does not have yet, or a new
     letter.
+
+    Args:
+        sizes: {letter: size}, to which new letters are added.
+        letters: unused letters.
     """
     names: list[str] = []
     for size, dim in zip(full, atoms, strict=True):

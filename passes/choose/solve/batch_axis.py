@@ -1,7 +1,8 @@
-"""Sharding of the batch: one strategy per operator on the batch axis (data parallel and microbatches).
+"""Sharding of the batch: one strategy per operator, over data-parallel ranks and microbatches.
 
-Nothing is chosen by cost here. The batch stays sharded wherever a rule allows it. Operators without a batch dimension
-run on every rank with partial gradients. So all parameter gradients end as partial sums, to be reduced once a step.
+Both form one axis, the batch axis. Nothing is chosen by the cost of a step. The batch stays sharded wherever a rule
+allows it. Operators without a batch dim run on every rank with partial gradients. So all parameter gradients end as
+partial sums, which are reduced once a step.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from autopart.passes.choose.stages.stage_partition import check_batch
 from autopart.passes.facts.strategies import can_compute_sharded, sharded_selections, strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
-"""Conversions that need no data of other microbatches."""
+"""Operators of conversions that need no data of other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
-    """Return the batch-axis strategy of every operator that depends on a parameter.
+    """Return {operator that depends on a parameter: its strategy on the batch axis}.
 
-    Elements selected by a mask cannot be gathered: ranks select different numbers of them. If an operator needs all
-    selected elements, every rank selects from the full batch.
+    Elements selected by a mask cannot be gathered, because ranks select different numbers of them. If an operator needs
+    all selected elements, every rank selects them from the full batch.
 
     Args:
         graph: annotated graph.
@@ -65,7 +66,10 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
 
 
 def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) -> dict[fx.Node, Strategy]:
-    """Choose batch strategies, with the selections in `unsharded_selections` made from the full batch."""
+    """Choose a batch strategy for each operator in graph order, by the least bytes moved.
+
+    Selections in `unsharded_selections` are made from the full batch on every rank.
+    """
     chosen: dict[fx.Node, Strategy] = {}
     gathered: set[fx.Node] = set()  # values that an earlier operator has already gathered
     cache: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
@@ -83,7 +87,7 @@ def _choose(graph: fx.Graph, num_shards: int, unsharded_selections: Set[str]) ->
 
 
 def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
-    """Return True if a strategy shards a dimension of elements chosen by one of these selections."""
+    """Return True if a strategy shards a dim of elements that one of these selections selects."""
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
@@ -91,7 +95,7 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
 
 
 def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
-    """Return the selections whose elements some operator or output needs all at once."""
+    """Return the selections whose elements an operator or a model output needs from the full batch."""
     selections: set[str] = set()
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -109,7 +113,7 @@ def _needed_unsharded(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_s
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
-    """Return the placement of a value on the axis; None if any rank can compute it from inputs alone."""
+    """Return the placement of a value on the batch axis; None if it depends on inputs alone."""
     source, index = source_of(node)
     if facts(source)["role"] == PARAMETER:
         return R_GRAD_P if facts(source)["needs_grad"] else R
@@ -117,7 +121,10 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
 
 
 def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], gathered: set[fx.Node]) -> tuple:
-    """Return the bytes moved to feed this strategy, then the rank of its output placement (sharded first)."""
+    """Return a sort key of a strategy: bytes moved to convert its inputs, then a number for its output.
+
+    The number is lowest for a sharded output, then for a partial sum, then for a replicated output.
+    """
     moved = 0.0
     places = [placement(source, chosen) for source in tensor_inputs(node)]
     for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
@@ -139,7 +146,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], g
 
 
 def first_batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
-    """Return the first operator that needs the full batch at once, with the input it needs; or None."""
+    """Return the first operator that needs the full batch at once, and the input it needs; or None."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
@@ -152,11 +159,11 @@ def first_batch_mixing(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> t
 
 
 def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
-    """Raise StageError if the model mixes samples, so that microbatches would change the result."""
+    """Raise StageError if an operator mixes samples, so that microbatches would change the result."""
     mixed = first_batch_mixing(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
-        reason = "a statistic of the batch"
+        reason = "it computes a statistic of the batch"
         if "split" in operator_name(node) or "chunk" in operator_name(node):
             reason = "it splits the full batch, and a microbatch has only some samples"
         reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
@@ -170,7 +177,10 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
-    """Return every operator's strategy along the batch. Raises StageError if one cannot be split."""
+    """Return {operator: its strategy on the batch axis}.
+
+    Raises StageError if the batch does not divide, or an operator mixes samples of different microbatches.
+    """
     # Without samples nothing is split.
     if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:
         check_batch(batch_size(trace), mesh, microbatches)
@@ -184,7 +194,7 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
-    """Return the same decisions for a call that runs its batch as one microbatch."""
+    """Return the decisions changed to run the batch as one microbatch."""
     mesh, copied = decisions.mesh, decisions.copied
     rows = data_strategies(mesh, 1, _row_strategies(trace, 1 if copied else mesh.data_parallel_size), copied)
     return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
@@ -204,8 +214,8 @@ class BatchSplit(NamedTuple):
 def fit_batch(trace: Trace, mesh: Mesh, schedule: Schedule) -> BatchSplit:
     """Split the batch of a call whose size differs from the plan's.
 
-    The number of microbatches is the nearest to the schedule's that divides the batch and that the schedule can run,
-    with the batch sharded over `dp`. If the batch does not divide over `dp`, every rank of `dp` computes all samples.
+    The number of microbatches is the nearest to the plan's that divides the batch and that the schedule can run. If the
+    batch does not divide over `dp`, every rank of `dp` computes all samples.
     """
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages

@@ -24,9 +24,9 @@ from autopart.passes.rules import rule_of
 
 
 def context_options(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
-    """Filter an operator's options on a context axis to those that `context` allows for attention.
+    """Return the options of an operator on a context axis that `context` allows.
 
-    Raises LayoutError if no option is left.
+    The option restricts only attention. Raises LayoutError if no option is left.
     """
     rings = [option for option in options if is_ring_strategy(node, option)]
     if context == "ring":
@@ -47,9 +47,9 @@ def context_options(node: fx.Node, options: Sequence[Strategy], context: Context
 
 
 def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
-    """Return the options of an operator other than attention.
+    """Return the options of an operator that is not attention, if `context="ring"`.
 
-    Raise LayoutError for attention that cannot use a ring.
+    Raises LayoutError for attention: it cannot run as a ring.
     """
     may_ring = bool(rule_of(node).context)
     if not may_ring and not _multiplies_values(node):
@@ -69,7 +69,10 @@ def _multiplies_values(node: fx.Node) -> bool:
 
 
 def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
-    """Return True if the factor is the query sequence of a product, or its heads, as `kind` selects."""
+    """Return True if a factor of an attention product is its queries or its heads.
+
+    `kind`: `DATA_DIM` for queries, `FEATURE` for heads.
+    """
     atoms = factor_atoms(node, pattern).get(factor, ())
     sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
     return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)

@@ -1,7 +1,7 @@
-"""Expert folding: shard experts also over axes that shard the sequence or features elsewhere.
+"""Expert folding: shard experts also over axes that shard the sequence or features of other operators.
 
 An expert axis shards the experts of every mixture. Another axis does so if a pin asks for it or a plan has it: a weight
-of the mixture is sharded by expert there, or an operator's tokens are dispatched there. All these axes shard the
+of the mixture is sharded by expert on this axis, or an operator's tokens are dispatched on it. All these axes shard the
 experts as one flattened axis would. This is Megatron's parallel folding (Liu et al. 2025, arXiv:2504.14960), per
 mixture.
 """
@@ -32,7 +32,12 @@ Stacks = Mapping[fx.Node | str, int]
 
 
 class Mixture(NamedTuple):
-    """A mixture of experts: operators on dispatched tokens with views of weights, and weight names."""
+    """A mixture of experts.
+
+    Args:
+        operators: operators on dispatched tokens, and views of the experts' weights.
+        weights: names of the experts' weights.
+    """
 
     num_experts: int
     operators: tuple[fx.Node, ...]
@@ -44,12 +49,15 @@ class Mixture(NamedTuple):
 
     @property
     def product(self) -> fx.Node:
-        """The first product with the stacked matrices of the experts."""
+        """The first matrix product with the experts' stacked weights."""
         return next(n for n in self.operators if facts(n)["pattern"] and facts(n)["pattern"].flops)
 
 
 def mixtures(trace: Trace) -> list[Mixture]:
-    """Return the mixtures whose experts are stacks of matrices, in graph order."""
+    """Return the mixtures of experts in graph order.
+
+    The weights of a mixture are stacks of one matrix per expert. Experts that a loop runs are no mixture.
+    """
     rows = nx.Graph()
     for node in (node for node in trace.graph.nodes if facts(node).get("routed")):
         rows.add_node(node)
@@ -75,7 +83,7 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
-    """Return the views of weights, and the weight names, that the nodes look up by expert."""
+    """Return the weights that these nodes look up by expert: their views (nodes), and their names."""
     views, names = dict[fx.Node, None](), dict[str, None]()
     todo: list[fx.Node] = []
     for node in nodes:
@@ -98,12 +106,12 @@ def mixtures_on_axis(
 ) -> dict[fx.Node | str, int]:  # fmt: skip
     """Return the mixtures whose experts an axis may shard, as `{operator or weight: number of experts}`.
 
-    An expert axis may shard all of them.
+    An expert axis may shard all of them. Another axis may shard the mixtures that `names` and `operators` belong to.
 
     Args:
-        cuts: what the axis shards.
-        names: weights that the axis shards by expert. Their mixtures are included.
-        operators: operators whose tokens are dispatched over the axis. Their mixtures are included.
+        cuts: what the axis shards (`Axis.cuts`).
+        names: weights that the axis shards by expert.
+        operators: operators whose tokens are dispatched over the axis.
     """
     stacks: dict[fx.Node | str, int] = {}
     for mixture in all_mixtures:
@@ -116,7 +124,7 @@ def mixtures_on_axis(
 def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> bool:
     """Return True if two axes shard the experts of an operator in the same way.
 
-    Both have dispatched tokens, or both shard a view of stacked weights by expert.
+    Both dispatch tokens, or both shard a view of stacked weights by expert.
     """
     if option.is_dispatched or other.is_dispatched:
         return option.is_dispatched and other.is_dispatched
@@ -126,10 +134,15 @@ def shards_experts_equally(node: fx.Node, option: Strategy, other: Strategy) -> 
 def can_shard_experts_again(
     node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[InnerSharding], ranks: int
 ) -> bool:  # fmt: skip
-    """Return True if an axis of `ranks` ranks may shard a mixture's operator further than `taken`.
+    """Return True if another axis may shard an operator of a mixture that inner axes already shard.
 
-    All these axes must shard experts, the experts must divide over all their ranks, and so must tokens that two of them
-    shard.
+    All these axes must shard experts in the same way. Their ranks together must not be too many for the experts, and
+    for tokens that several axes shard.
+
+    Args:
+        option: strategy on the other axis.
+        taken: strategies on the inner axes.
+        ranks: size of the other axis.
     """
     if not all(shards_experts_equally(node, option, one.strategy) for one in taken):
         return False
@@ -138,7 +151,10 @@ def can_shard_experts_again(
 
 
 def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> bool:
-    """Return True if the tokens of a dispatch or combine also divide over `ranks` more ranks."""
+    """Return True if another axis of `ranks` ranks can shard the tokens of a dispatch or combine.
+
+    The number of tokens must be a multiple of `ranks` times the ranks of the inner axes that shard tokens.
+    """
     pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in option.places if place.is_shard), None)
     if pattern is None or not pattern.routes or cut is None:
@@ -153,7 +169,7 @@ def can_shard_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Inne
 
 
 def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
-    """Raise LayoutError if the experts of a mixture do not divide over the axes that shard them.
+    """Raise LayoutError if a mixture has too few experts for the axes that shard them.
 
     Args:
         asked: result of `mixtures_on_axis`, by axis.
@@ -174,8 +190,7 @@ def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mappin
         raise LayoutError(
             f"experts cannot be sharded over {' x '.join(f'{axis}={mesh.size(axis)}' for axis in axes)}",
             why=f"there are {mixture.num_experts} for {_ranks(mesh, axes)} ranks; unequal shards need two per "
-                "rank, and "
-            "one on the last",
+            "rank on average, and one on the last rank",
             where=describe(mixture.product), hint=hint,
         )  # fmt: skip
 
@@ -185,6 +200,6 @@ def _ranks(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def has_dispatched_tokens(text: str) -> bool:
-    """Return True if the placements in an operator's pin include dispatched tokens."""
+    """Return True if a placement in the text of an operator's pin is one of dispatched tokens."""
     sides = text.replace("->", ",").split(",")
     return any(Placement.parse(side).is_dispatched for side in sides if side.strip())

@@ -1,8 +1,9 @@
-"""Resolution of layout pins in a traced model: options that pins leave to parameters and operators.
+"""Resolution of layout pins in a traced model: the options that pins leave to each node.
 
-Each pin is first checked alone. If pins conflict, a smallest conflicting set is reported: each pin is dropped in turn,
-and stays dropped while the others still conflict. If several pins are left, single pins and pairs are tried too. The
-error also names where the pins conflict: one weight (maybe under two names), one operator, or a dim of one axis.
+Each pin is first checked alone. If pins conflict, a smallest conflicting set is reported. To find it, each pin is
+dropped in turn, and stays dropped while the remaining pins still conflict. If several pins are left, single pins and
+pairs are tried too. The error also names where the pins conflict: one weight (maybe under two names), one operator, or
+a dim that only one axis can shard.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AxisConstraints:
-    """Constraints on the axis being solved: layout pins, and the shardings of the axes solved before.
+    """Constraints on the axis that is being solved: layout pins, and shardings over axes solved already.
 
-    Except for experts and divisible sequences, one axis alone shards a dim.
+    Only one axis can shard a dim, except for experts and for sequences that divide.
 
     Args:
-        parameters: pins by parameter, including those that shard it over another axis.
+        parameters: pins by parameter, including pins that shard it over another axis.
         operators: pins by operator.
-        variants: pins by repeated block (`Place.block`); only blocks with equal pins share their choices.
-        factors: by operator, the factors of its rule that axes solved before shard, and how.
-        dims: by parameter, the number of shards of each dim over the axes solved before.
+        variants: pins by repeated block (`BlockPosition.block`). Blocks share layouts only if they have equal pins.
+        factors: by operator, the factors of its rule that axes solved already shard, and how.
+        dims: by parameter, the number of shards of each dim over the axes solved already.
         ranks: size of this axis.
         context: the attention strategy requested on this axis.
         stacks: mixtures whose experts this axis may shard (`expert_axes.py`), even if other axes shard them.
-        before: strategies of each operator on the axes solved before, with their sizes.
+        before: strategies of each operator on the axes solved already, with the sizes of the axes.
     """
 
     axis: str = ""
@@ -90,15 +91,15 @@ class AxisConstraints:
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
     def strategies_on_axis(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return all strategies of an operator on an axis of `num_shards` ranks, ignoring axes and pins."""
+        """Return all strategies of an operator on an axis of `num_shards` ranks, without these constraints."""
         return strategies_on_axis(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies_on_weight_dims(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-        """Return the strategies that shard only dims that come from weights."""
+        """Return the strategies that shard only dims of weights, without these constraints."""
         return strategies_on_weight_dims(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """Return the options that an operator's pins and the other axes leave."""
+        """Return the options that an operator's pins, and axes solved already, allow."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
         left = [option for option in free if option is not None]
@@ -108,10 +109,10 @@ class AxisConstraints:
         return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
     def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> Strategy | None:
-        """Adapt an option to inner axes that shard the same factor.
+        """Adapt a strategy to inner axes that shard the same factor. Return None if that is impossible.
 
-        The option stays as it is if each inner shard lies within one shard of this axis. Otherwise it shards inside
-        each inner shard. None: neither is possible.
+        The strategy stays as it is if each inner shard is within one shard of this axis. Otherwise it shards each inner
+        shard.
         """
         if self._divides_again(node, option, taken):
             return option
@@ -120,8 +121,8 @@ class AxisConstraints:
     def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]) -> bool:
         """Return True if this axis can shard a factor that inner axes shard in the same way.
 
-        The factor is experts or the sequence, of a size that divides over all these ranks. Each inner shard is then
-        within one shard of this axis.
+        The factor must be experts or the sequence, and divide over the ranks of all these axes. Each inner shard is
+        then within one shard of this axis.
         """
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
@@ -140,12 +141,12 @@ class AxisConstraints:
         return alike and is_innermost(pattern, option.factor) and sequence_divides(node, option.factor, parts)
 
     def is_dispatched(self, node: fx.Node) -> bool:
-        """Return True if an axis solved before has dispatched the operator's tokens to experts."""
+        """Return True if an axis solved already has dispatched the operator's tokens to experts."""
         outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
         return any(place.is_dispatched for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """Return the placements that a parameter's pins and the other axes leave."""
+        """Return the placements that a parameter's pins, and axes solved already, allow."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
@@ -153,18 +154,18 @@ class AxisConstraints:
         return [place for place in free if all(self._agrees_with(name, place, pin) for pin in pins)]
 
     def can_shard_again(self, name: str, place: Placement) -> bool:
-        """Return True if `place` may shard a weight's experts over this axis after the axes solved before."""
+        """Return True if this axis may shard the experts of a weight that axes solved already already shard."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and can_shard_sequence(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> AxisConstraints:  # fmt: skip
-        """Return these constraints with the shardings of the axes solved before.
+        """Return these constraints with the shardings over the axes solved already.
 
         Args:
-            before: strategies by axis and operator.
-            stored: layout so far, by parameter.
+            before: {axis: {operator: strategy}}.
+            stored: {parameter: its layout on these axes}.
         """
         factors: dict[fx.Node, dict[str, list[InnerSharding]]] = defaultdict(dict)
         done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
@@ -201,9 +202,12 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Return a minimal set of pins that cannot hold together; one or two pins if such a set exists.
+    """Return a minimal set of pins that conflict: if one of them is left out, the rest hold together.
 
-    `hold`: return True if a sequence of pins can hold together.
+    It has one or two pins if such a set exists.
+
+    Args:
+        hold: returns True if all given pins can hold together.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -218,7 +222,6 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
 
 
 def cannot_hold(pins: Sequence[Pin]) -> str:
-    """Return the message for a minimal set of conflicting pins."""
     texts = "; ".join(map(str, pins))
     return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
 
@@ -227,9 +230,9 @@ def cannot_hold(pins: Sequence[Pin]) -> str:
 
 
 def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> AxisConstraints:
-    """Resolve the layout pins that concern the axis being solved.
+    """Return the constraints by the layout pins that concern an axis.
 
-    Raises for a pin that no plan can follow.
+    Raises LayoutError or OptionError for a pin that no plan can follow.
     """
     parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
@@ -255,7 +258,7 @@ def stacks_pinned(
     all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
-    """Return the mixtures whose experts these pins let an axis shard."""
+    """Return the mixtures whose experts an axis may shard, by these pins."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(has_dispatched_tokens(pin.text) for pin in pins)}
@@ -263,9 +266,9 @@ def stacks_pinned(
 
 
 def data_axis_pins(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """Map each parameter to its pins on the data axis, which stores parameters sharded (ZeRO).
+    """Map each parameter to its pins on the data axis, over which parameters are stored sharded (ZeRO).
 
-    These pins apply to all axes that are flattened with the data axis. They may shard or replicate.
+    The pins apply to flattened axes that contain the data axis, too. They may shard or replicate.
     """
     model, by_name = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
@@ -297,7 +300,10 @@ class _Names:
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
-        """Return the parameters and the operators that a pin matches."""
+        """Return the names of the parameters, and the operators, that a pin matches.
+
+        Raises OptionError if there are none, and LayoutError for a pin that shards a module.
+        """
         if pin.of_operator:
             nodes = [node for node in self.nodes if pin.matches(facts(node)["key"])]
             if not nodes:
@@ -331,13 +337,13 @@ def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionE
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
-    """Return the name patterns most similar to an unknown name."""
+    """Return the patterns of the names that are most similar to an unknown name."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
     return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
-    """Raise OptionError for an axis that the mesh lacks or whose placements are not chosen, such as pp."""
+    """Raise OptionError for a pin on an axis that the mesh lacks, or that has no layouts (pp)."""
     if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
@@ -383,7 +389,7 @@ def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> No
 
 
 def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
-    """Explain why an operator cannot run as a pin requests, from the atoms of its output or from its rule."""
+    """Explain why an operator cannot have the layout of a pin: by the size of the dim, or by its rule."""
     ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
     place = R if "->" in pin.text else Placement.parse(pin.text)
     shape = tuple_values(node)[0].shape
@@ -406,9 +412,9 @@ def _why_unsupported(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
 def solve_pinned(
     trace: Trace, mesh: Mesh, pinned: AxisConstraints, pins: Pins, solve: Callable[[AxisConstraints], T]
 ) -> T:
-    """Return `solve(pinned)`.
+    """Return `solve(pinned)`, a solution that follows the pins.
 
-    Raises LayoutError with a minimal set of conflicting pins if it has no solution.
+    If there is none, raises LayoutError with a minimal set of conflicting pins.
     """
 
     def has_solution(pinned: AxisConstraints) -> bool:
@@ -429,7 +435,7 @@ def _layout_conflict(
 ) -> LayoutError:  # fmt: skip
     """Return the error for layout pins that conflict.
 
-    `hold`: return True if the problem with these constraints has a solution.
+    `hold`: returns True if the problem with given constraints has a solution.
     """
 
     def together(some: Sequence[LayoutPin]) -> bool:
@@ -441,14 +447,14 @@ def _layout_conflict(
     if len(conflict) == 1:
         for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.strategies_on_weight_dims(node, ranks)):
-                why = f"{describe(node)} runs so with sequence parallelism only"
+                why = f"{describe(node)} can have this layout only with sequence parallelism"
                 return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _conflict_reason(trace, pinned, ranks)
     return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
 def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
-    """Name the first weight or operator at which the pins conflict."""
+    """Return a text that names the first weight or operator on which the pins conflict."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
             return f"{_all_names_text(trace, name)} can have only one layout"
@@ -458,17 +464,17 @@ def _conflict_reason(trace: Trace, pinned: AxisConstraints, ranks: int) -> str:
     for node in pinned.operators:
         options = pinned.strategies(node, pinned.strategies_on_axis(node, ranks))
         if not options:
-            return f"{describe(node)} can run in one way only"
+            return f"{describe(node)} can have only one layout"
         for weight, how in _on_weights(trace, node, options):
             taken[weight].append(how)
     for weight, uses in taken.items():
         if weight in pinned.parameters or len(uses) > 1:
             return f"{', '.join(uses[:2])}, but a weight is used as it is stored, or gathered"
-    return "no choice for the operators between them fits all"
+    return "the operators between them have no layouts that fit all of them"
 
 
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
-    """Yield the weights that an operator reads or views, with a text on their placements."""
+    """Yield (weight, text on its placements) for each weight that an operator uses or views."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT

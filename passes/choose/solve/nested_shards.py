@@ -17,14 +17,14 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Strategy on an axis solved before that shards a factor of the operator, and the size of the axis."""
+    """Strategy of an operator on an axis solved already, which shards a factor, and the size of this axis."""
 
     strategy: Strategy
     ranks: int
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if the innermost atom of a factor is a sequence whose length is a multiple of `parts`."""
+    """Return True if the innermost part of a factor is a sequence whose length is a multiple of `parts`."""
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
     atoms = factor_atoms(node, pattern).get(factor, ())
@@ -32,10 +32,16 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 
 
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
-    """Adapt an option to shard features (such as heads) inside the shards of other axes.
+    """Adapt a strategy that shards features (such as heads) which other axes already shard.
 
-    If both options shard different atoms of the factor, the option stays as it is. If they shard the same atom, it gets
-    one section per shard of the other axes. None: the factor cannot be sharded again.
+    The result shards within each shard of the other axes. A factor can be a product of atoms (heads and head size). If
+    the strategy and the other axes shard different atoms, the strategy is returned unchanged. None if the factor cannot
+    be sharded again.
+
+    Args:
+        option: strategy on this axis.
+        taken: strategies on the other axes.
+        ranks: size of this axis.
     """
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
@@ -66,9 +72,9 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the numbers of sections in which two options shard a factor.
+    """Return the numbers of sections in which two strategies shard their factor.
 
-    None: the factor is nowhere a dim of its own.
+    None if every operand merges the factor with other factors in one dim.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):

@@ -1,9 +1,10 @@
-"""Exact minimisation of a sum of unary and pairwise costs over discrete variables.
+"""Exact minimization of a sum of unary and pairwise costs over discrete variables.
 
-A partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz 2006). A
-variable with one or two neighbours is eliminated: its best option for each of their options becomes a cost of the
-neighbours. Chains of pointwise operators collapse into nothing. Dominated options are dropped. All of that is exact.
-The rest is a mixed-integer linear program (HiGHS), with one column per pair of options.
+This is a partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz
+2006). A variable with one or two neighbours is eliminated: for each combination of the neighbours' options, the cost of
+its best option is added to the costs of the neighbours. So chains of pointwise operators disappear. Options that are
+never better than another one are dropped. All of that is exact. The remaining variables are solved as a mixed-integer
+linear program (HiGHS), with one column per pair of options.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from autopart.common.integer_program import ProgramRow, integer_program
 
 _LARGEST = 1_000_000
-"""Largest table, in entries, that eliminating a variable may create. Larger problems go to HiGHS."""
+"""Maximum number of pair costs that eliminating a variable may create. Variables with more are left to HiGHS."""
 
 
 class NoSolution(Exception):
-    """Error: every combination of options is impossible."""
+    """Error: every combination of options has infinite cost."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,14 @@ class Solution:
 
 @dataclass(frozen=True)
 class _EliminatedVariable:
-    """An eliminated variable: its options, their costs, and its pairwise tables at elimination."""
+    """A variable that was eliminated, with its state at this time.
+
+    Args:
+        costs: cost of each option that was left.
+        options: indices of these options.
+        around: {neighbour: (array [options, options of the neighbour] of pair costs, indices of the neighbour's
+            options)}.
+    """
 
     variable: int
     costs: np.ndarray
@@ -49,7 +57,7 @@ class _EliminatedVariable:
     around: Mapping[int, tuple[np.ndarray, np.ndarray]]
 
     def option(self, chosen: Mapping[int, int]) -> int:
-        """Return the best option, given the options of the neighbours."""
+        """Return the index of the best option, given the neighbours' chosen options."""
         cost = self.costs
         for neighbour, (table, options) in self.around.items():
             cost = cost + table[:, int(np.searchsorted(options, chosen[neighbour]))]
@@ -58,9 +66,9 @@ class _EliminatedVariable:
 
 @dataclass
 class PairwiseProblem:
-    """A problem, built variable by variable. `solve` consumes it.
+    """A problem, built variable by variable. `solve` can be called only once.
 
-    >>> pairs = Pairs()
+    >>> pairs = PairwiseProblem()
     >>> a, b = pairs.variable([0.0, 5.0]), pairs.variable([0.0, 0.0])
     >>> pairs.add(a, b, np.array([[9.0, 7.0], [1.0, 3.0]]))
     >>> pairs.solve()
@@ -77,7 +85,10 @@ class PairwiseProblem:
         return len(self.costs) - 1
 
     def add(self, a: int, b: int, costs: np.ndarray) -> None:
-        """Add the costs of option pairs, shape [options of a, options of b]; infinite forbids a pair."""
+        """Add the costs of pairs of options, an array of shape [options of a, options of b].
+
+        An infinite cost forbids a pair.
+        """
         if a == b:
             self.costs[a] = self.costs[a] + np.diagonal(costs)
             return
@@ -127,7 +138,7 @@ class PairwiseProblem:
         return len(around) < 2 or (len(around) == 2 and size <= _LARGEST)
 
     def _decide(self, v: int) -> None:
-        """Eliminate a variable: its best option for every choice of its neighbours becomes their cost."""
+        """Eliminate a variable: add its least cost for each combination of neighbours' options to their costs."""
         around = list(self.tables[v].items())
         for w, _ in around:
             self._separate(v, w)
@@ -143,7 +154,7 @@ class PairwiseProblem:
         self.tables[b].pop(a, None)
 
     def _drop_options(self, v: int, kept: list[np.ndarray]) -> bool:
-        """Drop options that are dominated whatever the neighbours choose. Return True if any was dropped."""
+        """Drop options that never are better than another one. Return True if an option was dropped."""
         cost = self.costs[v]
         if not np.isfinite(cost).any():
             raise NoSolution
@@ -208,7 +219,7 @@ def _milp(
 
 
 def _scale(objective: list[float]) -> float:
-    """Return the divisor of the objective.
+    """Return the number that the objective is divided by.
 
     HiGHS stops at an absolute gap of 1e-6, so costs are scaled to about 1e4.
     """

@@ -1,10 +1,10 @@
 """Exact choice of every operator's strategy on one mesh axis, by elimination and HiGHS.
 
-Each operator is one variable, whose options are its strategies. A conversion is paid once per value and target
+Each operator is one variable, whose options are its strategies. A conversion of a value costs once per target
 placement, however many consumers share it. Corresponding operators of repeated blocks share one choice, so the problem
-does not grow with depth. `sharding_costs` defines the objective: first, divide matrix work and the weights it reads
-over the axis; then minimise the seconds of a step. No operator is named here. Megatron's tensor parallelism results,
-and its sequence parallelism where that is faster.
+does not grow with depth. `sharding_costs` defines the objective: first, divide matrix work and its weights over the
+axis; then minimize the seconds of a step. No operator is named in this file. The result is Megatron's tensor
+parallelism, and its sequence parallelism where that is faster.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopart.passes.facts.find_blocks import BlockPosition
 from autopart.passes.facts.strategies import possible
 
 SequenceParallel = bool | Literal["auto"]
-"""Sharding of values along dims that no weight has (the sequence).
+"""Sharding of activations along dims that no weight has (the sequence).
 
 True: wherever possible. False: never. "auto": if it is faster."""
 
 ValuePlacement = Literal["whole", "cut", "free"]
-"""Placement of values between matrix products.
+"""Placement of activations between matrix products.
 
-"whole": replicated. "cut": sharded along a dim of no weight wherever possible. "free": the cheapest.
+"whole": replicated. "cut": sharded along a dim that no weight has, wherever possible. "free": the cheapest.
 """
 
 _TRIED: Mapping[SequenceParallel, tuple[ValuePlacement, ...]] = {
@@ -46,12 +46,18 @@ _TRIED: Mapping[SequenceParallel, tuple[ValuePlacement, ...]] = {
 ONE_BATCH = CostedStep()
 
 _FREE_BLOCKS = 2
-"""Number of repeated blocks at either end that choose independently when the cost of sharing is measured."""
+"""Number of first, and of last, repeated blocks that have layouts of their own when `sharing_costs` is computed."""
 
 
 @dataclass
 class Choice:
-    """One decision: a parameter's stored placement, or an operator's strategy, shared by all members."""
+    """One decision: the stored placement of a parameter, or the strategy of an operator.
+
+    Args:
+        options: the placements or strategies to choose from.
+        members: parameters or operators that share the decision (corresponding ones in repeated blocks).
+        costs: cost of each option.
+    """
 
     options: list
     members: list[fx.Node] = field(default_factory=list)
@@ -63,27 +69,32 @@ class Choice:
 
     @property
     def times(self) -> int:
-        """The number of operators or parameters of the model that share this choice."""
+        """The number of operators or parameters of the full model that share this choice."""
         return num_represented(self.members)
 
 
 @dataclass
 class _Consumer:
-    """One consumer of a value, and the indices of the inputs that read it."""
+    """One consumer of a value, and the indices of its inputs that are this value."""
 
     choice: Choice
     inputs: set[int] = field(default_factory=set)
 
     def wanted(self) -> list[frozenset[Placement]]:
-        """Return the placements in which the consumer needs the value, by option."""
+        """Return, for each option of the consumer, the placements in which it needs the value."""
         return [frozenset(option.inputs[i] for i in self.inputs) for option in self.choice.options]
 
 
 @dataclass
 class _SharedValue:
-    """Output `index` of the members of a choice that have the same consumers.
+    """One output of operators that share a choice and have the same consumers.
 
-    `node` is one of these outputs as its consumer reads it.
+    Args:
+        node: one of these outputs, as its consumer reads it.
+        producer: the choice that the operators share.
+        index: index of the output.
+        uses: consumers by the id of their choice.
+        members: the operators.
     """
 
     node: fx.Node
@@ -94,22 +105,22 @@ class _SharedValue:
 
     @property
     def times(self) -> int:
-        """The number of values of the model that this one represents."""
+        """The number of values of the full model that this one represents."""
         return num_represented(self.members)
 
     def is_of(self, node: fx.Node) -> bool:
-        """Return True if it represents this value of the trace, in any repeated block."""
+        """Return True if `node` is one of the outputs that this object represents."""
         source, index = source_of(node)
         return source in self.members and index == self.index
 
     def places(self) -> list[Placement]:
-        """Return the placement of the value, by option of the producer."""
+        """Return, for each option of the producer, the placement of the value."""
         options = self.producer.options
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
 
 class ForcedConversion(NamedTuple):
-    """A value that is converted from one placement to another."""
+    """A conversion of a value from one placement to another."""
 
     value: _SharedValue
     source: Placement
@@ -118,7 +129,7 @@ class ForcedConversion(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """The chosen strategies and stored placements on one axis.
+    """The chosen strategies of operators and stored placements of parameters on one axis.
 
     Args:
         options: the solution as `{id of a choice: index of its option}`.
@@ -146,15 +157,16 @@ def cheapest(
     step: CostedStep,
     pinned: AxisConstraints,
 ) -> tuple[ShardingProblem, Sharding]:
-    """Return the cheapest sharding over an axis of `num_shards` ranks, and the problem that it solves.
+    """Return the problem of an axis of `num_shards` ranks, and its cheapest solution.
 
-    `sequence_parallel="auto"` solves with replicated values between matrix products. Unless the model is a toy, it also
-    solves with free values, and takes the faster result. True shards all values that can be sharded; if they cannot all
-    be sharded together, values are free. Raises NoSolution if the pins leave no solution.
+    `sequence_parallel="auto"` solves with values replicated between matrix products. Unless the model is too small to
+    tell (`is_latency_bound`), it also solves with the cheapest placement of each value, and returns the faster result.
+    True shards all values that can be sharded, or uses the cheapest placements if they cannot all be sharded together.
+    Raises NoSolution if the pins leave no solution.
 
     Args:
         graph: annotated graph.
-        pinned: options that the user's pins and the axes solved before leave.
+        pinned: constraints by the user's pins and by the axes solved already.
     """
     best: tuple[ShardingCost, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
@@ -177,12 +189,14 @@ def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
     fixed: Mapping[fx.Node, Strategy], pinned: AxisConstraints = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
-    """Return the cheapest strategies around stored parameters and the operators in `fixed`.
+    """Return the cheapest strategies that fit stored parameters, and operators with a fixed strategy.
 
-    Values stay replicated between matrix products if they do so in all fixed strategies.
+    Values stay replicated between matrix products if they are in all fixed strategies.
 
     Args:
-        pinned: options that other axes leave.
+        stored: {parameter: its placement}.
+        fixed: {operator: its strategy}.
+        pinned: constraints by other axes.
     """
     is_whole = all(s in pinned.strategies_on_weight_dims(node, num_shards) for node, s in fixed.items())
     between: ValuePlacement = "whole" if is_whole else "free"
@@ -194,7 +208,9 @@ class ShardingProblem:
     """All choices on one axis, their costs, and the conversion costs of values between them.
 
     Args:
-        between: how values are stored between matrix products.
+        stored: {parameter: its placement}, for parameters that are not chosen.
+        fixed: {operator: its strategy}, for operators that are not chosen.
+        between: placement of values between matrix products (`ValuePlacement`).
         is_shared: repeated blocks share their choices.
     """
 
@@ -225,17 +241,17 @@ class ShardingProblem:
             choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: AxisConstraints) -> ShardingProblem:
-        """Return the same problem with other pins; facts from the axes solved before stay."""
+        """Return this problem with other pins, and the same shardings over axes solved already."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """Return the relative saving if the first and last repeated blocks chose independently."""
+        """Return the relative saving if the first and last repeated blocks had layouts of their own."""
         saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # smaller savings come from tie-breaking
 
     def _collect(self) -> None:
-        """Create a choice for each group of corresponding operators in repeated blocks, then for parameters."""
+        """Create the choices: for corresponding operators in repeated blocks, then for parameters."""
         for node in on_parameters(self.graph):
             options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
             self._join(facts(node)["place"], node, options)
@@ -256,10 +272,9 @@ class ShardingProblem:
             self._join(facts(node)["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
-        """Return the strategies of an operator.
+        """Return the strategies that an operator may choose from.
 
-        If values are to be sharded, replicated strategies are dropped where the operator can shard a dim that no weight
-        has.
+        If `between` is "cut", replicated strategies are dropped for operators that can shard a dim of no weight.
         """
         plain = self.pinned.strategies_on_weight_dims(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
@@ -286,7 +301,7 @@ class ShardingProblem:
         self.choice_of[node] = choice
 
     def _find_values(self) -> list[_SharedValue]:
-        """Return every value that one choice produces and others consume."""
+        """Return every value that operators of one choice produce and operators of any choice consume."""
         reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":
@@ -306,10 +321,10 @@ class ShardingProblem:
         return list(by_key.values())
 
     def conversion_costs(self, value: _SharedValue, targets: Sequence[Placement]) -> np.ndarray:
-        """Return conversion costs of a value, shape [options of its producer, targets].
+        """Return the conversion costs of a value, an array of shape [options of its producer, targets].
 
-        Tokens that another axis has dispatched to experts have data-dependent positions, so they can be neither sharded
-        nor gathered.
+        If another axis has dispatched tokens to experts, the number of tokens on a rank depends on the data. Such
+        tokens can be neither sharded nor gathered over this axis.
         """
         number, node = value.times, value.node
         is_dispatched = self.pinned.is_dispatched(source_of(node)[0])
@@ -325,7 +340,7 @@ class ShardingProblem:
         """Return the exact optimum. Raises NoSolution.
 
         Args:
-            forced: `{id of a choice: index of its option}`.
+            forced: `{id of a choice: index of the option that it must have}`.
             forbidden: a conversion that the solution must avoid.
         """
         pairs = PairwiseProblem()
@@ -356,7 +371,7 @@ class ShardingProblem:
 
         Args:
             options: `{id of a choice: index of its option}`.
-            prices: `self.prices` (minimised), or `self.real_prices` (with all latency).
+            prices: `self.prices` (which the solver minimizes) or `self.real_prices` (with all latency).
         """
         total = ShardingCost()
         for choice in self.choices.values():
@@ -376,9 +391,9 @@ class ShardingProblem:
         value: _SharedValue,
         forbidden: ForcedConversion | None,
     ) -> None:
-        """Add the conversion costs of a value: each needed placement is paid once.
+        """Add the conversion costs of a value to the problem. Each needed placement costs once.
 
-        With several consumers an extra variable chooses the set of placements in which the value exists.
+        If there are several consumers, an extra variable chooses the set of placements in which the value exists.
         """
         uses = list(value.uses.values())
         targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})

@@ -1,9 +1,9 @@
-"""Costs of sharding options on one axis: the terms of the objective that `ShardingProblem` minimises.
+"""Costs of sharding options on one axis: the terms of the objective that `ShardingProblem` minimizes.
 
-The heaviest term is matrix work, and the weights it reads, that the axis does not divide. The other terms are seconds
+The heaviest terms are the matrix work, and its weights, that the axis does not divide. The other terms are seconds
 of a step on one rank, without matrix work: communication of every microbatch in forward and backward, memory traffic,
-and gradient reduction once a step. The cost of a weight over the data axis (reduction, or ZeRO storage) depends on its
-layout here. It is part of the cost, so one problem chooses for both axes.
+and gradient reduction once a step. The cost of a weight over the data axis (reduction, or ZeRO storage) depends on the
+weight's layout on this axis. It is part of the cost, so one problem chooses for both axes.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""Weight of undivided matrix work, relative to all communication together."""
+"""Weight of undivided matrix work in the objective, relative to the cost of all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
-"""Penalty on reduce-scatter and all-gather where replicated values are preferred. Sharding the values between two
-all-reduces moves as many bytes (an all-reduce is a reduce-scatter and an all-gather). It saves only memory traffic, a
-few per cent of their time. So it must be cheaper by more than that, as for k and v of few heads."""
+"""Factor on the cost of reduce-scatter and all-gather if replicated values are preferred. A reduce-scatter and an
+all-gather move as many bytes as one all-reduce. Sharding the values between them saves only memory traffic, a few per
+cent of their time. With this factor it is chosen only if it saves more, as for k and v with few heads."""
 
 _ACCURACY = 0.01
-"""Relative difference of predicted times that is below the accuracy of a prediction."""
+"""Accuracy of a predicted time: two times count as equal if they differ by less than this share."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class CostedStep:
 
     Args:
         batch_shards: number of shards of the batch, over ranks and microbatches.
-        storage: how parameters are stored over the other axes.
-        stride: distance in rank numbers between neighbours on `axis`.
-        summed: bytes of a gradient that are reduced per byte of the parameter that is read (mixed precision).
+        storage: policy for storing parameters sharded over other axes (ZeRO).
+        stride: difference of the global ranks of neighbours on `axis`.
+        summed: bytes of a reduced gradient per byte of the parameter in compute dtype (mixed precision).
         axis: the axis whose options are costed.
-        balance: tokens for the experts of the fullest rank, over the mean.
+        balance: number of tokens of the rank with the most tokens for its experts, relative to the mean.
     """
 
     microbatches: int = 1
@@ -79,8 +79,8 @@ class CostedStep:
 class ShardingCost:
     """Cost of a sharding, by term.
 
-    `work`, `weights`: the share of all matrix work, and of its weights, on one rank (1 / n if n ranks divide them all).
-    The other terms are seconds of a step on one rank.
+    `work` is the share of all matrix work on one rank: 1 / n if n ranks divide all of it. `weights` is the share of the
+    weights of matrix products on one rank. The other terms are seconds of a step on one rank.
     """
 
     work: float = 0.0
@@ -107,7 +107,7 @@ class ShardingCost:
         return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
 
     def is_less(self, other: ShardingCost) -> bool:
-        """Return True if this cost is lower by more than a prediction can resolve.
+        """Return True if this cost is lower, by more than the accuracy of a prediction.
 
         Undivided matrix work and weights count first, then the seconds of a step.
         """
@@ -119,7 +119,8 @@ class ShardingCost:
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: CostedStep) -> bool:
     """Return True if latency dominates the all-reduce of a typical value.
 
-    Such a model is a toy. Its cheapest plan is not that of the full-size model (for example, its logits are gathered).
+    The model is then a toy, whose cheapest plan would not suit the full-size model (for example, its logits are
+    gathered).
     """
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     sizes = np.repeat(
@@ -135,14 +136,14 @@ def _row_shards(node: fx.Node, step: CostedStep) -> int:
 
 
 def _has_rows(atoms: Any) -> bool:
-    """Return True if nested atoms (dims of one value or of several) contain a batch atom."""
+    """Return True if an atom in a nested tuple of atoms (dims of one or several values) is the batch."""
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
 class _ConvertedValue(NamedTuple):
     """Properties of a value that its conversion cost depends on.
 
-    `size_bytes`: as `ShardingCosts.bytes`. `others`: placements of the value on other axes, with their sizes.
+    `size_bytes`: as `ShardingCosts.bytes`. `others`: (placement, size) on each axis solved already.
     """
 
     shape: tuple[int, ...]
@@ -158,11 +159,10 @@ class ShardingCosts:
 
     Args:
         nodes: all operators and parameters that are chosen.
-        whole: prefer replicated values between operators where that costs little more. Latency of collectives on them
-            is then left out: with toy sizes it would lead to other choices than the sizes that a model is partitioned
-            for.
-        weights_chosen: the solve also chooses how weights are stored.
-        before: strategies of each operator on the axes that were solved before, with the axis sizes.
+        whole: prefer replicated values between operators if they cost little more. The latency of their collectives is
+            then left out: the small sizes of a test model would lead to other choices than full sizes.
+        weights_chosen: the solver also chooses the placements of weights.
+        before: strategies of each operator on the axes solved already, with the sizes of the axes.
     """
 
     def __init__(
@@ -190,21 +190,21 @@ class ShardingCosts:
         return other
 
     def weigh(self, price: ShardingCost) -> float:
-        """Return the scalar that the solver minimises."""
+        """Return a cost as the single number that the solver minimizes."""
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
-        """Return the size of a value's shard for one microbatch on one rank, before this axis shards it."""
+        """Return the bytes of a value for one microbatch on one rank, if this axis does not shard it."""
         parts = math.prod(ranks for place, ranks in self._others(node) if place.is_partitioned)
         return size_bytes(node) / _row_shards(node, self.step) / parts
 
     def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
-        """Return the placements of a value on the axes that were solved before, with the axis sizes."""
+        """Return a value's (placement, axis size) on each axis that was solved already."""
         source, index = source_of(node)
         return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
     def option(self, node: fx.Node, option: Strategy | Placement) -> ShardingCost:
-        """Return the cost of an option, without conversions."""
+        """Return the cost of an operator's strategy or a parameter's placement, without conversions."""
         if not isinstance(option, Strategy):
             over = self._stored_over(node, option)
             partial = option == R_GRAD_P and not (over and self.step.axis in mesh_axes_of(over))
@@ -216,9 +216,9 @@ class ShardingCosts:
         return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
-        """Return the cost of a parameter with this placement over the axes that may store it sharded (ZeRO).
+        """Return the cost of storing a parameter sharded (ZeRO), if it has this placement on the axis.
 
-        If ZeRO is requested and no dim divides, the undivided share counts as weights left on every rank.
+        If ZeRO is requested but no dim divides, the bytes that remain on every rank count as undivided weights.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
@@ -231,7 +231,7 @@ class ShardingCosts:
         return price + ShardingCost(weights=left)
 
     def _stored_over(self, node: fx.Node, place: Placement) -> str:
-        """Return the flattened axes that store a parameter of this placement sharded; "" if none."""
+        """Return the flattened axes over which a parameter of this placement is stored sharded; "" if none."""
         if node.op != "get_attr":
             return ""
         part = self.step.storage.place(node.target, shape(node), self._layout(node, place))
@@ -248,7 +248,7 @@ class ShardingCosts:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
-        """Return the shares of all matrix work, and of its weights, that this option leaves on every rank."""
+        """Return the shares of all matrix work, and of its weights, that one rank has with this option."""
         # Unequal shards count as equal: a few per cent of work are not worth another collective.
         work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
         weights = 0.0
@@ -259,7 +259,7 @@ class ShardingCosts:
         return work, weights / self.table
 
     def _traffic_s(self, node: fx.Node, option: Strategy) -> float:
-        """Return the seconds to write the outputs to memory."""
+        """Return the seconds per step to write the operator's outputs to memory."""
         if facts(node)["role"] == WEIGHT:
             return 0.0
         fullest = self.step.balance
@@ -276,8 +276,7 @@ class ShardingCosts:
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
         """Return the seconds of collectives inside an operator.
 
-        These are the maximum, sum and target entry of a sharded loss, the ring of attention, and MoE dispatch and
-        combine.
+        Operators with collectives are a loss with sharded classes, ring attention, and MoE dispatch and combine.
         """
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and DISPATCHED in (option.inputs[0], option.outputs[0]):
@@ -291,16 +290,16 @@ class ShardingCosts:
         return self.step.microbatches * pattern.all_reduces * self._time_s("all_reduce", size)
 
     def _ring_s(self, node: fx.Node) -> float:
-        """Return the seconds that ring attention sends keys, values and their gradients."""
+        """Return the seconds per step that ring attention sends keys, values and their gradients."""
         sides = tensor_inputs(node)[1:3]
         ways = 3 if any(facts(side)["needs_grad"] for side in sides) else 1
         size = sum(map(self.bytes, sides)) / self.num_shards
         return self.step.microbatches * ways * (self.num_shards - 1) * self._time_s("send", size)
 
     def _routing_s(self, node: fx.Node, rows: fx.Node) -> float:
-        """Return the seconds of MoE dispatch or combine, with the all-to-all of gradients in backward.
+        """Return the seconds per step of MoE dispatch or combine, including its backward.
 
-        Ranks exchange token counts once; combine includes that cost.
+        Dispatch and combine exchange token counts once. The cost of the combine includes it.
         """
         ways = 2 if facts(node)["needs_grad"] else 1
         moved_s = self._time_s("all_to_all", self.bytes(rows) * self.step.balance)
@@ -308,7 +307,6 @@ class ShardingCosts:
         return self.step.microbatches * (ways * moved_s + counts_s)
 
     def _conversion_s(self, place: Placement, target: Placement, value: _ConvertedValue) -> float:
-        """Return the seconds of a conversion for one microbatch, cached: most values share a key."""
         key = place, target, value
         if key not in self._seconds:
             self._seconds[key] = self._new_conversion_s(place, target, value)
@@ -343,20 +341,19 @@ class ShardingCosts:
         return self._values[used]
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
-        """Return True for a weight, or a view of one, if this solve chooses its placement."""
         return self.weights_chosen and facts(used)["role"] in (PARAMETER, WEIGHT)
 
 
 def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
-    """Return the seconds to all-reduce a gradient once a step.
+    """Return the seconds to all-reduce a gradient of `size` bytes once a step.
 
-    Buckets share their latency, so the cost is a little below that of a separate collective.
+    Gradients in one bucket share their latency, so the cost is a little below that of a separate collective.
     """
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
 def reduce_bytes_ratio(trace: Trace) -> float:
-    """Return the bytes of gradient reduced per byte of parameter read (reduce dtype over compute dtype)."""
+    """Return the size of the reduce dtype relative to the compute dtype (mixed precision)."""
     precision = trace.precision
     return 1.0 if precision is None else precision.reduce.itemsize / precision.compute.itemsize
 
@@ -364,14 +361,14 @@ def reduce_bytes_ratio(trace: Trace) -> float:
 def sharded_storage_cost(
     size: float, over: str, trained: bool, storage: Storage, step: CostedStep, hardware: Hardware
 ) -> ShardingCost:  # fmt: skip
-    """Return the cost of storing `size` bytes of a parameter over the data axes.
+    """Return the communication cost of one parameter over the data axes, sharded (ZeRO) or replicated.
 
-    A sharded parameter is gathered and its gradient reduce-scattered in every microbatch. ZeRO 1 does both once a step,
-    ZeRO 2 gathers once a step. A replicated parameter's gradient is all-reduced over the data axis once a step.
+    A sharded parameter is gathered, and its gradient reduce-scattered, in every microbatch. ZeRO 1 does both once a
+    step, ZeRO 2 gathers once a step. A replicated parameter's gradient is all-reduced over the data axis once a step.
 
     Args:
         size: bytes of the parameter on one rank, before it is sharded over `over`.
-        over: flattened axes that store it sharded; "" if it is replicated.
+        over: flattened axes over which it is stored sharded; "" if it is replicated.
         trained: the parameter has a gradient.
     """
     mesh, axis = storage.mesh, over or storage.mesh.data_axis
@@ -395,7 +392,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _weight_bytes(node: fx.Node) -> int:
-    """Return the bytes of the parameters that a matrix product or an embedding look-up reads."""
+    """Return the bytes of the weights that a matrix product or an embedding look-up uses; 0 for others."""
     pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0

@@ -1,6 +1,6 @@
-"""Choice of stage boundaries: exact min-max over the operator order.
+"""Choice of stage boundaries: exact minimization of the largest stage, over the operators in order.
 
-A stage may begin at any operator.
+A stage may begin at any operator, unless a live value cannot be sent between stages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def find_partition(
 
 
 def flops_per_sent_byte(problem: Problem) -> float:
-    """Return `load_per_byte` of the model, if each rank has an equal share of every operator."""
+    """Return the forward FLOPs that a rank could run while one byte crosses a stage boundary.
+
+    Each rank of a stage is assumed to have an equal share of every operator.
+    """
     nodes = active_operators(problem.graph)
     order = full_model_indices(nodes, problem.trace.folds)
     flops = Counter[str]()
@@ -82,19 +85,22 @@ def flops_per_sent_byte(problem: Problem) -> float:
 
 
 def full_model_indices(nodes: Sequence[fx.Node], folds: DeduplicatedBlocks) -> list[int]:
-    """Return the index in `nodes` that represents each active operator of the full model."""
+    """Return, for each active operator of the full model, the index in `nodes` of its representative.
+
+    Operators of repeated blocks that the trace leaves out are represented by those of the deduplicated block.
+    """
     return [*expand_blocks(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
 def num_boundaries(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
-    """Return the number of legal stage boundaries."""
     return sum(math.isfinite(size) and i not in inside for i, size in enumerate(boundary_bytes(nodes)) if i)
 
 
 def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
-    """Return the bytes of the boundary tensors before each operator.
+    """Return, for each operator, the bytes that would be sent if a stage began at it.
 
-    Infinite marks an illegal boundary: a live value there has no gradient or a data-dependent size.
+    Infinite if no stage can begin at it: a live value has no gradient or a data-dependent size, or other modes of the
+    model lack the operator.
     """
     position = {node: i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
@@ -117,9 +123,9 @@ def boundary_bytes(nodes: list[fx.Node]) -> list[float]:
 
 
 def _tied_to_mode(node: fx.Node) -> bool:
-    """Return True for an operator that only some traces of the model contain.
+    """Return True for an operator that only some modes of the model contain (loss, dropout).
 
-    All traces need the same boundaries.
+    No stage begins at it, because all modes need the same boundaries.
     """
     inner = facts(node).get("named") == INNER
     return (
@@ -128,7 +134,7 @@ def _tied_to_mode(node: fx.Node) -> bool:
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
-    """Return the stage loads if every stage gets the same number of repeated blocks.
+    """Return the load of each stage, if every stage gets the same number of repeated blocks.
 
     This is what a user would write by hand: the embedding joins the first blocks, the head the last.
     """
@@ -150,11 +156,11 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_divisor * m) == 0]
         axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
         over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
-        inside = f", or {mesh.innermost('positions')} in the place of {axes[0]}: it cuts the positions of a row"
+        inside = f", or {mesh.innermost('positions')} in place of {axes[0]}: it shards the sequence of a sample"
         raise StageError(
-            f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
+            f"a batch of {batch} samples cannot be split into {over}microbatches={microbatches} equal parts",
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.batch_divisor} rows{inside * (batch < mesh.batch_divisor)}",
+            else f"a batch size that is a multiple of {mesh.batch_divisor}{inside * (batch < mesh.batch_divisor)}",
         )

@@ -39,7 +39,7 @@ def pinned_partition(
     Raises StageError with the conflicting pins if there is none.
 
     Args:
-        folds: deduplicated blocks of the trace; used without stage pins.
+        folds: deduplicated blocks of the trace, used if there are no stage pins.
         send_cost: as in `balance`.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
@@ -83,7 +83,10 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return the indices of the operators that a name matches, by the texts that its `*` match."""
+    """Return the indices of the operators that a name with `*` matches, grouped by what the `*` stand for.
+
+    Keys are the tuples of texts that the `*` match.
+    """
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -98,7 +101,7 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
-    """Return the first of the indices. Raise StageError if no stage can begin there."""
+    """Return the first of these operator indices. Raise StageError if no stage can begin at it."""
     first = min(positions)
     why = "the model begins with it: a stage would be empty" if first == 0 else ""
     if boundary_bytes(nodes)[first] == float("inf"):
@@ -115,8 +118,8 @@ def _why_inside(nodes: list[fx.Node], position: int, conflict: Sequence[StagePin
     for pin in conflict:
         for name in pin.names if isinstance(pin, TogetherPin) else ():
             if any(position in at for at in _cases(nodes, pin, name, pins).values()):
-                return "is kept together with what runs before it"
-    return "runs between modules that are kept together, and is kept with them"
+                return "is kept on one stage with the operators before it"
+    return "is between modules that are kept on one stage"
 
 
 def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
@@ -130,10 +133,10 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     if both := pinned.begins & pinned.inside:
         why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), conflict, pins)}"
     elif len(pinned.begins) >= num_stages:
-        why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
+        why = f"they request {len(pinned.begins)} stage boundaries; {stages} have {num_stages - 1}"
     else:
         left = num_boundaries(nodes, pinned.inside)
-        why = "what runs between modules that are kept together is kept with them; "
+        why = "operators between modules that are kept on one stage are on this stage too; "
         why += f"possible stage boundaries left: {left}, and {stages} need {num_stages - 1}"
     return StageError(
         cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),

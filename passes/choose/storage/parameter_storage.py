@@ -1,15 +1,15 @@
-"""Storage of parameters: sharding over the data axes (ZeRO), and what every rank stores.
+"""Storage of parameters: sharding over the data axes (ZeRO), and the tensors that every rank stores.
 
 With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
 arXiv:2304.11277) a rank of `dp` stores one shard of a weight and of its optimizer state. That is an ordinary placement,
-`S(d)` on `dp`. A reader of the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter of the
-gradient in backward. The stages of ZeRO differ in how long the runtime keeps the unsharded weight and gradient
-(`Program.zero`). A dim is sharded by one axis alone, so that a shard is one block of the weight.
+`S(d)` on `dp`. An operator that uses the weight converts it to `R(grad P)`: an all-gather in forward, a reduce-scatter
+of the gradient in backward. The stages of ZeRO differ in how long the runtime keeps the unsharded weight and gradient
+(`Program.zero`). Each dim is sharded by one axis at most, so that a shard is one contiguous range of the dim.
 
-`Axis.stores` marks the axes that may store. Axes over which a weight is replicated are flattened to one, like
-`dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both, and one collective gathers it instead of
-one per axis. An expert's weight, which `ep` shards, is stored over `dp_cp` while other weights use `dp_cp_ep`. If `cp`
-shards it too (`expert_axes.py`), it is stored over `dp`.
+`Axis.stores` marks the axes over which parameters may be stored sharded. Axes over which a weight is replicated are
+flattened to one, like `dp_shard_cp` in torchtitan: `S(0)` on `dp_cp` shards over the ranks of both, and one collective
+gathers it instead of one per axis. An expert's weight, which `ep` shards, is stored over `dp_cp`, other weights over
+`dp_cp_ep`. If `cp` shards the expert's weight too (`expert_axes.py`), it is stored over `dp`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from autopart.plans.pins import LayoutPin
 
 @dataclass(frozen=True)
 class Storage:
-    """Policy for storing parameters sharded over the axes of a mesh, given their layouts on other axes.
+    """Policy for storing parameters sharded over axes of a mesh, given their layouts on other axes.
 
     Args:
+        zero: ZeRO stage.
         pinned: pins on the data axis, by parameter.
-        beside: layout on the axes solved before, by parameter.
+        beside: layout on the axes solved already, by parameter.
     """
 
     mesh: Mesh = field(default_factory=lambda: Mesh({}))
@@ -41,7 +42,9 @@ class Storage:
     beside: Mapping[str, Layout] = field(default_factory=dict)
 
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        """Return the flattened axes that store a parameter sharded, and its placement, or None.
+        """Return the flattened axes over which a parameter is stored sharded, and its placement on them.
+
+        None if the parameter is replicated over them.
 
         Args:
             others: layout of the parameter on the other axes.
@@ -56,13 +59,16 @@ class Storage:
         return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
-        """Return the flattened axes over which a parameter of this layout may be sharded, largest first."""
+        """Return the flattened axes over which a parameter can be stored sharded, most ranks first.
+
+        `others`: its layout on other axes.
+        """
         return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
 
     def storing_axes_for(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
-        """Return the flattened axes that can store a parameter with this placement, or the reason if none.
+        """Return the flattened axes over which a parameter can be stored with this placement, and "".
 
-        The first item is "" if there are none. Without `zero` only the data axis can store.
+        If there are none, returns "" and the reason. Without `zero` only the data axis is possible.
         """
         if not place.is_shard:
             return "", ""
@@ -75,7 +81,7 @@ class Storage:
 
     @property
     def min_dims(self) -> int:
-        """The least number of dims of a sharded parameter.
+        """The least number of dims of a parameter that is stored sharded.
 
         ZeRO 1 and 2 gather once a step, so they shard vectors too.
         """
@@ -83,14 +89,14 @@ class Storage:
 
 
 def first_divisible_shard(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
-    """Return a shard of the first dim that divides and that no other axis shards; None if there is none."""
+    """Return the placement that shards the first dim that divides and that no other axis shards, or None."""
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)
 
 
 def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
-    """Return the placements a parameter can have on the storing axis, as `S(0), S(1) or R`, for errors."""
+    """Return the possible placements on a storing axis, as text for errors: `S(0), S(1) or R`."""
     fits = [
         f"S({dim})" for dim in range(len(sizes)) if not cannot_store_sharded(shard(dim), sizes, axis, ranks, others)
     ]
@@ -100,13 +106,13 @@ def storable_placements(sizes: Sequence[int], axis: str, ranks: int, others: Lay
 def stored_tensors(
     trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], axes: Sequence[str]
 ) -> dict[str, StoredTensor]:
-    """Return the storage of every parameter, which all programs of one plan share.
+    """Return {parameter: its storage}, which all programs of one plan share.
 
-    A gradient ends as a partial sum on the batch axes over which the parameter is replicated, and on axes with `R(grad
-    P)`.
+    The gradient of a parameter is a partial sum on the batch axes over which the parameter is replicated, and on axes
+    with `R(grad P)`.
 
     Args:
-        readers: the stages that read each parameter.
+        readers: the stages that use each parameter.
         axes: mesh axes with more than one rank, without the pipeline axis.
     """
     stored, features = {}, decisions.mesh.chosen
@@ -127,12 +133,12 @@ def stored_tensors(
 
 
 def method_for(name: str, decisions: Decisions, layout: Layout, summed: Sequence[str]) -> SyncMethod | None:
-    """Return the sync method that replaces a parameter's gradient reduction; None if reduced exactly.
+    """Return the `dp_sync` method for a parameter's gradient; None if the gradient is reduced exactly.
 
-    With `zero=1` the gradient is unsharded until the end of a step, so a method applies.
+    With `zero=1` the gradient is unsharded until the end of a step, so a method can be used.
 
     Args:
-        summed: axes on which the gradient ends as a partial sum.
+        summed: axes on which the gradient is a partial sum.
     """
     sync, over = decisions.dp_sync, decisions.mesh.stored_over(layout)
     method = sync.method_of(name)

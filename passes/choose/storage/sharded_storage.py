@@ -1,4 +1,4 @@
-"""Choice of the parameters that are stored sharded over the storing axes of the mesh (ZeRO)."""
+"""Choice of the parameters that are stored sharded (ZeRO)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from autopart.plans.pins import LayoutPin
 
 @driven(notes=layout_notes)
 def choose_sharded_storage(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """Return `stored` with placements on the storing axes.
+    """Return the parameters' layouts `stored`, with shards over the storing axes (ZeRO) added.
 
-    Pinned parameters follow their pins. With `zero` all parameters that divide are sharded; with `zero=3` matrices
-    alone.
+    Pinned parameters follow their pins. With `zero` of 1 or 2 all parameters that divide are sharded, with 3 only
+    parameters of two dims or more.
 
     Args:
-        stored: layout by parameter. Placements on storing axes are ignored.
+        stored: layout by parameter. Placements on storing axes (`Axis.stores`) are ignored.
 
-    Raises OptionError if the mesh has no storing axis, and LayoutError if a parameter cannot be stored so.
+    Raises OptionError if the mesh has no storing axis, and LayoutError if a pin cannot be followed.
     """
     mesh, storage, zero = problem.mesh, problem.storage, problem.zero
     over = mesh.storing_axis
@@ -100,7 +100,7 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
-    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than it could.
+    """Return a note for each matrix that ZeRO does not shard, or shards over fewer ranks than possible.
 
     Repeated blocks share a note.
     """

@@ -11,7 +11,7 @@ from autopart.passes.rules import pattern_for
 from autopart.tracing.autograd.autograd_functions import made_for
 
 _OF_SHAPES = frozenset(f"aten::{name}" for name in ["zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"])
-"""Operators that read only shapes."""
+"""Operators that use only the shapes of their inputs."""
 _LINEAR = {
     **{
         f"aten::{name}": ({0},)
@@ -19,14 +19,15 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""Sets of tensor inputs in which operators of a backward are linear, in addition to those of their rules."""
+"""{operator: sets of tensor inputs that it is linear in}, for operators of a backward. Rules list more sets."""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
-    """Return True if partial sums of an operator's gradients give partial sums of its input gradients.
+    """Return True if an operator's backward is linear in the output gradients.
 
-    This holds for every operator but a user's autograd Function, whose backward may clip or normalise. For such a
-    Function the trace of its backward decides: every operator that gradients reach must be linear in them.
+    Partial sums of output gradients then give partial sums of input gradients. This holds for every operator but a
+    user's autograd Function, whose backward may clip or normalize gradients. For such a Function it holds if every
+    operator in its traced backward is linear in the gradients.
     """
     user_function = made_for(node)
     backward = user_function.examined.backward if user_function is not None else None

@@ -13,7 +13,7 @@ from autopart.passes.rules.local_forms import LocalCall
 
 
 def cut(node: fx.Node) -> Pattern:
-    """Rule of `slice`, `narrow`, `select`, `unbind`: the sliced dim cannot be sharded."""
+    """Return the rule of `slice`, `narrow`, `select`, `unbind`: the sliced dim cannot be sharded."""
     dims, at = names_and_dim(node)
     after = output_shapes(node)
     removed = any(len(sizes) < len(dims) for sizes in after)
@@ -22,9 +22,9 @@ def cut(node: fx.Node) -> Pattern:
 
 
 def split(node: fx.Node) -> Pattern | None:
-    """Rule of `split_with_sizes`: the dim is a concatenation, and sharding it shards every section.
+    """Return the rule of `split_with_sizes`: sharding the split dim shards each of its sections.
 
-    Its factor is `joined`.
+    The dim has the factor `joined`, as in `join`.
     """
     dims, at = names_and_dim(node)
     dims[at] = ("joined",)
@@ -37,7 +37,7 @@ def _local_sections(call: LocalCall) -> fx.Node:
 
 
 def join(node: fx.Node) -> Pattern:
-    """Rule of `cat`: the dim is a concatenation, and sharding it shards every input."""
+    """Return the rule of `cat`: sharding the concatenated dim shards each input, so that it has sections."""
     inputs = tensor_inputs(node)
     dims = names(len(shape(node)))
     at = argument(node, "dim") % len(dims)
@@ -56,7 +56,7 @@ def stack(node: fx.Node) -> Pattern:
 
 
 def overwrite(node: fx.Node) -> Pattern:
-    """Rule of `slice_scatter`, `select_scatter`: the overwritten dim cannot be sharded."""
+    """Return the rule of `slice_scatter`, `select_scatter`: the overwritten dim cannot be sharded."""
     dims, at = names_and_dim(node)
     part_dims = [("part",) if i == at else d for i, d in enumerate(dims)]
     if len(shape(node.args[1])) < len(dims):

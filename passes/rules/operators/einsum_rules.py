@@ -1,4 +1,4 @@
-"""Rule of `einsum`, whose equation is a rule line already."""
+"""Rule of `einsum`, derived from its equation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.passes.rules.notation import Rule
 
 
 def einsum(node: fx.Node) -> Pattern | None:
-    """Use the letters of the equation as factors. None if an operand repeats a letter (a diagonal)."""
+    """Return the rule of an `einsum`, with its letters as factors; None if an operand repeats a letter."""
     shapes = [shape(n) for n in tensor_inputs(node)]
     terms, result = read_equation(node.args[0], [len(s) for s in shapes])
     if any(max(Counter(term).values(), default=1) > 1 for term in (*terms, result)):
@@ -30,7 +30,7 @@ def einsum(node: fx.Node) -> Pattern | None:
 def read_equation(equation: str, ndims: list[int]) -> tuple[list[list[str]], list[str]]:
     """Return the letters of every operand and of the result.
 
-    Ellipsis dims are named `...1`, `...2`, from the right.
+    Dims of an ellipsis are named `...1`, `...2`, from the right.
 
     >>> read_equation("...ij,jk", [3, 2])
     ([['...1', 'i', 'j'], ['j', 'k']], ['...1', 'i', 'k'])

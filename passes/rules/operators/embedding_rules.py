@@ -1,4 +1,7 @@
-"""Local forms of operators with a sharded table: vocabulary, classes, experts."""
+"""Local forms of operators with a table sharded along its rows: vocabulary, classes, experts.
+
+In mixtures of experts, a "row" is a token for one of its experts.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 
 
 def dispatch_axes_of(call: LocalCall) -> str:
-    """Return the flattened axes over which a call's rows are dispatched to experts, or ""."""
+    """Return the flattened axes (`dp_ep`) over which a call's rows are dispatched to experts, or ""."""
     return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_dispatched)
 
 
 def _axes_cutting(call: LocalCall, factor: str) -> str:
-    """Return the flattened axes over which the experts are sharded.
+    """Return the flattened axes over which the experts (or rows of a table) are sharded, or "".
 
-    They are the axes of dispatch, and inside them axes on which rows of other ranks' experts give zeros.
+    On some of these axes rows are dispatched to the rank of their expert. On the other axes every rank has all rows,
+    and rows of other ranks' experts give zeros.
     """
     dispatch_axes, sharding_axes = mesh_axes_of(dispatch_axes_of(call)), call.axes_sharding(factor)
     return "_".join(axis for axis in call.strategies if axis in dispatch_axes or axis in sharding_axes)
@@ -39,7 +43,7 @@ def _axes_cutting(call: LocalCall, factor: str) -> str:
 def embedding(call: LocalCall) -> fx.Node | None:
     """Emit a vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    Rows of other ranks give zeros.
+    An index of a row that another rank has gives zeros. Returns None if the table is not sharded along its rows.
     """
     rows = shape(call.node.args[0])[0]
     routed, axis = dispatch_axes_of(call), _axes_cutting(call, "v")
@@ -54,7 +58,7 @@ def embedding(call: LocalCall) -> fx.Node | None:
 
 
 def cross_entropy(call: LocalCall) -> fx.Node | None:
-    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019).
+    """Emit vocabulary-parallel cross entropy (Shoeybi et al. 2019); None if classes are not sharded.
 
     It needs three all-reduces of one number per token (maximum, sum of exponentials, logit of the label) and never
     gathers the logits.
@@ -84,7 +88,10 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Emit the grouped product with the local experts. Rows of other experts are absent, or give zeros."""
+    """Emit the grouped product with the local experts; None if experts are not sharded.
+
+    Rows of other ranks' experts give zeros, if they were not dispatched.
+    """
     axes = _axes_cutting(call, "e")
     if not axes:
         return None
@@ -92,7 +99,7 @@ def expert_linear(call: LocalCall) -> fx.Node | None:
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the dispatch: each rank gets the rows of its experts."""
+    """Emit the dispatch: each rank gets the rows of its experts. None if experts are not sharded."""
     axes = _dispatch_axes(call, call.output_layout())
     x, expert, times, num_experts = call.args[:4]
     if axes.selected:
@@ -107,7 +114,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 
 
 def from_experts(call: LocalCall) -> fx.Node | None:
-    """Emit the combination: sum for each token what its experts return."""
+    """Emit the combine: each token gets the sum of its experts' outputs. None if experts are not sharded."""
     axes = _dispatch_axes(call, {axis: strategy.inputs[0] for axis, strategy in call.strategies.items()})
     x, expert, times, num_experts = call.args[:4]
     if not axes.all_to_all:
@@ -125,10 +132,11 @@ def from_experts(call: LocalCall) -> fx.Node | None:
 
 
 class _DispatchAxes(NamedTuple):
-    """Flattened axes over which rows reach their experts, "" for none.
+    """Flattened axes over which rows get to the rank of their expert; "" for none.
 
-    `all_to_all`: an all-to-all sends each row to the rank of its expert. `selected`: all ranks have all rows, and each
-    selects those of its experts.
+    Args:
+        all_to_all: axes over which an all-to-all sends each row to the rank of its expert.
+        selected: axes on which every rank has all rows, and selects the rows of its experts.
     """
 
     all_to_all: str
@@ -143,9 +151,12 @@ def _dispatch_axes(call: LocalCall, rows: Layout) -> _DispatchAxes:
 
 
 def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Return the rows that a rank selects before the all-to-all, and their experts.
+    """Return the rows that a rank selects on the axes `selected`, and the experts of these rows.
 
-    All values of a call share one selection.
+    A selection precedes the all-to-all over the other axes. The experts are selected once per dispatch.
+
+    Args:
+        rows: upper bound of the number of selected rows.
     """
     expert, times = call.args[1:3]
     owner, select = _owner(call, axes.selected, expert), autopart_ops.to_experts.default
@@ -163,7 +174,7 @@ def _selected(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) -> tu
 
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
-    """Return the index, along some axes, of the rank that has each row's expert."""
+    """Emit, for each row, the index along `axes` of the rank that has the row's expert. Return the node."""
     all_axes, num_experts = dispatch_axes_of(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))
@@ -181,7 +192,6 @@ def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
 
 
 def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Emit a call, or return the equal call that the graph has already."""
     existing = (user for user in args[0].users if user.target is target and user.args == args)
     return next(existing, None) or call.emit(target, *args)
 
@@ -189,7 +199,10 @@ def _once(call: LocalCall, target: Callable[..., Any], *args: Any) -> fx.Node:
 def _all_to_all(
     call: LocalCall, way: _DispatchAxes, operator: Callable[..., Any], x: fx.Node, expert: fx.Node, times: int
 ) -> fx.Node:  # fmt: skip
-    """Emit the dispatch or combine of rows. Ranks exchange the numbers of rows once for both."""
+    """Emit the all-to-all that dispatches or combines rows (`operator`).
+
+    Ranks exchange the numbers of rows once: dispatch and combine share the node.
+    """
     axes, num_experts = way.all_to_all, call.args[3]
     if way.selected:
         expert, num_experts = _owner(call, axes, expert), call.num_ranks(axes)
@@ -199,6 +212,6 @@ def _all_to_all(
 
 
 def _experts_of(call: LocalCall, axes: str) -> tuple[fx.Node, int]:
-    """Return a rank's first expert and its number of experts. The last ranks may have fewer."""
+    """Return a rank's first expert, as a node, and its number of experts. The last ranks may have fewer."""
     experts = call.node.args[3]
     return call.first_row(axes, experts), -(-experts // call.num_ranks(axes))

@@ -1,4 +1,4 @@
-"""Rules of operators that read and write at indices."""
+"""Rules of operators that read or write at indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from autopart.passes.rules.operators.selection_rules import tie
 
 
 def gather(node: fx.Node) -> Pattern | None:
-    """Rule of `gather`: the indexed dim cannot be sharded, nor a dim that the index only partly covers."""
+    """Return the rule of `gather`.
+
+    The indexed dim cannot be sharded, and no dim in which the index is smaller than the tensor.
+    """
     source, index = node.args[0], node.args[2]
     dims, read, whole = _source_and_index(shape(source), shape(index), argument(node, "dim"))
     if not dims:
@@ -25,10 +28,12 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a rule for scatters, the inverse of `gather`.
+    """Return the rule of scatter operators, a function of the call.
+
+    The indexed dim cannot be sharded, and no dim in which the index is smaller than the tensor.
 
     Args:
-        linear: returns True if the written values and the target may be partial sums.
+        linear: returns True if the written values and the target of a call may be partial sums.
     """
 
     def rule(node: fx.Node) -> Pattern | None:
@@ -43,7 +48,7 @@ def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | 
 
 
 def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim], list[str]]:
-    """Return the factors of a tensor and of an index into one of its dims, and the unshardable factors."""
+    """Return the dims of a tensor and of an index along `dim`, and the factors that cannot be sharded."""
     dims = names(len(source))
     if not dims or not index:
         return [], [], []
@@ -54,7 +59,7 @@ def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> 
 
 
 def index_select(node: fx.Node) -> Pattern | None:
-    """Rule of `index_select`: the indexed dim cannot be sharded, the list of indices can."""
+    """Return the rule of `index_select`: the indexed dim cannot be sharded, the list of indices can."""
     if not shape(node.args[0]) or not shape(node.args[2]):
         return None
     dims, at = names_and_dim(node)
@@ -64,7 +69,10 @@ def index_select(node: fx.Node) -> Pattern | None:
 
 
 def index_write(node: fx.Node) -> Pattern | None:
-    """Rule of `index_add`, `index_copy`, `index_fill`: the dim and its indices cannot be sharded."""
+    """Return the rule of `index_add`, `index_copy`, `index_fill`.
+
+    Neither the indexed dim nor the list of indices can be sharded.
+    """
     inputs = tensor_inputs(node)
     if not shape(inputs[0]) or not shape(inputs[1]):
         return None
@@ -79,10 +87,11 @@ def index_write(node: fx.Node) -> Pattern | None:
 def _factors_along(
     node: fx.Node, dims: list[Dim], at: int, index: fx.Node
 ) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
-    """Return factors for indexing along one dim.
+    """Return the factors of a call that indexes the first operand along one dim.
 
     Returns:
-        The tensor's factors, the indices' factor, the unshardable factors, and further options of the pattern.
+        The tensor's dims, the dim of the index, the factors that cannot be sharded, and options for `pattern`. Options
+        are set if the index was computed by boolean indexing.
     """
     tied = tie(shape(node.args[0]), {at: index})
     if tied is None:
@@ -92,7 +101,7 @@ def _factors_along(
 
 
 def index(node: fx.Node) -> Pattern | None:
-    """Rule of `x[i, :, j]`: indexed dims cannot be sharded. The indices and all other dims can."""
+    """Return the rule of `x[i, :, j]`: indexed dims cannot be sharded. The indices and all other dims can."""
     parts = _index_factors(node)
     if parts is None:
         return None
@@ -101,7 +110,7 @@ def index(node: fx.Node) -> Pattern | None:
 
 
 def index_put(node: fx.Node) -> Pattern | None:
-    """Rule of `x[i, :, j] = y`: neither the indexed dims nor the indices can be sharded."""
+    """Return the rule of `x[i, :, j] = y`: neither the indexed dims nor the indices can be sharded."""
     parts = _index_factors(node)
     if parts is None:
         return None
@@ -121,10 +130,11 @@ def index_put(node: fx.Node) -> Pattern | None:
 
 
 def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
-    """Return factors for indexing with several indices, None if an index is a mask.
+    """Return the factors of a call with several index tensors; None if an index is a mask.
 
     Returns:
-        Factors of the tensor, of each index and of the result, the unshardable factors, and further options.
+        Dims of the tensor, of each index and of the result, the factors that cannot be sharded, and options for
+        `pattern`.
     """
     before = shape(node.args[0])
     indices = {i: n for i, n in enumerate(node.args[1]) if n is not None}
@@ -155,7 +165,7 @@ def _index_factors(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim]
 
 
 def _index_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape that `index` would have with the arguments of this `index_put`."""
+    """Return the shape of `x[i, :, j]`, given a call of `x[i, :, j] = y`."""
     dims, places, read, *_ = _index_factors(node) or ([], [], [])
     sizes = dict(zip(dims, shape(node.args[0]), strict=True))
     for index_dims, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
@@ -164,9 +174,9 @@ def _index_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def searchsorted(node: fx.Node) -> Pattern | None:
-    """Rule of `searchsorted`, `bucketize`: the sorted dim cannot be sharded.
+    """Return the rule of `searchsorted`, `bucketize`: the sorted dim cannot be sharded.
 
-    Batch dims can be sharded if every row has its own sorted row.
+    Batch dims can be sharded if each sample has its own sorted sequence.
     """
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
@@ -180,7 +190,7 @@ def searchsorted(node: fx.Node) -> Pattern | None:
 
 
 def isin(node: fx.Node) -> Pattern | None:
-    """Rule of `isin`: the test elements cannot be sharded."""
+    """Return the rule of `isin`: the test elements cannot be sharded."""
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
         return None

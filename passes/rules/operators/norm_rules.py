@@ -1,4 +1,4 @@
-"""Rules of normalisations: dims that a statistic is computed over cannot be sharded."""
+"""Rules of normalizations: the dims over which statistics are computed cannot be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def layer_norm(node: fx.Node) -> Pattern:
-    """Rule of `layer_norm`, `rms_norm`: they normalise the last dims, as many as `normalized_shape` has."""
+    """Return the rule of `layer_norm`, `rms_norm`: the dims in `normalized_shape` cannot be sharded."""
     inputs = tensor_inputs(node)
     dims = names(len(shape(inputs[0])))
     normalized = dims[len(dims) - len(node.args[1]) :]
@@ -19,7 +19,10 @@ def layer_norm(node: fx.Node) -> Pattern:
 
 
 def group_norm(node: fx.Node) -> Pattern:
-    """Rule of `group_norm`: channels are (groups, channels of a group), and groups can be sharded."""
+    """Return the rule of `group_norm`: the channel dim has the factors (groups, channels per group).
+
+    Groups can be sharded.
+    """
     batch, channels, *rest = shape(node.args[0])
     inner = names(len(rest))
     dims = [("b",), ("g", "r"), *inner]
@@ -31,7 +34,10 @@ def group_norm(node: fx.Node) -> Pattern:
 
 
 def batch_norm(node: fx.Node) -> Pattern | None:
-    """Rule of `batch_norm` in eval mode: all dims can be sharded. In training a pass decomposes it."""
+    """Return the rule of `batch_norm` in eval mode: all dims can be sharded.
+
+    None in training mode, for which a pass decomposes the operator.
+    """
     if argument(node, "training"):
         return None
     inputs = tensor_inputs(node)

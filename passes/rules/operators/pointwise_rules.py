@@ -14,16 +14,18 @@ from autopart.tracing.autograd.autograd_functions import NAMESPACE
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Return True if a user's autograd.Function was found to be elementwise."""
+    """Return True if a user's autograd.Function was found to be elementwise when it was traced."""
     return operator_name(node).startswith(f"{NAMESPACE}::") and torch.Tag.pointwise in node.target.tags
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return the rule of an elementwise operator. It does not fit overloads that reduce (`max(x)`).
+    """Return the rule of elementwise operators, a function of the call.
+
+    It returns None for overloads that reduce (`max(x)`).
 
     Args:
-        linear: sets of argument positions that can be partial sums at once. A number among them must be 0 (`x + 1` is
-            not linear).
+        linear: sets of argument positions that can be partial sums at once. If the argument at such a position is a
+            Python number, it must be 0: `x + 1` is not linear.
     """
 
     def rule(node: fx.Node) -> Pattern | None:
@@ -37,7 +39,10 @@ def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]
 
 
 def _linear_inputs(node: fx.Node, linear: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return sets of argument positions as positions among the tensor inputs of this call."""
+    """Convert sets of argument positions to sets of indices among the call's tensor inputs.
+
+    Sets that a Python number other than 0 makes invalid are dropped.
+    """
     if not is_floating(node) or node.kwargs.get("rounding_mode"):
         return ()
     tensors = {i: argument for i, argument in enumerate(node.args) if isinstance(argument, fx.Node)}

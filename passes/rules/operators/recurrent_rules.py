@@ -1,4 +1,4 @@
-"""Rules of recurrent layers: samples are independent, all other factors depend on each other."""
+"""Rules of recurrent layers: only samples are independent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from autopart.passes.rules.factors import names
 
 
 def recurrent(node: fx.Node) -> Pattern | None:
-    """Rule of `lstm`, `gru`, `rnn_tanh`, `rnn_relu` over full sequences: only the batch can be sharded."""
+    """Return the rule of `lstm`, `gru`, `rnn_tanh`, `rnn_relu`: only the batch can be sharded.
+
+    None for packed sequences.
+    """
     inputs = tensor_inputs(node)
     if argument(node, "batch_first") is None:  # packed sequences: samples of different lengths in one dim
         return None

@@ -1,4 +1,4 @@
-"""Rules of reductions, and of operators that need one dim unsharded."""
+"""Rules of reductions, and of other operators along a dim that must not be sharded (softmax, sort)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ aten = torch.ops.aten
 
 
 def reduction(node: fx.Node) -> Pattern:
-    """Rule of `sum`: sharding a reduced factor leaves a partial sum."""
+    """Return the rule of `sum`: sharding a summed dim makes the output a partial sum."""
     return _reduce(node, whole=False)
 
 
 def mean(node: fx.Node) -> Pattern:
-    """Rule of `mean`: as `sum`, with each rank's mean scaled to its share of the global mean."""
+    """Return the rule of `mean`: sharding a reduced dim makes the output a partial sum.
+
+    Each rank's result is its share of the global mean (`_local_share`).
+    """
     return replace(_reduce(node, whole=False), local=_local_share)
 
 
 def _local_share(call: LocalCall) -> fx.Node | None:
-    """Emit each rank's share of the mean, as a partial sum.
+    """Emit this rank's share of a global mean (the sum over ranks); None if nothing is sharded.
 
-    With equal shards it is the local mean over the number of shards, otherwise the local sum over the global size.
+    With equal shards it is the local mean divided by the number of shards, otherwise the local sum divided by the
+    global number of elements.
     """
     source, output = shape(call.node.args[0]), shape(call.node)
     sharded = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
@@ -43,7 +47,7 @@ def _local_share(call: LocalCall) -> fx.Node | None:
 
 
 def unsharded_reduction(node: fx.Node) -> Pattern:
-    """Rule of `amax`, `argmax`, `std`, ...: the reduced dims cannot be sharded."""
+    """Return the rule of `amax`, `argmax`, `std`, ...: the reduced dims cannot be sharded."""
     return _reduce(node, whole=True)
 
 
@@ -61,12 +65,12 @@ def _reduce(node: fx.Node, whole: bool) -> Pattern:
 
 
 def extreme(node: fx.Node) -> Pattern | None:
-    """Rule of `max` and `min` of one tensor. With two tensors they are elementwise."""
+    """Return the rule of `max` and `min` of one tensor; None for two tensors, which are elementwise."""
     return _reduce(node, whole=True) if len(tensor_inputs(node)) == 1 else None
 
 
 def topk(node: fx.Node) -> Pattern | None:
-    """Rule of `topk`: the dim cannot be sharded. Outputs are values and indices."""
+    """Return the rule of `topk`: the searched dim cannot be sharded. Outputs are values and indices."""
     if not shape(node.args[0]):
         return None
     dims, at = names_and_dim(node)
@@ -75,9 +79,9 @@ def topk(node: fx.Node) -> Pattern | None:
 
 
 def half_spectrum(node: fx.Node) -> Pattern:
-    """Rule of Fourier transforms from or to real numbers: the transformed dims cannot be sharded.
+    """Return the rule of real Fourier transforms: the transformed dims cannot be sharded.
 
-    The last one changes its size.
+    The last transformed dim has another size in the output.
     """
     dims = names(len(shape(node.args[0])))
     over = [d % len(dims) for d in argument(node, "dim")]
@@ -87,9 +91,13 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a rule for operators that need the dims in argument `name` unsharded (`softmax`).
+    """Return a function of the call: the rule of operators along dims that cannot be sharded (`softmax`).
 
     The output has the shape of the input.
+
+    Args:
+        name: argument that lists these dims.
+        linear: the input may be a partial sum.
     """
 
     def rule(node: fx.Node) -> Pattern:

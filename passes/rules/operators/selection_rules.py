@@ -1,7 +1,7 @@
-"""Rules of boolean indexing: selections, and reads and writes at selected elements.
+"""Rules of boolean indexing: `positions` selects elements, other operators index with the result.
 
-A dim of selected elements has the mask's dims as factors, `(m0 m1 selected)`, without the elements that are not
-selected. With a sharded batch, a rank selects from its local samples, and indices are relative to its first sample.
+A dim of selected elements has the factors of the mask's dims, `(m0 m1 selected)`, although it has only the selected
+elements. If the batch is sharded, a rank selects from its local samples, and indices are relative to its first sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ aten = torch.ops.aten
 
 
 def positions(node: fx.Node) -> Pattern | None:
-    """Rule of `positions`: merges the dims of the mask. None if the number of elements is given."""
+    """Return the rule of `positions` (indices where a mask is True), which merges the dims of the mask.
+
+    None if the number of selected elements is fixed.
+    """
     if not is_selection(node):
         return None
     dims = names(len(shape(node.args[0])), "m")
@@ -33,16 +36,17 @@ def positions(node: fx.Node) -> Pattern | None:
 
 
 def _where(call: LocalCall) -> fx.Node:
-    """Emit torch's `where`, whose output size compilers know to be data-dependent."""
     return call.emit(aten.where.default, call.args[0])
 
 
 @dataclass(frozen=True)
 class SelectionTie:
-    """Relation of a tensor to the selection at whose indices it is read or written.
+    """Relation between a tensor and the boolean selection whose indices read from or write to it.
 
-    `selected`: factors of a dim of selected elements. `dims`: {dim of the tensor that is a dim of the mask: its
-    factor}. `sizes`: sizes of these factors.
+    Args:
+        selected: factors of the dim of selected elements.
+        dims: {dim of the tensor: factor of the mask dim that it equals}.
+        sizes: {factor: size}.
     """
 
     selected: Dim
@@ -51,11 +55,11 @@ class SelectionTie:
 
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | None:
-    """Return the relation of a tensor of shape `source` to the selection in `places`, or None.
+    """Return the relation of a tensor to the boolean selection that all its indices come from, or None.
 
     Args:
         source: shape of the tensor.
-        places: {dim: index}.
+        places: {dim of the tensor: index along it}.
     """
     index_positions = {at: position for at, index in places.items() if (position := positions_of(index)) is not None}
     selections = {(one.selection, one.mask) for one in index_positions.values()}
@@ -77,9 +81,10 @@ def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> SelectionTie | 
 
 
 def shifts_indices(node: fx.Node, position: int, source: fx.Node, pattern: Pattern) -> bool:
-    """Return True if sharding an input over the batch would change the meaning of its indices.
+    """Return True if sharding input `position` over the batch would give a wrong result: it is an index.
 
-    Indices are relative to a rank's first sample, and only the operators that index with them allow for that.
+    On a rank, indices of selected elements are relative to the rank's first sample. Only operators that index with them
+    take that into account.
     """
     indices = positions_of(source)
     if indices is None or position in pattern.tied or positions_of(node) is not None:

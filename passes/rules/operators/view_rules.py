@@ -15,19 +15,19 @@ from autopart.passes.rules.local_forms import shape_argument
 
 
 def view(node: fx.Node) -> Pattern | None:
-    """Rule of `view`, `reshape`: the factors are the common refinement of both shapes."""
+    """Return the rule of `view`, `reshape`: its factors are the smallest that give both shapes (`refine`)."""
     before, after = shape(node.args[0]), shape(node)
     inputs, outputs, sizes, whole = refine(before, after)
     return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR, local=shape_argument)
 
 
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
-    """Return factors such that both shapes are groups of them: (4, 12, 32) -> (48, 4, 8) over 4, 12, 4, 8.
+    """Return factors that both shapes consist of: (4, 12, 32) and (48, 4, 8) consist of 4, 12, 4, 8.
 
-    If dims have no common refinement (6, 4 -> 8, 3), they become factors that cannot be sharded.
+    If dims have no common factors (6, 4 and 8, 3), each is one factor that cannot be sharded.
 
     Returns:
-        Factors of the dims before, factors of the dims after, {factor: size}, and the unshardable factors.
+        Factors of each dim before, factors of each dim after, {factor: size}, and the factors that cannot be sharded.
     """
     sizes: dict[str, int] = {}
     whole: list[str] = []
@@ -77,7 +77,7 @@ def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, out
 
 
 def expand(node: fx.Node) -> Pattern:
-    """Rule of `expand`: new dims and expanded dims of size 1 become factors of the output alone."""
+    """Return the rule of `expand`: new dims, and expanded dims of size 1, are factors of the output alone."""
     before, after = shape(node.args[0]), shape(node)
     outputs = names(len(after))
     aligned = outputs[len(after) - len(before) :]
@@ -89,7 +89,7 @@ def expand(node: fx.Node) -> Pattern:
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """Return a rule for operators that reorder dims.
+    """Return the rule of operators that reorder dims, a function of the call.
 
     Args:
         order: `order(node, ndim)` lists the input dim of every output dim.
@@ -132,7 +132,7 @@ def squeeze(node: fx.Node) -> Pattern:
 
 
 def diagonal(node: fx.Node) -> Pattern:
-    """Rule of `diagonal`: two unshardable dims become one, the last."""
+    """Return the rule of `diagonal`: two dims, which cannot be sharded, become the last output dim."""
     dims = names(len(shape(node.args[0])))
     merged = [argument(node, name) % len(dims) for name in ("dim1", "dim2")]
     output = [d for i, d in enumerate(dims) if i not in merged]

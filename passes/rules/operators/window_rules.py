@@ -17,7 +17,11 @@ from autopart.passes.rules.local_forms import group_argument
 
 
 def convolution(node: fx.Node) -> Pattern | None:
-    """Rule of convolutions: channels are (groups, channels of a group). Groups or channels can be sharded."""
+    """Return the rule of convolutions. Groups can be sharded, or the channels of a group.
+
+    The channel dims have the factors (groups, channels per group). None if the call has a bias, which a pass splits
+    off.
+    """
     (x, weight), y = (shape(n) for n in tensor_inputs(node)[:2]), shape(node)
     if len(tensor_inputs(node)) > 2:  # a separate add applies the bias, after partial sums are reduced
         return None
@@ -47,7 +51,7 @@ def _merged(factors: Dim, sizes: dict[str, int]) -> Dim:
 
 
 def pad(node: fx.Node) -> Pattern:
-    """Rule of `pad`: padded dims cannot be sharded. A nonzero constant breaks partial sums."""
+    """Return the rule of `pad`: padded dims cannot be sharded. Padding with 0 allows partial sums."""
     dims = names(len(shape(node.args[0])))
     padded = {len(dims) - 1 - i // 2 for i, p in enumerate(node.args[1]) if p}
     output = [(f"padded{i}",) if i in padded else d for i, d in enumerate(dims)]
@@ -56,7 +60,7 @@ def pad(node: fx.Node) -> Pattern:
 
 
 def unfold(node: fx.Node) -> Pattern | None:
-    """Rule of `Tensor.unfold`: one dim becomes the number of windows, a new last dim the window."""
+    """Return the rule of `Tensor.unfold`: the dim that it splits into windows cannot be sharded."""
     if not shape(node.args[0]):
         return None
     dims, at = names_and_dim(node, "dimension")
@@ -66,13 +70,16 @@ def unfold(node: fx.Node) -> Pattern | None:
 
 
 def im2col(node: fx.Node) -> Pattern:
-    """Rule of `im2col`: every window becomes a column of (channels, elements of a window)."""
+    """Return the rule of `im2col`, which copies every window of an image to a column of the output.
+
+    Only the batch and the channels can be sharded.
+    """
     space, columns, sizes = _columns(shape(node.args[0]), shape(node))
     return Pattern((space,), (columns,), sizes, frozenset("xykl"), UNARY_LINEAR)
 
 
 def col2im(node: fx.Node) -> Pattern:
-    """Rule of `col2im`, the inverse of `im2col`: overlapping windows are summed."""
+    """Return the rule of `col2im`, the inverse of `im2col`: elements of overlapping windows are added."""
     space, columns, sizes = _columns(shape(node), shape(node.args[0]))
     return Pattern((columns,), (space,), sizes, frozenset("xykl"), UNARY_LINEAR)
 

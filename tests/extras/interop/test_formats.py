@@ -245,35 +245,38 @@ def test_megatrons_layout_can_have_the_head_alone():
 CANNOT = {
     "a fused projection": (
         lambda: exported("transformers", build=zoo.phi3),
-        "cannot say that 'model.layers.*.self_attn.qkv_proj.weight' is S(0; sections=32+16+16)\n  why    the format "
+        "cannot express 'model.layers.*.self_attn.qkv_proj.weight' as S(0; sections=32+16+16)\n  why    the format "
         "does not cut a fused projection section by section",
     ),
     "another module": (lambda: exported("parallelize_module", build=zoo.gpt2), "it is of a Conv1D; the format"),
     "a gather": (
         lambda: exported("transformers", pins={"model.layers.*.mlp.down_proj.weight": {"tp": "S(0)"}}),
-        "cannot say the all_gather in model.layers.*.mlp",
+        "cannot express the all_gather in model.layers.*.mlp",
     ),
     "unequal shards": (
         lambda: exported("parallelize_module", "tp4", lambda: llama(vocab=70)),
-        "cannot say that 'model.embed_tokens.weight' is S(0)\n  why    70 is not a multiple of tp=4, and the format "
+        "cannot express 'model.embed_tokens.weight' as S(0)\n  why    70 is not a multiple of tp=4, and the format "
         "has no shards of unequal sizes",
     ),
     "a norm of every head": (
-        lambda: exported("parallelize_module", build=qwen3), "cannot say that model.layers.*.self_attn.q_norm works on",
+        lambda: exported("parallelize_module", build=qwen3),
+        "cannot express model.layers.*.self_attn.q_norm on sharded values with a replicated weight",
     ),
     "one layer otherwise": (
         lambda: exported("transformers", pins={"model.layers.1.mlp": {"tp": "R"}}),
-        "cannot say that modules of model.layers.*.mlp.gate_proj differ\n  why    model.layers.0.mlp.gate_proj is "
-        "column, model.layers.1.mlp.gate_proj is whole",
+        "cannot express different layouts for modules of model.layers.*.mlp.gate_proj\n  why    "
+        "model.layers.0.mlp.gate_proj is column, model.layers.1.mlp.gate_proj is whole",
     ),
     "a cut inside a module": (
         lambda: exported("pipelining", "pp2"),
-        "cannot say that stage 1 begins with 'model.layers.1.self_attn/reshape'\n  why    that is inside a module, and "
-        "the format cuts where modules begin\n  try    a plan with pins={'stages': {'together': [['model.layers.*']]}}",
+        "cannot express that stage 1 begins with 'model.layers.1.self_attn/reshape'\n  why    this is inside a module; "
+        "in the format, stages begin with modules\n  try    "
+        "a plan with pins={'stages': {'together': [['model.layers.*']]}}",
     ),
     "a cut inside a layer": (
         lambda: exported("megatron", "pp2", pins={"stages": {"cut_before": ["model.layers.1.mlp"]}}),
-        "cannot say that stage 1 begins with 'model.layers.1.mlp'\n  why    it cuts between layers",
+        "cannot express that stage 1 begins with 'model.layers.1.mlp'\n  why    its stage boundaries "
+        "are between layers",
     ),
     "edited cuts": (
         lambda: dataclasses.replace(
@@ -283,7 +286,7 @@ CANNOT = {
     ),
     "stages in a V": (
         lambda: exported("megatron", "pp2", schedule="zbv", pins={"stages": {"together": [["model.layers.*.mlp"]]}}),
-        "cannot say the schedule zbv",
+        "cannot express the schedule zbv",
     ),
     "two stacks": (
         lambda: exported("megatron", "pp2", zoo.t5), "why    the model has decoder.block.*, encoder.block.*",
@@ -339,7 +342,7 @@ def test_transformers_own_plan_is_read():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"model.norm": "sequence_parallel"}, "'model.norm' has the style 'sequence_parallel'\n  why    it says more"),
+        ({"model.norm": "sequence_parallel"}, "has the style 'sequence_parallel'\n  why    it describes more than"),
         ({"model.norm": SequenceParallel()}, "'model.norm' has the style SequenceParallel"),
         ({"model.layers.*.mlp": RowwiseParallel()}, "'model.layers.*.mlp' has the style RowwiseParallel"),
         ({"model.layer.*.mlp.up_proj": ColwiseParallel()}, "'model.layer.*.mlp.up_proj' is not a module of the model"),
