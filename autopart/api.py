@@ -175,11 +175,11 @@ def _check_model(model: Any) -> None:
         return  # the trace refuses it
     kind = type(model).__name__
     if isinstance(model, ParallelModule):
-        raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",
-                         hint="give the model itself; pm.plan has the plan of this one")  # fmt: skip
+        raise InputError("the model is partitioned already", why="it is a result of parallelize(), not a model",
+                         hint="pass the original model; pm.plan is the plan of this one")  # fmt: skip
     if isinstance(model, LayerProxy):
         raise InputError("this is a layer of a partitioned model", why="it has this rank's shards, and no operators",
-                         hint="give the model's own layer")  # fmt: skip
+                         hint="pass the original model's layer")  # fmt: skip
     inside = partitioned_in(model)
     if inside is not None:
         raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",

@@ -66,23 +66,25 @@ MODEL = _options(
         help="Tokens of a row, for --hf-config.  [default: the config's own length; verify and run: 128]",
     ),
     click.option(
-        "--dtype", type=click.Choice(DTYPES), help="Of the weights.  [default: float32; on meta the config's]"
+        "--dtype", type=click.Choice(DTYPES), help="Dtype of the weights.  [default: float32; on meta the config's]"
     ),
-    click.option("--seed", default=0, show_default=True, help="Of random weights and tokens."),
+    click.option("--seed", default=0, show_default=True, help="Seed of random weights and tokens."),
 )
 META = click.option("--meta/--no-meta", default=None, help="Weights without memory.  [default: --meta for --hf-config]")
 MESH = click.option("--mesh", help="Axes and their sizes, for example pp2,dp2,tp2.")
-PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
+PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to run; then nothing is chosen.")
 
 
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RMSprop", "SGD")}
 """{name of an optimizer on the command line: its name in torch.optim}."""
 
 TRAINING = _options(
-    click.option("--steps", type=click.IntRange(1), help="Also run so many training steps of all ranks and compare."),
-    click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Of the steps.  [default: adamw]"),
+    click.option(
+        "--steps", type=click.IntRange(1), help="Number of training steps to run on all ranks and compare, too."
+    ),
+    click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Optimizer of the steps.  [default: adamw]"),
     click.option("--lr", type=float, help="Learning rate of the steps.  [default: 0.001]"),
-    click.option("--max-norm", type=float, help="What the steps clip gradients to.  [default: no clipping]"),
+    click.option("--max-norm", type=float, help="Gradient clipping norm of the steps.  [default: no clipping]"),
     click.option("--scaler", is_flag=True, help="The steps scale their loss as torch.amp.GradScaler does."),
 )
 

@@ -162,9 +162,9 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
             placed = str(place) if "/" in name and "->" in str(place) else str(Placement.parse(str(place)))
         except ValueError as error:
             hint = (
-                "R, or S(d) cut along dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
+                "R, or S(d) to shard dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
             )
-            raise OptionError(f"the pin '{name}' asks for '{place}'", why=str(error), where=where, hint=hint) from None
+            raise OptionError(f"the pin '{name}' requests '{place}'", why=str(error), where=where, hint=hint) from None
         pins.append(LayoutPin(name, axis, placed))
     return pins
 
@@ -183,7 +183,7 @@ def _stages(stages: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
         raise OptionError(f"together = {together!r} is not a list of lists of names", hint=hint)
     for names in together:
         if len({name.count("*") for name in names}) > 1:
-            why = "each value of a * is a list of its own, so all names of a list have as many"
+            why = "each match of * is a separate pin, so all names of a list need as many *"
             raise OptionError(f"together {', '.join(map(repr, names))} mixes names with and without *", why=why)
     return tuple(map(CutPin, cuts)), tuple(TogetherPin(tuple(names)) for names in together)
 

@@ -66,7 +66,7 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
     """Raise OptionError if a model has no floating-point parameter, or if `torch.autocast` is enabled."""
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise OptionError(
-            f"precision='{precision.name}' finds nothing to cast",
+            f"precision='{precision.name}' has nothing to cast",
             why=f"{type(model).__name__} has no floating-point parameter", hint="leave precision out",
         )  # fmt: skip
     device = next(model.parameters()).device

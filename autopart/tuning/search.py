@@ -360,7 +360,7 @@ class Space:
         if not within:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
-                f"no way to run on {devices} devices fits into {quantity(memory, 'B')}",
+                f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
                 why=f"the smallest is {least}" if least else f"{self.rows} rows cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
             )  # fmt: skip
@@ -437,7 +437,7 @@ def search(
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"no plan that was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
