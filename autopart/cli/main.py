@@ -260,7 +260,7 @@ def verify(
 @shared(RunOptions)
 @PLAN
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Training steps, all on one batch.")
-@click.option("--learning-rate", default=1e-3, show_default=True, help="Of AdamW.")
+@click.option("--learning-rate", default=1e-3, show_default=True, help="Learning rate of AdamW.")
 @click.option(
     "--compare",
     is_flag=True,

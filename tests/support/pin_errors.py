@@ -62,8 +62,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: together": (pinned({"stages": {"together": ["head"]}}, "pp2"),
         f"OptionError: together = ['head'] is not a list of lists of names\n  try    {STAGES}"),
     "pins: mixed *": (pinned({"stages": {"together": [["layers.*", "head"]]}}, "pp2"),
-        "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each match of * is a separate "
-        "pin, so all names of a list need as many *"),
+        "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each match of * is a "
+        "separate pin, so all names of a list need as many *"),
     # the model and the mesh
     "pins: no match": (pinned({"layers.*.wieght": {"tp": "R"}}),
         "OptionError: the pin 'layers.*.wieght' as R on tp matches nothing in the model\n  try    layers.*.weight, "
