@@ -380,7 +380,7 @@ FORWARDS = {
 TRIED = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 REFUSED = {
     "module": (lambda y, weight: Any_.apply(y, nn.Identity()),
-               "it is given an Identity, and may be given tensors, numbers and text"),
+               "it receives an Identity; only tensors, numbers and strings are supported"),
     "writes": (lambda y, weight: y @ Sparsemax.apply(weight.T), "it writes to a tensor that it is given"),
     "draws": (lambda y, weight: Any_.apply(y, "draws"), "it draws random numbers, which its backward would draw again"),
     "draws in Python": (lambda y, weight: Any_.apply(y, "draws in Python"),

@@ -230,7 +230,7 @@ def _autocasts(device: str) -> bool:
 def _check_plain(function: type, argument: Any) -> None:
     for leaf in tree_flatten(argument)[0]:
         if not isinstance(leaf, _PLAIN):
-            raise _lost(function, f"it is given {_a(leaf)}, and may be given tensors, numbers and text")
+            raise _lost(function, f"it receives {_a(leaf)}; only tensors, numbers and strings are supported")
 
 
 def _lost(function: type, why: str) -> LostInTrace:

@@ -41,9 +41,8 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is GRAD_MODE and not args[0]:
-            raise LostInTrace("torch.no_grad() inside of a torch.func transform", "what has no gradient there is not "
-            "traced",
-                       "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
+            raise LostInTrace("torch.no_grad() inside of a torch.func transform", "a trace of the transform "
+                       "would lose it", "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
         if func in _DETACHING:
             return noted(lambda: func(*args, **(kwargs or {})), _OWN)
         return func(*args, **(kwargs or {}))
