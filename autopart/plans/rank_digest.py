@@ -13,7 +13,7 @@ TIMEOUT_S = 120.0
 """Default timeout: seconds that a rank waits for other ranks before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""The text that is compared first, because plan and program depend on it."""
+"""Subject of the text on the example's shapes. If ranks differ in it, it is reported alone: plans follow from it."""
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",

@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
     Args:
         layers: paths of the layers that are in the other mode (train or eval) than the model.
-        values: attributes that differ from the value that the model had when it was partitioned.
+        values: attributes whose values in the partitioned model differ from those in the user's model.
     """
 
     layers: tuple[str, ...] = ()
