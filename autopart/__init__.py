@@ -52,11 +52,11 @@ _MODULE_OF = {
     "search_blocks": "extras.block_search", "simulate": "cost.predict.simulate", "verify": "proof.verify",
     "verify_loop": "api",
 }  # fmt: skip
-"""The module, below autopart, that each public name is defined in."""
+"""{public name: the module below autopart that defines it}."""
 
 
 def _imported(name: str) -> Any:
-    """Import a public name, or a module of autopart, on first use (PEP 562)."""
+    """Import a public name, or a module of autopart, when it is first used (PEP 562)."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value

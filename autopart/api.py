@@ -175,11 +175,11 @@ def _check_model(model: Any) -> None:
         return  # the trace refuses it
     kind = type(model).__name__
     if isinstance(model, ParallelModule):
-        raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",
-                         hint="give the model itself; pm.plan has the plan of this one")  # fmt: skip
+        raise InputError("the model is partitioned already", why="it is a result of parallelize(), not a model",
+                         hint="pass the original model; pm.plan is the plan of this one")  # fmt: skip
     if isinstance(model, LayerProxy):
         raise InputError("this is a layer of a partitioned model", why="it has this rank's shards, and no operators",
-                         hint="give the model's own layer")  # fmt: skip
+                         hint="pass the original model's layer")  # fmt: skip
     inside = partitioned_in(model)
     if inside is not None:
         raise InputError(f"'{inside}' of the model is partitioned already", why="a program cannot contain another",
@@ -197,7 +197,7 @@ def _check_model(model: Any) -> None:
 def _module(
     model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler, weights: Weights | None
 ) -> ParallelModule:  # fmt: skip
-    """Return the module that runs the compiler's programs, on the user's own DeviceMesh if there is one."""
+    """Return the module that runs the programs. It uses the user's DeviceMesh if one was passed."""
     name, compiled = compiler.options.schedule, compiler.options.compile
     if compiler.has_plan:
         name, compiled = compiler.plan.schedule.name, compiler.plan.compile
@@ -215,7 +215,7 @@ def _module(
 def _searched(
     model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
 ) -> tuple[Plan, Options]:
-    """Return the best plan for a number of devices, and the options that are not part of a plan."""
+    """Search over meshes. Return the best plan, and the options that are not part of a plan."""
     if not example_args and example_kwargs is None:
         raise InputError(
             f"mesh={devices} needs an example call",

@@ -1,6 +1,6 @@
 """Errors that users can meet. Each states what is wrong, why, where, and what to try.
 
-All are subclasses of `ValueError`; `assert` is for mistakes of autopart itself.
+All are subclasses of `ValueError`. `assert` is used only for faults of autopart itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class AutopartError(ValueError):
-    """A mistake in what autopart was given, reported in four parts: what, why, where, try.
+    """A mistake in the input of autopart, reported in four parts: what, why, where, try.
 
     Example:
         >>> print(LayoutError("cannot shard dim 1 of 'q.weight' over axis 'tp'", why="30 is not a multiple of 4",
@@ -31,9 +31,9 @@ class MeshError(AutopartError):
 
 
 class Refusal(Enum):
-    """Reasons to refuse a model that runs in plain PyTorch.
+    """Known reasons why autopart refuses a model that runs in plain PyTorch.
 
-    `docs/refusals.md` has an example of each reason, and the way out.
+    `docs/refusals.md` has an example of each reason, and a change of the model that avoids it.
     """
 
     DECISION = "its Python decides what to run by the values in a tensor"
@@ -77,7 +77,7 @@ class StageError(AutopartError):
 
 
 class MemoryLimitError(AutopartError):
-    """A plan needs more memory on a rank than it was given."""
+    """A plan needs more memory on a rank than the limit allows."""
 
 
 class InputError(AutopartError):
@@ -97,11 +97,11 @@ class CheckpointError(AutopartError, RuntimeError):
 
 
 class UsageError(AutopartError):
-    """A use of an `nn.Module` that would be wrong, or without effect, on a partitioned model."""
+    """A use of an `nn.Module` that is wrong or has no effect on a partitioned model."""
 
 
 class MissingAttribute(UsageError, AttributeError):
-    """A partitioned model lacks an attribute of its model. `hasattr` returns False."""
+    """A partitioned model lacks an attribute that the original model has. `hasattr` returns False."""
 
 
 class ReplicaError(AutopartError):

@@ -1,4 +1,4 @@
-"""Options shared by `parallelize`, `plan`, `verify`, `search` and the command line: one table.
+"""Options shared by `parallelize`, `plan`, `verify`, `search` and the command line, in one table.
 
 To add an option, add a row to `Options`, and its type to the TypedDict of the functions that take it. Signatures,
 docstrings, the error for an unknown option, the check of a given plan and the command line are generated from these.
@@ -43,7 +43,7 @@ TOLERANCE = 1e-10
 class SearchOptions(TypedDict, total=False):
     """Options that `search` has in common with `plan` and `parallelize`.
 
-    None means the default, here and in the two classes below.
+    None means the default, as in `PlanOptions` and `RunOptions`.
     """
 
     hardware: str | None
@@ -71,7 +71,7 @@ class PlanOptions(SearchOptions, total=False):
 
 
 class RunOptions(PlanOptions, total=False):
-    """Options of `parallelize`: all."""
+    """Options of `parallelize`, which takes all options."""
 
     rng: Rng | None
     local_batch: bool | None
@@ -82,13 +82,13 @@ class RunOptions(PlanOptions, total=False):
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its help text, and how it is read.
+    """One option: its default, its help text, and the function that reads its value.
 
     Args:
-        unset: text of the default for help, if the value itself is no help.
+        unset: text that describes the default in the help, if the value itself does not.
         form: type or metavar on the command line.
         read: converts a user's value to the value in `Options`; raises OptionError.
-        in_plan: attribute of a Plan that holds the same choice.
+        in_plan: attribute of a Plan that holds the option's value.
     """
 
     default: Any
@@ -150,7 +150,7 @@ def _balance(value: Any) -> float:
 
 
 def _sequence_dims(value: Any) -> dict[str, int]:
-    """Parse `{"input_ids": 1}` or "input_ids=1,labels=1"."""
+    """Return {input: index of its sequence dim}, parsed from `{"input_ids": 1}` or "input_ids=1,labels=1"."""
     entries = dict(part.split("=", 1) for part in value.split(",") if "=" in part) if isinstance(value, str) else value
     entries = entries if isinstance(entries, Mapping) else {}
     dims = {str(name).strip(): str(dim).strip() for name, dim in entries.items()}
@@ -194,7 +194,10 @@ def _check_replicas(steps: Any) -> int | bool:
 
 @dataclass(frozen=True)
 class Options:
-    """All options, checked. None means that autopart chooses. Raises OptionError for an invalid value."""
+    """The checked values of all options. None means that autopart chooses.
+
+    Raises OptionError for an invalid value.
+    """
 
     # fmt: off
     schedule: str | None = _row(
@@ -301,7 +304,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_options(kind: Any) -> Callable[[Function], Function]:
-    """Decorate a function with `**options`: its signature and docstring list each option."""
+    """Decorate a function that takes `**options`: its signature and docstring then list each option."""
 
     def show(function: Function) -> Function:
         names, signature = names_of(kind), inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Output of commands: text, or one JSON object; errors as their text, printed by one rank."""
+"""Output of commands as text or one JSON object. Errors are printed as text, by one rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from autopart.errors import AutopartError
 Command = Callable[..., Any]
 
 WIDTH = 80
-"""Columns of help and of errors."""
+"""Width of help and of errors, in columns."""
 
 LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
-"""How lines begin that go on under their text, not under their label."""
+"""Prefixes of lines whose continuation is aligned with their text."""
 
 MISTAKE = 2
 """Exit code for invalid input."""
 
 OTHER_RANKS_WAIT_S = 10.0
-"""Seconds that other ranks leave an error to the first rank, which usually has the same one."""
+"""Seconds that a rank waits before it prints an error, as the first rank usually prints an equal one."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
 
@@ -49,7 +49,7 @@ def note(text: str) -> None:
 
 
 def rank() -> int:
-    """Return the rank of this process, as torchrun or another launcher sets it."""
+    """Return the rank of this process from the environment variables of torchrun or another launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -72,10 +72,10 @@ def _wrapped_line(line: str, width: int) -> str:
 
 
 def told(command: Command) -> Command:
-    """Decorate a command: show the phases of long work, and print errors as their text, with exit code 2.
+    """Decorate a command: print the phases of long work, and print errors as text, with exit code 2.
 
-    With several ranks the first one prints an error. Another rank prints it if it still runs some seconds later: then
-    only that rank has the error, or no launcher ends the remaining processes.
+    With several ranks, the first one prints an error. Another rank prints an error only if the process still runs some
+    seconds later. Then only that rank has the error, or no launcher stops the remaining processes.
     """
 
     @wraps(command)

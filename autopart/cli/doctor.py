@@ -1,6 +1,6 @@
 """Diagnosis of a model on one page, to paste into an issue.
 
-The page shows whether the model can be traced. For each mesh it lists what is sharded, what is replicated and why, or
+The page shows whether the model can be traced. For each mesh, it lists what is sharded, what is replicated and why, or
 the error.
 """
 
@@ -36,25 +36,25 @@ MOST_UNSHARDED, MOST_NOTES = 4, 2
 """Maximum number of lines per mesh for kinds of replicated operators, and for notes."""
 
 NEGLIGIBLE = 0.005
-"""A share of the matrix work that gets no words."""
+"""Shares of the matrix work below this are not mentioned."""
 
 GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
 """Suffix of a suggested rule."""
 
 
 def versions() -> dict[str, str]:
-    """Return {software: version} for the page."""
+    """Return {name: version} of Python, torch and other installed software, for the page."""
     return {"autopart": autopart.__version__, "torch": torch.__version__, "Python": platform.python_version()}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of planning a model for a mesh.
+    """Result of planning a model for one mesh.
 
-    `refused`: the error as text, or "" if there is a plan; then the other fields describe the plan. `divided`: {axis:
-    the share of the matrix FLOPs that it shards}. `heaviest_stage`: share of all FLOPs on the most loaded stage.
-    `whole`: kinds of replicated operators, largest first, with their share of the matrix FLOPs. `change`: a change that
-    would shard the largest of them.
+    `refused`: the error as text; "" if there is a plan, which the remaining fields describe. `divided`: {axis: fraction
+    of the matrix FLOPs that the axis shards}. `heaviest_stage`: fraction of all FLOPs on the most loaded stage.
+    `whole`: kinds of replicated operators, largest first, with their fraction of the matrix FLOPs. `change`: a change
+    that would shard the largest kind.
     """
 
     mesh: str
@@ -96,7 +96,7 @@ class Diagnosis:
     """Result of `doctor`. Print it.
 
     `refused`: the error if the model cannot be traced; then no mesh was tried. `num_operators`, `matrix_flops`: of the
-    traced forward of the global batch. `ok`: nothing was refused.
+    traced forward on the global batch. `ok`: True if neither trace nor plans failed.
     """
 
     model: str
@@ -137,13 +137,13 @@ def doctor(
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a model: whether it can be traced, and what is sharded, replicated or refused, and why.
 
-    Nothing is run: `verify` proves that the plan is right.
+    Nothing is run; `verify` runs the plan and proves that it is right.
 
     Args:
         model, example_args, example_kwargs: as `plan`.
         mesh: axes and their sizes, as `plan`; by default `tp2`, `dp2` and `pp2` are tried, each alone.
         loss_fn, target: for a model that returns no loss, as `verify`.
-    Raises InputError if the example does not fit the model. Errors of the model itself are on the page.
+    Raises InputError if the example does not fit the model. Errors of the model itself are printed on the page.
 
     Example:
         >>> print(autopart.doctor(model, example_kwargs=batch))    # doctest: +SKIP
@@ -202,5 +202,5 @@ def _note_lines(notes: Sequence[str]) -> Iterator[str]:
 
 
 def _text(tensor: Tensor) -> str:
-    """Return `float32[8,16]`."""
+    """Return the dtype and shape of a tensor as text: `float32[8,16]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")

@@ -18,7 +18,10 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `ok`: False if something is missing that autopart needs. `hint`: what to do."""
+    """One line of the report. `ok`: False if autopart needs something that is missing.
+
+    `hint`: how to get it.
+    """
 
     name: str
     value: str
@@ -27,7 +30,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Yield the lines of the report in order."""
+    """Yield the lines of the report in the order of printing."""
     return [*_software(), *_backends(), *_machine()]
 
 
@@ -36,7 +39,7 @@ def as_data(results: list[Finding]) -> dict[str, Any]:
 
 
 def table(results: list[Finding]) -> str:
-    """Return one line per finding: `ok` or `MISSING`, the name, what was found, what to do."""
+    """Return one line per finding: `ok` or `MISSING`, its name, its value, and its hint."""
     width = max(len(finding.name) for finding in results)
     lines = []
     for finding in results:

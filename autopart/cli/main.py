@@ -43,7 +43,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 @META
 @MESH
 @shared(PlanOptions)
-@click.option("--output", "-o", metavar="PATH", help="Where to write the plan.  [default: standard output]")
+@click.option("--output", "-o", metavar="PATH", help="File to write the plan to.  [default: standard output]")
 @click.option(
     "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
     help="Print the JSON Schema of plans.",
@@ -93,12 +93,12 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 @main.command()
 @MODEL
 @META
-@click.option("--devices", type=click.IntRange(1), required=True, help="How many there are.")
+@click.option("--devices", type=click.IntRange(1), required=True, help="Number of devices (ranks).")
 @shared(SearchOptions)
-@click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="How many plans to make.")
-@click.option("--dp-sync", multiple=True, metavar="METHOD", help="A method of data parallelism that may be used, as "
-              "plan takes it: powersgd:4, local:16. Again for more.")  # fmt: skip
-@click.option("--output", "-o", metavar="PATH", help="Where to write the best plan.")
+@click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="Number of plans to make.")
+@click.option("--dp-sync", multiple=True, metavar="METHOD", help="A dp_sync method to try, such as "
+              "powersgd:4 or local:16. Repeat the option for several.")  # fmt: skip
+@click.option("--output", "-o", metavar="PATH", help="File to write the best plan to.")
 @JSON
 @told
 def search(
@@ -129,7 +129,9 @@ def search(
 
 @main.command()
 @click.argument("path", metavar="PLAN.JSON")
-@click.option("--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="Where to write it.")
+@click.option(
+    "--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="File to write the page to."
+)
 @JSON
 @told
 def report(path: str, output: str, as_json: bool) -> None:
@@ -184,9 +186,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @MESH
 @shared(PlanOptions)
 @PLAN
-@click.option(
-    "--tolerance", default=TOLERANCE, show_default=True, help="The largest relative error that counts as equal."
-)
+@click.option("--tolerance", default=TOLERANCE, show_default=True, help="Largest relative error that counts as equal.")
 @click.option(
     "--meta/--no-meta",
     default=None,
@@ -199,7 +199,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
     "[default: where the model does not fit]",
 )
 @TRAINING
-@click.option("--shrink", is_flag=True, help="Where they differ, also find the smallest part that is wrong alone.")
+@click.option(
+    "--shrink", is_flag=True, help="If results differ, also find the smallest part of the graph that is wrong alone."
+)
 @click.option(
     "--rng", metavar=OPTIONS["rng"].form, default="exact", show_default=True,
     help="fast: without dropout, for models whose random numbers cannot be repeated.",
@@ -258,8 +260,12 @@ def verify(
 @shared(RunOptions)
 @PLAN
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Training steps, all on one batch.")
-@click.option("--learning-rate", default=1e-3, show_default=True, help="Of AdamW.")
-@click.option("--compare", is_flag=True, help="Also train the plain model; both in eval mode, so without dropout.")
+@click.option("--learning-rate", default=1e-3, show_default=True, help="Learning rate of AdamW.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also train the plain model and compare losses. Both run in eval mode, so without dropout.",
+)
 @JSON
 @told
 def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **options: Any) -> None:
@@ -291,12 +297,16 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 
 
 @main.command()
-@click.option("--out", "-o", metavar="PATH", help="Where to write the profile, a .json file.  [default: nowhere]")
-@click.option("--name", help="The profile's.  [default: the file's, or the device's]")
-@click.option("--base", metavar="NAME|PATH", help="A profile that has what cannot be measured here.  [default: chosen]")
-@click.option("--quick", is_flag=True, help="Few sizes, once: seconds, and less exact.")
-@click.option("--raw", metavar="PATH", help="Where to write every measurement, a .json file.  [default: nowhere]")
-@click.option("--of", metavar="PATH", help="Make the profile of measurements that --raw has written.")
+@click.option("--out", "-o", metavar="PATH", help="JSON file to write the profile to.  [default: none]")
+@click.option("--name", help="Name of the profile.  [default: that of the file or the device]")
+@click.option(
+    "--base",
+    metavar="NAME|PATH",
+    help="Profile for figures that cannot be measured on this machine.  [default: chosen]",
+)
+@click.option("--quick", is_flag=True, help="Measure few sizes, once: takes seconds, and is less exact.")
+@click.option("--raw", metavar="PATH", help="JSON file to write every measurement to.  [default: none]")
+@click.option("--of", metavar="PATH", help="Make the profile from a file of measurements that --raw wrote.")
 @JSON
 @told
 def calibrate(out: str | None, as_json: bool, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Command `autopart run`: training steps of a partitioned model, optionally compared with the model."""
+"""Command `autopart run`: train a partitioned model for some steps, optionally also the plain model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopart.recipe.model_source import ModelSource
 
 @contextmanager
 def ending_processes() -> Iterator[None]:
-    """Destroy the process group at the end of a `with` block, also after an error."""
+    """Destroy the process group at the end of a `with` block, even after an error."""
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def ending_processes() -> Iterator[None]:
 
 @dataclass
 class TrainingRun:
-    """Training of `steps` AdamW steps on one batch.
+    """Training of a model for `steps` AdamW steps on one batch.
 
     The first rank prints each step, or one JSON object at the end.
     """

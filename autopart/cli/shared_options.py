@@ -1,6 +1,6 @@
 """Options that several commands share: model, mesh, plan, training.
 
-Nothing here imports torch before a command has been read, so `--help` is quick.
+torch is imported only after a command line was parsed, so `--help` is quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Combine click options to one decorator, in the order of the help."""
+    """Combine several click options into one decorator; the help lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -38,7 +38,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 def shared(kind: Any) -> Callable[[Command], Command]:
-    """Return the options of a TypedDict of `autopart.options` as click options, None by default."""
+    """Return a decorator with the options of a TypedDict of `autopart.options`. Their default is None."""
 
     def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
@@ -66,29 +66,31 @@ MODEL = _options(
         help="Tokens of a row, for --hf-config.  [default: the config's own length; verify and run: 128]",
     ),
     click.option(
-        "--dtype", type=click.Choice(DTYPES), help="Of the weights.  [default: float32; on meta the config's]"
+        "--dtype", type=click.Choice(DTYPES), help="Dtype of the weights.  [default: float32; on meta the config's]"
     ),
-    click.option("--seed", default=0, show_default=True, help="Of random weights and tokens."),
+    click.option("--seed", default=0, show_default=True, help="Seed of random weights and tokens."),
 )
 META = click.option("--meta/--no-meta", default=None, help="Weights without memory.  [default: --meta for --hf-config]")
 MESH = click.option("--mesh", help="Axes and their sizes, for example pp2,dp2,tp2.")
-PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
+PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to run; then nothing is chosen.")
 
 
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RMSprop", "SGD")}
-"""{as it is named on the command line: in torch.optim}."""
+"""{name of an optimizer on the command line: its name in torch.optim}."""
 
 TRAINING = _options(
-    click.option("--steps", type=click.IntRange(1), help="Also run so many training steps of all ranks and compare."),
-    click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Of the steps.  [default: adamw]"),
+    click.option(
+        "--steps", type=click.IntRange(1), help="Number of training steps to run on all ranks and compare, too."
+    ),
+    click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="Optimizer of the steps.  [default: adamw]"),
     click.option("--lr", type=float, help="Learning rate of the steps.  [default: 0.001]"),
-    click.option("--max-norm", type=float, help="What the steps clip gradients to.  [default: no clipping]"),
+    click.option("--max-norm", type=float, help="Gradient clipping norm of the steps.  [default: no clipping]"),
     click.option("--scaler", is_flag=True, help="The steps scale their loss as torch.amp.GradScaler does."),
 )
 
 
 def training_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `TRAINING` from `values`, and return them as arguments of `autopart.verify`."""
+    """Remove the options in `TRAINING` from `values`; return them as arguments of `autopart.verify`."""
     kind, rate = values.pop("optimizer"), values.pop("lr")
     training = {
         "steps": values.pop("steps"),
@@ -108,17 +110,18 @@ def training_of(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a command, as click passes them."""
+    """The command-line options of one command, as click passes them."""
 
     values: Mapping[str, Any]
 
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
-        """Return the model and its example.
+        """Build the model that the options name. Return it with its example call.
 
         Args:
             meta: build weights without memory, unless the user chose otherwise.
-            short: use short example sequences for `--hf-config`, unless the user chose a length, since the model runs.
-            again: a message about the example was already printed.
+            short: use short example sequences for `--hf-config`, because the model runs, unless the user chose a
+                length.
+            again: the message about the example was printed by an earlier call.
         """
         from autopart.recipe.model_source import SourceOptions, from_callable, from_hf_config
 
@@ -161,7 +164,7 @@ class Asked:
         return Plan.load(path)
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
-        """Return and check the options of a TypedDict of `autopart.options`, before a model is built.
+        """Return the options of a TypedDict of `autopart.options`, checked before a model is built.
 
         Raises OptionError.
         """
@@ -179,7 +182,7 @@ class Asked:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Return a plan's content without the layouts of parameters and operators, for `--json`."""
+    """Return the content of a plan for `--json`, except the layouts of parameters and operators."""
     mesh = plan.mesh_object()
     return {
         "model": dict(plan.model), "inputs": dict(plan.inputs), "mesh": dict(mesh.sizes), "num_ranks": mesh.num_ranks,

@@ -1,4 +1,4 @@
-"""Loading of optional parts of autopart."""
+"""Import of the optional packages of autopart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTRAS = ("block_search", "calibrate", "dp_sync", "interop", "pipedream_2bw")
 def load_extra(name: str) -> Any:
     """Import a package of `autopart.extras` and return it.
 
-    Raises OptionError if an installation leaves it out.
+    Raises OptionError if the package is not installed.
     """
     assert name in EXTRAS, name
     package = f"autopart.extras.{name}"

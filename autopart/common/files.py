@@ -13,7 +13,7 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
     """Return the text of an existing file.
 
     Args:
-        what: what the file should be, with its article: "a plan".
+        what: the expected content, with its article, for errors: "a plan".
         error: class of the error for a folder, an empty or unreadable file, or a file that is not text.
     """
     if path.is_dir():
@@ -53,7 +53,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_place(path: Path, error: type[AutopartError], hint: str = "") -> None:
-    """Raise an error if a file cannot be written at `path`, before its content is computed."""
+    """Raise an error if no file can be written at `path`, before the content is computed."""
     folder = path.resolve().parent
     why = ""
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Environment variables of autopart, in one table. They are read when a pass runs."""
+"""Environment variables of autopart, in one table. Their values are read each time a pass runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ _SWITCH = {"": False, "0": False, "1": True}
 
 
 class Flags(NamedTuple):
-    """Values of the variables. `dump`: folder for dumps, or "". `check`: check graphs after every pass."""
+    """Values of autopart's environment variables.
+
+    `dump`: folder for dumps of graphs, or "". `check`: True to check graphs after every pass.
+    """
 
     dump: str
     check: bool
 
 
 def flags() -> Flags:
-    """Return the current values. Raises OptionError if a switch is neither 0 nor 1."""
+    """Return the current values of the environment variables.
+
+    Raises OptionError if a switch is not 0 or 1.
+    """
     check = os.environ.get(CHECK, "")
     if check not in _SWITCH:
         raise OptionError(
@@ -37,7 +43,7 @@ def flags() -> Flags:
 
 @contextmanager
 def environment(dump: str | Path = "", check: bool = False) -> Iterator[None]:
-    """Set the variables inside a `with` block, also for processes that it starts.
+    """Set autopart's environment variables inside a `with` block, also for processes started in it.
 
     Example:
         >>> with environment(dump="dump"):                                   # doctest: +SKIP

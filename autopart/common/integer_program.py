@@ -1,4 +1,4 @@
-"""Integer programs, given row by row and solved with HiGHS (scipy)."""
+"""Integer programs, built constraint by constraint and solved with HiGHS (scipy)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 ProgramRow = tuple[list[tuple[Any, Any]], float, float]
-"""A constraint of a program: (column, factor) of its sum, and between which that is."""
+"""A constraint: (column, factor) of each term of a sum, and the lower and upper bound of the sum."""
 
 
 def integer_program(
@@ -16,7 +16,7 @@ def integer_program(
 ) -> Any:
     """Minimize a linear cost over bounded variables with HiGHS.
 
-    Variables are from 0 to `upper`; those in `whole` are integers.
+    Each variable is between 0 and `upper`. The variables in `whole` are integers.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array

@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable
 
 MULTIPLE = 8
-"""Values of 16 bits in 16 bytes."""
+"""Number of 16-bit values in 16 bytes."""
 
 MOST_UNALIGNED = 3
-"""Of an odd number of values."""
+"""Penalty for rows with an odd number of values."""
 
 
 def unaligned(rows: Iterable[int]) -> int:
     """Return a penalty for 16-bit matrices with these row lengths, by the worst length.
 
-    0: a multiple of 16 bytes, 2: an even number of values, 3: an odd number. On an H200 the logarithms of the rates
-    are about proportional to it.
+    The penalty is 0 if a row is a multiple of 16 bytes, 2 for another even number of values, and 3 for an odd number.
+    On an H200, the logarithm of the speed falls about linearly with it.
 
     >>> unaligned([4096, 50304]), unaligned([4096, 30522]), unaligned([4096, 50257])
     (0, 2, 3)

@@ -1,4 +1,4 @@
-"""Entries of what a model returns."""
+"""Selection of entries from what a model returns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def loss_entry(output: Any) -> Any:
     """Return the entry of a model's output that is its loss.
 
-    It is `output["loss"]`, `output.loss`, the first of a tuple or list, or else the output itself. The caller checks
-    that it is a scalar.
+    The loss is `output["loss"]`, `output.loss`, the first entry of a tuple or list, or else the output itself. The
+    caller checks that it is a scalar.
     """
     if isinstance(output, Mapping):
         return output.get("loss")

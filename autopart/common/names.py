@@ -1,4 +1,4 @@
-"""Names of parameters, modules and operators as text."""
+"""Names of parameters, modules and operators, and patterns of these names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parents(name: str) -> list[str]:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first names of a list as text, for errors and notes."""
+    """Return the first names of a list as text, with the number of further names, for errors and notes."""
     return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 

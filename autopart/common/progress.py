@@ -1,7 +1,7 @@
-"""Progress of long work: code reports its current phase, and a caller can show it.
+"""Progress of long work: code reports its current phase, and a caller can print it.
 
-`phase("tracing the model")` costs nothing without a listener. `shown(write)` writes each phase of work that takes
-longer than two seconds, and every announcement at once.
+`phase("tracing the model")` costs nothing if nobody listens. Inside `shown(write)`, each phase of work that takes
+longer than two seconds is written, and every announcement at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 AFTER_S = 2.0
-"""Work that takes less time prints nothing."""
+"""Seconds: work that takes less time prints nothing."""
 
 SETTLED_S = 0.2
-"""A phase that is over sooner gets no line."""
+"""Seconds: a phase that ends sooner gets no line."""
 
 Listener = Callable[[str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
@@ -24,21 +24,21 @@ _announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
 
 
 def phase(text: str) -> None:
-    """Report the phase that begins: `phase("simulating 3 of 12")`."""
+    """Report the phase of work that begins now: `phase("simulating 3 of 12")`."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def announce(text: str) -> None:
-    """Report in one line, at once, what is about to start. Does nothing without a listener."""
+    """Report at once, in one line, work that is about to start. Does nothing outside of `shown`."""
     announcer = _announcer.get()
     if announcer is not None:
         announcer(text)
 
 
 class _Lines:
-    """The current phase, and a thread that writes it after `after_s` seconds of work."""
+    """The current phase, and a thread that writes it once work has taken `after_s` seconds."""
 
     def __init__(self, write: Listener, after_s: float):
         self.write, self.after_s = write, after_s

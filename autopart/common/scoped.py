@@ -15,9 +15,9 @@ _ABSENT = object()
 
 @contextmanager
 def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Set attributes, {(object, name): value}, and restore them at the end.
+    """Set attributes, given as {(object, name): value}, and restore them at the end of a `with` block.
 
-    An attribute that was not in the object's own `__dict__` is deleted at the end.
+    An attribute that was not in the object's own `__dict__` before is deleted at the end.
     """
     before = {(place, name): vars(place).get(name, _ABSENT) for place, name in values}
     for (place, name), value in values.items():
@@ -34,7 +34,7 @@ def attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def variable(which: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable, and restore it at the end."""
+    """Set a context variable, and restore its value at the end of a `with` block."""
     token = which.set(value)
     try:
         yield
@@ -44,7 +44,7 @@ def variable(which: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default floating-point dtype, and restore it at the end. None changes nothing."""
+    """Set torch's default floating-point dtype inside a `with` block. None changes nothing."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -55,7 +55,7 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Disable any `torch.autocast`, for programs whose trace already has the casts."""
+    """Disable `torch.autocast` inside a `with` block, because a program already contains the casts."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

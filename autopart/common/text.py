@@ -1,4 +1,4 @@
-"""Text helpers: numbers with a unit prefix, indented lines, text that prints without quotes."""
+"""Text helpers: numbers with a unit prefix, indented lines, text that a prompt prints without quotes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 class ShownText(str):
-    """Text whose `repr` is the text itself, for notebooks and prompts."""
+    """String whose `repr` is the string without quotes, for notebooks and prompts."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,1 +1,1 @@
-"""Private parts of torch. No other package of autopart uses any."""
+"""All uses of private parts of torch in autopart."""

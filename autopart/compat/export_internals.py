@@ -31,7 +31,8 @@ from autopart.common.scoped import attributes
 def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Trace a function of tensors of the current trace into a separate graph.
 
-    Other values of the current trace that the function reads become attributes. Unused ones are left out.
+    Other values of the current trace that the function reads become attributes of the graph's module. Attributes that
+    are not used are removed.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
@@ -45,15 +46,15 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def quiet_shapes() -> AbstractContextManager[None]:
-    """Silence torch's log of operators that reject their arguments. The errors are still raised."""
+    """Silence torch's log messages on operators that reject their arguments. The errors are still raised."""
     return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
 
 
 def compiled_when_called() -> AbstractContextManager[None]:
-    """Generate the Python code of new graphs when they are first called, not at every change.
+    """Generate the Python code of graphs when they are first called, instead of at every change.
 
-    `torch.compile` builds its graphs this way. `torch.export` generates code about thirty times per graph and calls
-    none.
+    `torch.compile` builds its graphs in this way. `torch.export` generates code about thirty times per graph and never
+    calls it.
     """
     return _use_lazy_graph_module(True)
 
@@ -61,7 +62,7 @@ def compiled_when_called() -> AbstractContextManager[None]:
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
     """Limit the recorded stack trace of operators to frames inside the function `outermost`.
 
-    torch resolves all frames of the process for each operator, although the trace keeps only those of the model's call.
+    torch resolves all frames of the process for each operator, but the trace keeps only frames of the model's call.
     """
     if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
         return nullcontext()
@@ -69,7 +70,7 @@ def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
 
 
 class _Stack:
-    """Substitute for torch's `CapturedTraceback` in a trace."""
+    """Substitute for torch's `CapturedTraceback` during a trace."""
 
     def __init__(self, outermost: CodeType):
         self.outermost = outermost
@@ -78,7 +79,7 @@ class _Stack:
         return self
 
     def summary(self) -> StackSummary:
-        """Return the frames, outermost first. Source lines are read only when they are used."""
+        """Return the frames, outermost first. Source lines are read from files only when they are used."""
         frames = list[FrameSummary]()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -89,9 +90,9 @@ class _Stack:
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
-    """Return the result of a call.
+    """Make a call and return its result. Mark the operators that it adds to the innermost trace.
 
-    The operators that it adds to the innermost trace have `note` in their metadata.
+    The mark is `meta[note] = True`.
     """
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
@@ -121,9 +122,9 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replace the functions behind `torch.func`'s transforms by `to(name, original, args, kwargs)`.
+    """Replace torch's functions that implement `torch.func` by `to(name, original, args, kwargs)`.
 
-    A Hessian uses `jacrev` alone: fake tensors have no forward derivative of a backward.
+    A Hessian then uses `jacrev` twice, because fake tensors have no forward-mode derivative of a backward.
     """
     places = [(functorch_apis, "vmap_impl")]
     places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
@@ -141,7 +142,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Initialize a lazy module as a first call with these arguments would."""
+    """Initialize a lazy module for these arguments, as its first call would."""
     if isinstance(module, LazyModuleMixin):  # an earlier import may have loaded it already
         lazy: Any = module
         lazy._infer_parameters(lazy, args, dict(kwargs))
@@ -153,7 +154,7 @@ def keep_calls(target: Any) -> None:
 
 
 def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
-    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`, unless that is None."""
+    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`; None means torch's own result."""
 
     def instead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def tolist(tensor: Any) -> Any:
@@ -167,9 +168,9 @@ def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[Non
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Remove the hooks on tensors that autograd saves, and restore them at the end.
+    """Remove the hooks on tensors that autograd saves, and restore them at the end of a `with` block.
 
-    `torch.func` refuses to run if there are any.
+    `torch.func` does not run with such hooks.
     """
     autograd: Any = torch._C._autograd
     hooks = []

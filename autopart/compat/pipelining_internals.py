@@ -1,4 +1,4 @@
-"""Private parts of torch.distributed.pipelining: schedules, a stage, single-step 1F1B."""
+"""Private parts of torch.distributed.pipelining: schedules, a stage, 1F1B of one batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SCHEDULES = {
 
 
 def schedule_class(schedule: str) -> Any:
-    """Return torch's class of a schedule.
+    """Return torch's class of a pipeline schedule.
 
-    `torch.distributed.pipelining` is imported on use, here and below. It imports torch.compile, which takes as long as
-    importing torch itself.
+    This file imports `torch.distributed.pipelining` only inside functions. It imports torch.compile, which takes as
+    long as importing torch.
     """
     from torch.distributed import pipelining
 
@@ -34,7 +34,7 @@ def schedule_class(schedule: str) -> Any:
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
     """Return {rank: ordered actions} of a schedule, computed by torch's code without processes.
 
-    The part that adds sends and receives is skipped: it takes minutes for large pipelines.
+    The step of torch's code that adds sends and receives is skipped: it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -85,9 +85,9 @@ def stage_class() -> Any:
 
 @functools.cache
 def batch_class() -> Any:
-    """Return a 1F1B schedule of one batch on one stage, with separate calls for forward and backward.
+    """Return the class of a 1F1B schedule of one batch on one stage, with separate forward and backward.
 
-    Its `step` only stores the batch.
+    `step` of this class only stores the batch.
     """
     from torch.distributed import pipelining
 
@@ -103,7 +103,7 @@ def batch_class() -> Any:
             return self._stage.get_fwd_recv_ops(microbatch)
 
         def forward(self, microbatch: int) -> list[dist.P2POp]:
-            """Run the next forward, and return the sends."""
+            """Run the forward of the next microbatch, and return the sends that it started."""
             output = self._stage.forward_one_chunk(microbatch, *self.arguments[microbatch], save_forward_output=False)
             self._maybe_compute_loss(self._stage, output, self.targets, microbatch)
             return self._stage.get_fwd_send_ops(microbatch)
@@ -112,7 +112,7 @@ def batch_class() -> Any:
             return self._stage.get_bwd_recv_ops(microbatch)
 
         def backward(self, microbatch: int) -> list[dist.P2POp]:
-            """Run the next backward, and return the sends."""
+            """Run the backward of the next microbatch, and return the sends that it started."""
             loss = self._maybe_get_loss(self._stage, microbatch)
             is_last = microbatch == self._n_microbatches - 1
             self._stage.backward_one_chunk(microbatch, loss=loss, last_backward=is_last)
@@ -129,10 +129,10 @@ def batch_class() -> Any:
 
 @functools.cache
 def split_backward_counts_twice() -> bool:
-    """Return True if the split backward (zero bubble) is wrong for a parameter with two uses in a stage.
+    """Return True if torch's split backward is wrong for a parameter that a stage uses twice.
 
-    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. A small
-    example decides it instead of the version: z = (x + w) + w has gradient 2 with respect to w.
+    If a gradient reaches one use through the other, torch 2.11 counts it twice; later versions do not. A small example
+    is tested instead of the version: z = (x + w) + w has gradient 2 with respect to w.
     """
     from torch.distributed.pipelining import _backward
 

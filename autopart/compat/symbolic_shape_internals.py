@@ -35,7 +35,7 @@ def expression(size: Any) -> Any:
 
 
 def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """Return a traced value with its size symbols replaced by these numbers. Other symbols stay."""
+    """Replace size symbols in a traced value by these numbers. Symbols without a number stay."""
     if isinstance(value, (tuple, list)):
         return type(value)(with_sizes(part, sizes) for part in value)
     if isinstance(value, torch.SymInt):
@@ -56,7 +56,7 @@ def symbolic_functions() -> dict[Any, str]:
 
 
 def free_symbols(size: Any) -> set[Symbol]:
-    """Return torch's symbols in a size."""
+    """Return the symbols in a traced size."""
     return getattr(expression(size), "free_symbols", set())
 
 
@@ -65,9 +65,9 @@ def many_elements(
 ) -> AbstractContextManager[None]:
     """Decide conditions on data-dependent sizes during a trace.
 
-    If torch's own code asks whether such a size is 0 or 1, the result is False: its kernels are right for these sizes
-    too. For a condition in the model's code, `answer_model` decides. It is passed the frame, and a function that
-    returns the condition as a tensor. None means that the condition is unknown.
+    If torch's own code tests whether a data-dependent size is 0 or 1, the result is False, because its kernels are
+    right for these sizes too. For a condition in the model's code, `answer_model` decides. It is passed the frame, and
+    a function that returns the condition as a tensor. It returns None if the outcome is unknown.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -92,7 +92,7 @@ def many_elements(
 
 
 def all_selected() -> AbstractContextManager[Any]:
-    """Assume that a meta mask is true everywhere, in operators that select by it."""
+    """Let operators that select by a meta mask select all elements, inside a `with` block."""
     patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
     return patch
 

@@ -1,4 +1,4 @@
-"""Private parts of torch that tensors with `__torch_function__` need."""
+"""Private parts of torch that tensor subclasses with `__torch_function__` need."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ local_values = torch._C.DisableTorchFunctionSubclass
 """Context inside which a sharded tensor is the plain tensor of this rank's values."""
 
 full_values = torch._C._EnableTorchFunction
-"""Context inside which it behaves as the full tensor again: for code of the user that the runtime calls."""
+"""Context inside which a sharded tensor behaves as the full tensor: for user code that the runtime calls."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_local_values(function: F) -> F:
-    """Decorate a function of autopart so that it runs inside `local_values`."""
+    """Decorate a function of autopart so that sharded tensors are plain local tensors in it."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def on_local_values(function: F) -> F:
 
 
 def as_class(values: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool) -> Any:
-    """Return a leaf of class `kind` that shares the memory of `values`."""
+    """Return a leaf tensor of class `kind` that shares the memory of `values`."""
     return torch.Tensor._make_subclass(kind, values.detach(), requires_grad)
 
 
@@ -44,7 +44,7 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def register_foreach(kinds: Sequence[type[torch.Tensor]]) -> None:
-    """Allow torch's optimizers and clipping to use foreach kernels for these classes, as for DTensor."""
+    """Allow torch's optimizers and clipping to use foreach kernels for these tensor classes."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 

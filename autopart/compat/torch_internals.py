@@ -40,12 +40,12 @@ tree_unflatten = pytree.tree_unflatten
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name, as functional collectives name it."""
+    """Return the process group with the name that functional collectives use for it."""
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Compile a function. Its code in torch's on-disk caches is only reused under an equal tag."""
+    """Compile a function with inductor. Its cached code on disk is only reused for an equal tag."""
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
 
@@ -63,29 +63,29 @@ def is_operator(target: Any) -> bool:
 
 
 def targets_in(graph: fx.Graph) -> list[Any]:
-    """Return the distinct targets of all calls that a graph has, or had before a pass."""
+    """Return the distinct targets of all calls in a graph, including calls that a pass has removed."""
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
 def is_composite(target: Any) -> bool:
-    """Return True for an operator that decomposes into others, or a plain function."""
+    """Return True for an operator that decomposes into other operators, or for a plain function."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
 
 
 def is_higher_order(target: Any) -> bool:
-    """Return True if a node's target is a higher-order operator, which holds a subgraph."""
+    """Return True if a node's target is a higher-order operator, which contains a subgraph."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def keeping_draws() -> Any:
-    """Keep unused random operators in a trace: they advance the model's generator."""
+    """Keep random operators with unused results in a trace, as they advance the model's generator."""
     import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; of a sparse tensor, those of its entries and indices."""
+    """Return the bytes of a tensor's values. For a sparse tensor, the bytes of its entries and indices."""
     if not tensor.is_sparse:
         return tensor.nbytes
     return tensor._indices().nbytes + tensor._values().nbytes
@@ -97,7 +97,7 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def decomposition(target: Any) -> Callable[..., Any] | None:
-    """Return torch's decomposition of an operator, or None."""
+    """Return torch's decomposition of an operator; None if it has none."""
     if target in _decompositions():
         return _decompositions()[target]
     is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
@@ -105,44 +105,44 @@ def decomposition(target: Any) -> Callable[..., Any] | None:
 
 
 def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function of fake tensors, with every composite operator decomposed."""
+    """Trace a function of fake tensors into a graph without composite operators."""
     with torch.no_grad():
         return make_fx(function)(*tensors)
 
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Run operators on real tensors during a trace, without the Python dispatcher.
+    """Run operators on real tensors during a trace: disables the Python dispatcher in a `with` block.
 
-    For padding, the dispatcher would return a tensor that requires grad even under `no_grad`.
+    With this dispatcher, padding returns a tensor that requires grad even under `no_grad`.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function on fake tensors like these, outside of any current trace."""
+    """Trace a function into a separate graph, on fake tensors with the metadata of these tensors."""
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
 
 
 class Tracing:
-    """The trace that torch is recording: its graph, and the node of each tensor."""
+    """Access to the trace that torch is recording: its graph, and the node of each tensor."""
 
     def __init__(self, tracer: Any):
         self.tracer = tracer
 
     @classmethod
     def current(cls) -> Tracing | None:
-        """Return the innermost trace; None outside of any, or if modules are not recorded."""
+        """Return the innermost running trace; None if there is none, or if it records no modules."""
         made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
         tracer = made_by.fx_tracer if made_by is not None else None
         return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
 
     @property
     def modules(self) -> list[tuple[str, Any]]:
-        """Path and class of every module that runs, outermost first."""
+        """(path, class) of every module whose forward is running, outermost first."""
         return list(self.tracer.module_stack.values())
 
     @property
@@ -150,7 +150,7 @@ class Tracing:
         return cast(fx.Node, self.tracer.graph._root.prev)
 
     def nodes_after(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that were added after this one."""
+        """Return the nodes of the graph that were added after this node."""
         nodes = []
         while node.next is not self.tracer.graph._root:
             node = node.next
@@ -162,7 +162,7 @@ class Tracing:
         return cast(fx.Node, slot.proxy.node) if slot is not None else None
 
     def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
-        """Add a call on a list of tensors whose results are `tensors`."""
+        """Add a call to the graph. Its argument is a list of tensors, its results are `tensors`."""
         name = operator_name(target)
         create = self.tracer.create_node
         with torch._C.DisableTorchFunction():
@@ -178,17 +178,17 @@ class Tracing:
         return list(self.tracer.tensor_tracker.keys())
 
     def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
-        """Record an untraced tensor in the trace, as the result of a call on `base`."""
+        """Give an untraced tensor a node in the trace: a call on `base`."""
         with torch._C.DisableTorchFunction():
             args, name = (self.node_of(base), *options), operator_name(target)
             node = self.tracer.create_node("call_function", target, args, {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
     def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
-        """Replace all uses of `tensor`, current and later, by `replacement`, the result of one call on it.
+        """Replace all uses of `tensor`, earlier and later, by `replacement`, the result of a call on it.
 
-        Returns False if the call depends on a node that is later than a use. `before`: {replacement: the replaced
-        tensor}.
+        Returns False if the call depends on a node that comes after a use. `before`: {replacement: the tensor that it
+        replaced}.
         """
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
@@ -210,12 +210,12 @@ class Tracing:
         return True
 
     def counts(self) -> Any:
-        """Return the trace's state of modules: how often each has run, and which are running."""
+        """Return what the trace records on modules: how often each has run, and which are running."""
         tracer, scope = self.tracer, self.tracer.scope
         return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
 
     def restore(self, counts: Any) -> None:
-        """Restore the state that `counts` returned."""
+        """Reset the trace's record of modules to a result of `counts`."""
         tracer = self.tracer
         for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
             held.clear()
@@ -224,7 +224,7 @@ class Tracing:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run calls outside of the trace, for a `with` block."""
+        """Run the calls in a `with` block without recording them in the trace."""
         with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
             yield
 
@@ -235,9 +235,10 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Pass every step of a trace through `to(run, tracer, function, args, kwargs)`.
+    """Pass every step of a trace to `to(run, tracer, function, args, kwargs)`, inside a `with` block.
 
-    Steps are operators, and the entry and exit of grad-mode and autocast regions. `run()` does what torch does.
+    Steps are operators, and the entry and exit of grad-mode and autocast regions. `run()` does what torch does without
+    interception.
     """
     mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
     dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
@@ -257,7 +258,7 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 class _Redirected:
-    """Replacement code for `torch.autograd.Function.apply` inside `redirected_functions`."""
+    """Code object that replaces that of `torch.autograd.Function.apply` inside `redirected_functions`."""
 
     to: Callable[..., Any]
     """Replacement of `apply`: receives torch's own `apply`, the class, and the call's arguments."""
@@ -275,7 +276,7 @@ class _Redirected:
 def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
     """Replace `F.apply(*args, **kwargs)` of every autograd.Function by `to(apply, F, args, kwargs)`.
 
-    The code object of `apply` is replaced, so that this also affects `f = F.apply` bound earlier.
+    The code object of `apply` is replaced, so that this also affects `f = F.apply` that was bound earlier.
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
@@ -293,14 +294,14 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 def exporting() -> AbstractContextManager[None]:
-    """Make `torch.compiler.is_exporting()` true, as while `torch.export` runs a model."""
+    """Make `torch.compiler.is_exporting()` return True, as it does while `torch.export` runs a model."""
     return attributes({(torch.compiler, flag): True for flag in ("_is_exporting_flag", "_is_compiling_flag")})
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Make non-reentrant `torch.utils.checkpoint` a plain call of its function, in `around(function)`.
+    """Replace non-reentrant `torch.utils.checkpoint` by a call of its function in `around(function)`.
 
-    It then does not save or restore the random state.
+    The random state is then neither saved nor restored.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -311,17 +312,20 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> A
 
 
 def gather_collective() -> Callable[..., Any]:
-    """All-gather into one tensor; torch 2.13 renamed it."""
+    """All-gather into one tensor. Torch 2.13 renamed the function."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def scatter_collective() -> Callable[..., Any]:
-    """Reduce-scatter into one tensor; torch 2.13 renamed it."""
+    """Reduce-scatter into one tensor. Torch 2.13 renamed the function."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return True if the group uses gloo for this device. On a GPU gloo can only all-reduce and broadcast."""
+    """Return True if a process group uses gloo for this device.
+
+    On a GPU, gloo only all-reduces and broadcasts.
+    """
     return group._get_backend(device).name() == "gloo"
 
 
@@ -345,7 +349,7 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a process group: groups that a DeviceMesh creates take no timeout argument."""
+    """Set the timeout of a process group that exists: a DeviceMesh passes none to its groups."""
     _set_pg_timeout(timeout, group)
 
 
@@ -355,18 +359,18 @@ def default_store() -> dist.Store:
 
 
 def clone_of(store: dist.Store) -> dist.Store:
-    """Return another client of a store, for use in another thread."""
+    """Return a second client of a store, with its own connection, for use in another thread."""
     return cast(dist.Store, cast(Any, store).clone())
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Never free these objects: destroying a process group would wait for its pending collectives."""
+    """Keep these objects until the process ends: destroying a process group waits for its collectives."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return (name, leaf) for each leaf of a call's arguments: `mask`, `batch.ids`, `states.0`."""
+    """Return (name, value) for each leaf of a call's arguments. Names are `mask`, `batch.ids`, `states.0`."""
     if _is_flat(arguments):
         return list(arguments.items())
     named = []
@@ -382,7 +386,10 @@ def structure_of(arguments: Mapping[str, Any]) -> Hashable:
 
 
 def _is_flat(arguments: Mapping[str, Any]) -> bool:
-    """Return True if no argument is a container, as in most calls. This avoids torch's slow pytrees."""
+    """Return True if no argument is a container, as in most calls.
+
+    This avoids torch's slow pytree functions.
+    """
     return all(isinstance(value, _LEAVES) for value in arguments.values())
 
 
@@ -401,13 +408,13 @@ def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
 
 
 def operator_name(func: Any) -> str:
-    """Return the name of an operator without namespace and overload: `add`."""
+    """Return the name of an operator without its namespace and overload, such as `add`."""
     return cast(str, func._schema.name.rpartition("::")[2])
 
 
 @functools.cache
 def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
-    """Hook into torch's full state dicts.
+    """Pass torch's full state dicts to two functions.
 
     `put_together` gets each state dict that `StateDictOptions(full_state_dict=True)` gathers, before it is returned.
     `check_loaded` gets each one that `broadcast_from_rank0=True` has filled from the first rank.
@@ -430,21 +437,21 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 
 
 def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply float8 matrices [m, k] and, column-major, [k, n], each with a scale [].
+    """Multiply two float8 matrices, of shapes [m, k] and [k, n]; the second is column-major.
 
-    Returns bfloat16 [m, n].
+    Each has a scalar scale. Returns bfloat16 of shape [m, n].
     """
     return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
 
 
 def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Overwrite the gradient of a softmax's output (last dim) with that of its input, and return it."""
+    """Overwrite the gradient of a softmax's output by the gradient of its input, and return it (last dim)."""
     return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
 
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Record autograd inside a custom operator, where torch disables it."""
+    """Enable autograd in a `with` block inside a custom operator, where torch disables it."""
     keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     for key in keys:

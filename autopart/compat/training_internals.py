@@ -21,12 +21,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def in_backward() -> bool:
-    """Return True if autograd runs a backward in this thread."""
+    """Return True if autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def current_transform() -> str:
-    """Return the innermost running transform of `torch.func` ("grad", "vmap", ...), or ""."""
+    """Return the name of the innermost running `torch.func` transform ("grad", "vmap", ...), or ""."""
     level: Any = torch._C._functorch.peek_interpreter_stack()
     if level is not None:
         return str(level.key().name).lower()
@@ -34,7 +34,7 @@ def current_transform() -> str:
 
 
 class _Norms:
-    """Replacement code of two functions of `torch.nn.utils` after `redirect_norms`, and the originals."""
+    """Replacement functions for clipping and norms of `torch.nn.utils`, and torch's originals."""
 
     clip: Callable[..., Any]
     total: Callable[..., Any]
@@ -55,7 +55,8 @@ class _Norms:
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
     """Replace `torch.nn.utils.clip_grad_norm_` by `clip(original, ...)`, and `get_total_norm` by `total`.
 
-    Both run under `torch.no_grad()`. The code objects are replaced, so that this also affects names imported earlier.
+    Both replacements run under `torch.no_grad()`. The code objects are replaced, so that this also affects names that
+    were imported earlier.
     """
     if _Norms.own_clip is not None:
         return
@@ -69,9 +70,9 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Replace a function's code object, and return a function with the original code.
+    """Replace a function's code object, and return a function that has the original code.
 
-    `names`: globals of the new code.
+    `names`: globals that the new code needs.
     """
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -84,7 +85,8 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
 def redirect_unscale(to: Callable[..., Any]) -> None:
     """Replace the unscaling of every `torch.amp.GradScaler` by `to(original, scaler, optimizer, ...)`.
 
-    It divides an optimizer's gradients by the scale, looks for infinities, and returns {device: 1.0 or 0.0}.
+    Unscaling divides an optimizer's gradients by the scale and looks for infinities. It returns {device: tensor}, 1.0
+    if an infinity was found on the device and 0.0 if not.
     """
     scalers: Any = torch.amp.GradScaler
     original = scalers._unscale_grads_
@@ -99,7 +101,7 @@ def redirect_unscale(to: Callable[..., Any]) -> None:
 
 
 def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norms of all tensors, in at least float32: one vector per device and dtype."""
+    """Return the norms of all tensors, computed in at least float32: one vector per device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -110,10 +112,10 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
 
 
 def before_wrappers(check: Callable[[Any, str], None]) -> None:
-    """Run `check` before DDP, DataParallel, FSDP or `fully_shard` wraps a module.
+    """Call `check` before DDP, DataParallel, FSDP or `fully_shard` wraps a module.
 
     Args:
-        check: gets the module, or a list of modules, and the wrapper's name, before any communication.
+        check: function of the module (or list of modules) and the wrapper's name; called before any communication.
     """
     for kind in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
         _check_first(kind, check)
@@ -139,7 +141,7 @@ def _check_first(kind: Any, check: Callable[[Any, str], None]) -> None:
 
 
 class _FullyShard:
-    """The original `fully_shard` after `before_wrappers`, and the check that runs first."""
+    """Torch's `fully_shard`, which `before_wrappers` replaced, and the check that runs before it."""
 
     own: Callable[..., Any] | None = None
     check: Callable[[Any, str], None]

@@ -1,1 +1,1 @@
-"""Plans as data: content, file format, and the pins of users."""
+"""Plans as data: their content and file format, and the pins with which users fix parts of them."""

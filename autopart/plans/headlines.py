@@ -1,6 +1,6 @@
-"""Lines about a plan that several reports share: size of a step, utilization, memory fit.
+"""Summary lines of a plan that several reports print: size of a step, utilization, memory fit.
 
-They use only the plan's data, so a plan from a file gives the same lines.
+They are computed from the plan's data alone, so a plan from a file gives equal lines.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 ADVICE = "to fit into memory: "
-"""Prefix of the note on settings that would fit."""
+"""Prefix of the note that lists settings that would fit into memory."""
 
 
 def step_size(plan: Plan) -> str:
-    """Return the size of a step: `8 rows x 128 tokens`, for images `8 rows x 3 x 32 x 32`.
+    """Return the size of a step as text: `8 rows x 128 tokens`, for images `8 rows x 3 x 32 x 32`.
 
-    Tokens are the second dim of integer inputs; several lengths are all listed. Returns "" if no input has dims.
+    Tokens are the second dim of integer inputs. If inputs have different lengths, all are listed. Returns "" if no
+    input has dims.
     """
     shapes = [
         (name, str(i["dtype"]), [int(size) for size in i["shape"]]) for name, i in plan.inputs.items() if i["shape"]
@@ -46,20 +47,20 @@ def _is_target(name: str) -> bool:
 
 
 def utilisation(cost: Mapping[str, Any]) -> str:
-    """Return `151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
+    """Return the utilization: `151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
     peak, whose = quantity(cost["peak_flops_per_s"], "FLOP/s"), cost["peak_dtype"]
     text = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
     return f"{text}, the peak of {whose}" if whose else f"{text}, its peak"
 
 
 def fits(plan: Plan) -> bool | None:
-    """Return True if the plan's peak memory fits into a device; None if either is unknown."""
+    """Return True if the plan's peak memory fits into a device; None if either number is unknown."""
     capacity = plan.cost.get("device_memory_bytes")
     return max(row["total"] for row in plan.memory) <= capacity if plan.memory and capacity else None
 
 
 def fit_text(plan: Plan) -> str:
-    """Return whether the plan fits, as text; "" if the plan has no memory figures.
+    """Return, as text, whether the plan fits into memory; "" if the plan has no memory figures.
 
     `1.2 GB on the fullest rank: it fits, a100-80gb-sxm has 80 GB (1.5 % of it)`
     """
@@ -77,12 +78,10 @@ def fit_text(plan: Plan) -> str:
 
 
 def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
-    """Return the rows of `plan.unsharded` (kinds of replicated operators), merged over shapes.
-
-    The largest is first.
+    """Return the kinds of replicated operators (`plan.unsharded`), merged over shapes, most FLOPs first.
 
     Args:
-        flops: FLOPs of a step; `share` of a row is its part of them.
+        flops: FLOPs of a step, of which `share` in each row is a fraction.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in sorted(plan.unsharded, key=lambda row: (-row.get("flops", 0), -row.get("bytes", 0))):
@@ -97,9 +96,10 @@ def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
 
 
 def whole_text(row: Mapping[str, Any]) -> str:
-    """Return `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule` for a row.
+    """Return a row of `whole_rows` as text.
 
-    If the FLOPs of an operator are unknown, the text has its input and output bytes: `1.2 MB in and out`.
+    `2 aten::lstm in encoder, 12 % of the work: it has no sharding rule`. If the FLOPs of the operator are unknown, the
+    text has its input and output bytes instead: `1.2 MB in and out`.
     """
     where = f" in {row['where']}" if row["where"] else ""
     size = f"{100 * row['share']:.3g} % of the work" if row["share"] else f"{quantity(row['bytes'], 'B')} in and out"

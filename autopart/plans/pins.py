@@ -1,8 +1,8 @@
-"""Pins: placements by name and stage boundaries that a user fixes. The solver chooses the rest.
+"""Pins: placements and stage boundaries that a user fixes by name. The solver chooses all others.
 
 ```python
 pins = {
-    "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: its storage
+    "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: its stored placement
     "model.layers.*.self_attn.q_proj": {"tp": "R"},  # a module: its weights and operators are replicated
     "model.layers.*.mlp.up_proj/linear": {"tp": "S(2)"},  # an operator: its output, or all of "R, S(0) -> S(2)"
     "stages": {
@@ -12,9 +12,9 @@ pins = {
 }
 ```
 
-In names of placements, `*` matches any text, as in `fnmatch`. If a pin has a block number (`model.layers.3.mlp`), that
-block's layouts are chosen separately. In names of stages, `*` is one part of a name, and every value of it is a
-separate case.
+In names with placements, `*` matches any text, as in `fnmatch`. If a pin has a block number (`model.layers.3.mlp`), the
+layouts of this block are chosen separately. In names under `stages`, `*` matches one component of a name, and each
+match is a separate pin.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 
 @dataclass(frozen=True)
 class LayoutPin:
-    """Placement on one axis of everything that a name pattern matches.
+    """Placement on one axis of all parameters or operators whose names match a pattern.
 
-    `of_operator`: the names are operators.
+    `of_operator`: True if the pattern is for operators.
     """
 
     name: str
@@ -63,7 +63,7 @@ class LayoutPin:
 
 @dataclass(frozen=True)
 class CutPin:
-    """A stage begins with this module or operator."""
+    """Pin of a stage boundary: a stage begins with this module or operator."""
 
     name: str
 
@@ -73,7 +73,7 @@ class CutPin:
 
 @dataclass(frozen=True)
 class TogetherPin:
-    """Modules that must be on one stage; with `*`, those of each value of `*` separately."""
+    """Pin of modules to one stage. With `*` in the names, the modules of each match of `*` share a stage."""
 
     names: tuple[str, ...]
 
@@ -86,7 +86,7 @@ Pin = LayoutPin | CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class Pins:
-    """All pins of a plan. `text`: the source file, for errors."""
+    """All pins of a plan. `text`: content of the file that they come from, to name lines in errors."""
 
     layouts: tuple[LayoutPin, ...] = ()
     cuts: tuple[CutPin, ...] = ()
@@ -98,7 +98,7 @@ class Pins:
 
     @staticmethod
     def parse(pins: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
-        """Parse pins from a dict in the form of the module's docstring, or from a JSON file.
+        """Parse pins from a dict (see this module's docstring for its form), or from a JSON file of it.
 
         Args:
             axes: the mesh axes that can be pinned.
@@ -127,7 +127,7 @@ class Pins:
         return line_of(self.text, *["cut_before"] * isinstance(pin, CutPin), pin.name)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the pins in the form that `parse` reads."""
+        """Return the pins as the dict that `parse` reads."""
         data: dict[str, Any] = {}
         for pin in self.layouts:
             data.setdefault(pin.name, {})[pin.axis] = pin.text
@@ -162,9 +162,9 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
             placed = str(place) if "/" in name and "->" in str(place) else str(Placement.parse(str(place)))
         except ValueError as error:
             hint = (
-                "R, or S(d) cut along dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
+                "R, or S(d) to shard dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
             )
-            raise OptionError(f"the pin '{name}' asks for '{place}'", why=str(error), where=where, hint=hint) from None
+            raise OptionError(f"the pin '{name}' requests '{place}'", why=str(error), where=where, hint=hint) from None
         pins.append(LayoutPin(name, axis, placed))
     return pins
 
@@ -183,7 +183,7 @@ def _stages(stages: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
         raise OptionError(f"together = {together!r} is not a list of lists of names", hint=hint)
     for names in together:
         if len({name.count("*") for name in names}) > 1:
-            why = "each value of a * is a list of its own, so all names of a list have as many"
+            why = "each match of * is a separate pin, so all names of a list need as many *"
             raise OptionError(f"together {', '.join(map(repr, names))} mixes names with and without *", why=why)
     return tuple(map(CutPin, cuts)), tuple(TogetherPin(tuple(names)) for names in together)
 

@@ -1,8 +1,8 @@
 """A partition plan as data: how a model is placed on a mesh. It is read from and written to JSON.
 
-Parameters and operators are keyed by name patterns in which block numbers are wildcards
-(`model.layers.*.mlp.down_proj.weight`). An entry for a full name overrides the pattern's. An operator's entry lists the
-placements of its inputs and outputs on an axis; operators without an entry are replicated on it.
+Parameters and operators are keyed by name patterns in which `*` replaces block numbers
+(`model.layers.*.mlp.down_proj.weight`). An entry for a full name overrides the entry for its pattern. An operator's
+entry lists the placements of its inputs and outputs on an axis. An operator without an entry is replicated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Return regular expressions of axis names: of all axes, of parameters' axes, of operators' axes."""
+    """Return regular expressions that match names of any axis, of parameters' and of operators' axes."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
     first, *others = [axis.name for axis in axes if axis.stores]
     joined = first + "".join(f"(_{name})?" for name in others)
@@ -56,10 +56,11 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Why:
-    """The reason for a choice, and the cost of the alternatives. Print it.
+    """Explanation of one choice of a plan, with the cost of the alternatives. Print it.
 
     `price_s`: how many seconds longer a step takes with the second-best choice. `others`: every alternative with its
-    cost as text. `collectives`: names of the collectives around it in the graph. `where`: lines of the model's source.
+    cost as text. `collectives`: names of the collectives next to the operator in the graph. `where`: lines of the
+    model's source.
     """
 
     subject: str
@@ -79,7 +80,7 @@ class Why:
 
 
 class Explainer(Protocol):
-    """Protocol of the object that answers `Plan.why` and `Plan.why_not`."""
+    """Protocol of the object that computes the results of `Plan.why` and `Plan.why_not`."""
 
     def why(self, name: str) -> Why: ...
 
@@ -88,7 +89,7 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a model on a mesh.
+    """Placement of a model on a mesh: layouts, stages, schedule, and their predicted cost.
 
     Example:
         >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
@@ -149,7 +150,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from a JSON file. Raises PlanError with the invalid line."""
+        """Read a plan from a JSON file. Raises PlanError, which names the line, for an invalid plan."""
         path = Path(path)
         hint = "autopart plan ... --output plan.json writes one"
         if not path.exists():
@@ -158,7 +159,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, name: str = "the plan", axes: tuple[Axis, ...] = AXES) -> Plan:
-        """Read a plan from JSON text, for a mesh of these axes. Raises PlanError with the invalid line."""
+        """Read a plan from JSON text. Raises PlanError, which names the line, for an invalid plan.
+
+        Args:
+            axes: the mesh axes that the plan can use.
+        """
         import jsonschema
 
         try:
@@ -182,25 +187,25 @@ class Plan:
         return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
-        """Return the line of an entry, given its keys, in the plan's file; "" without a file."""
+        """Return the line of an entry (given by its keys) in the plan's file; "" if it has no file."""
         return line_of(self.text, *keys) if self.text else ""
 
     @property
     def autocast(self) -> str:
-        """Dtype of the `torch.autocast` that the plan was made under ("bfloat16"), or ""."""
+        """Dtype of the `torch.autocast` region in which the plan was made ("bfloat16"), or ""."""
         return str(self.model.get("autocast", ""))
 
     def mesh_object(self) -> Mesh:
         return Mesh.parse(self.mesh, self.axes)
 
     def placement_text(self, parameter: str, axis: str) -> str:
-        """Return the stored placement of a parameter on an axis, by name or pattern."""
+        """Return the stored placement of a parameter on an axis as text, given its name or pattern."""
         entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
 
     @property
     def axes_in_parts(self) -> tuple[str, ...]:
-        """Axes over which ZeRO shards parameters, flattened axes as one, largest first."""
+        """Axes over which ZeRO shards parameters, largest first. Flattened axes have one name (`dp_cp`)."""
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
         axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
@@ -208,13 +213,13 @@ class Plan:
 
     @property
     def axes_by_expert(self) -> tuple[str, ...]:
-        """Axes over which tokens are dispatched to their experts."""
+        """Axes over which tokens are dispatched to experts on other ranks."""
         ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
         axes = {axis for axis, way in ways if any(str(place) in way for place in EXPERT_PLACEMENTS)}
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
-        """Return an operator's entry and its key: the operator's own, else its pattern."""
+        """Return the entry of an operator and its key: the full name, or else the name's pattern."""
         for name in (key, group):
             if name in self.operators:
                 return name, self.operators[name]
@@ -229,7 +234,7 @@ class Plan:
         return load_extra("interop").export(self, to, model)
 
     def diff(self, other: Plan) -> Difference:
-        """Return the differences between two plans; false if there are none. Print it for a table."""
+        """Return the differences between two plans; it is false if there are none. Print it for a table."""
         from autopart.show.diff import diff
 
         return diff(self, other)
@@ -248,7 +253,7 @@ class Plan:
         return self._reasons().why(name)
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
-        """Return the cost of another placement, or why it is impossible. All other choices are solved again.
+        """Return the cost of another placement, or why it is impossible; all other choices are solved again.
 
         Raises the errors of `why`.
 
@@ -266,7 +271,7 @@ class Plan:
         return self.reasons
 
     def explain(self) -> ShownText:
-        """Return one table: stage, block, layout, FLOPs, communicated bytes.
+        """Return the plan as one table: stage, block, layout, FLOPs, communicated bytes.
 
         Print it, or end a notebook cell with it.
         """
@@ -290,7 +295,7 @@ class Plan:
 
 
 def line_of(text: str, *keys: str) -> str:
-    """Return `line 12`: the line on which the last of these nested keys appears."""
+    """Return, as text, the line of a JSON file in which the last of these nested keys appears: `line 12`."""
     at = 0
     for key in keys:
         index = text.find(json.dumps(key), at)
@@ -301,7 +306,7 @@ def line_of(text: str, *keys: str) -> str:
 
 
 def _dumps(data: Any, indent: str = "", width: int = 160) -> str:
-    """Format JSON: short values on one line, long ones with one entry per line."""
+    """Format JSON with short values on one line, and long values with one entry per line."""
     text = json.dumps(data)
     if not isinstance(data, (Mapping, list, tuple)) or not data or (indent and len(text) <= width):
         return text

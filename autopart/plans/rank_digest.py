@@ -10,10 +10,10 @@ from typing import Any
 from autopart.plans.plan import Plan
 
 TIMEOUT_S = 120.0
-"""Seconds that a rank waits for others in a call before it reports who waits for whom."""
+"""Default timeout: seconds that a rank waits for other ranks before it reports who waits for whom."""
 
 EXAMPLE = "the example's inputs"
-"""The subject that determines all others: plans and programs are for these shapes."""
+"""Subject of the text on the example's shapes. If ranks differ in it, it is reported alone: plans follow from it."""
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
@@ -23,7 +23,12 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """Return {subject: text}. `options` is a dataclass. Each part of the plan has one line per entry."""
+    """Return {subject: text} of versions, options and plan.
+
+    In the texts of a plan, each entry is one line.
+
+    `options`: a dataclass.
+    """
     import torch  # late: the command line names TIMEOUT_S
 
     version = vars(sys.modules["autopart"]).get("__version__")

@@ -1,8 +1,8 @@
-"""Comparison of a traced graph on a single device with its partitioned program in lock step.
+"""Comparison of a traced graph on a single device with its partitioned program for all ranks.
 
-`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` returns the errors of the program
-of an `Arrangement`: outputs, loss, and the gradient of every parameter on every rank that stores it. Both draw random
-numbers from one seed, as `rng="exact"` does.
+`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the program of an
+`Arrangement` and returns its errors: outputs, loss, and the gradient of every parameter on every rank that stores it.
+Both runs draw random numbers from one seed, as `rng="exact"` does.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ SEED = 0
 """Random seed of all runs: of the model, of its graph, and of the ranks."""
 
 GRAD_FLOOR = 1e-4
-"""The same floor for gradients: if all cancel (a shift of all classes), only rounding is left."""
+"""Gradients below this are compared absolutely: if all cancel (a shift of all classes), only rounding is left."""
 
 Shards = dict[int, dict[str, nn.Parameter]]
 """{rank: {name: local shard of the parameter}}"""
 
 Tamper = Callable[[Program, Shards], None]
-"""Plants a fault in a program or its ranks' parameters, in place."""
+"""Function that plants a fault in a program or its ranks' parameters, in place."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Decisions for a graph, with the placement of its stages on ranks and an optional fault.
+    """Sharding decisions for a graph, placement of its stages on ranks, and an optional test fault.
 
     Args:
         stage_style: placement of stages on ranks, "loop" or "V".
-        tamper: plants a fault, for tests.
-        plan: the plan that the decisions come from.
+        tamper: function that plants a fault, for tests.
+        plan: the plan from which the decisions come.
     """
 
     decisions: Decisions
@@ -64,7 +64,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a run: flat outputs, gradients of parameters and inputs, and new buffer values."""
+    """Results of one run: flat outputs, gradients of parameters and inputs, and new values of buffers."""
 
     outputs: list[Any]
     grads: Mapping[str, Tensor]
@@ -72,7 +72,10 @@ class Results:
     input_grads: Mapping[str, Tensor]
 
     def distance(self, other: Results) -> float:
-        """Return the largest relative difference of any value; infinite if other parameters have gradients."""
+        """Return the largest relative difference of any value from another run's.
+
+        It is infinite if different parameters have gradients.
+        """
         if self.has_other_gradients(other):
             return float("inf")
         pairs = zip(self.outputs, other.outputs, strict=True)
@@ -85,16 +88,17 @@ class Results:
         return max(apart, default=0.0)
 
     def has_other_gradients(self, other: Results) -> bool:
-        """Return True if a parameter has a non-zero gradient in one result and none in the other.
+        """Return True if a parameter has a non-zero gradient in one run and none in the other.
 
-        A parameter that only a skipped branch uses has a zero gradient in the program and none in the model.
+        A zero gradient equals a missing one: if only a skipped branch uses a parameter, its gradient is zero in the
+        program and None in the model.
         """
         alone = self.grads.keys() ^ other.grads.keys()
         return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
 
     @property
     def grad_scale(self) -> float:
-        """The largest finite entry of any gradient, at least `GRAD_FLOOR`."""
+        """Largest finite entry of any gradient, at least `GRAD_FLOOR`. Gradient errors are relative to it."""
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
@@ -134,16 +138,16 @@ def fixed_seed(seed: int = SEED) -> Iterator[None]:
 
 
 def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
-    """Return the parameter itself, or a leaf with its value after the in-forward update."""
+    """Return the parameter or, if the forward updates it in place, a leaf tensor with the updated value."""
     if update is None:
         return parameter
     return update.updated_full(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
 
 
 class GraphUnderTest:
-    """A traced graph whose `parameters` have values.
+    """A traced graph whose `parameters` have values, so that it can be run and compared.
 
-    Gradients are those of its `loss`, or of a fixed weighted sum of all outputs without one.
+    If the graph has a `loss`, the loss is differentiated; if not, a fixed weighted sum of all outputs.
 
     Args:
         random_seed: seed of the random numbers of each run.
@@ -158,7 +162,7 @@ class GraphUnderTest:
     # Single device
 
     def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
-        """Return every value of the graph on the global batch, on the device of the weights.
+        """Run the graph on the global batch, on the device of the weights, and return every value by node.
 
         Args:
             retain_grads: also retain the gradient of each value when the graph is differentiated.
@@ -177,14 +181,14 @@ class GraphUnderTest:
         return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def seed(self, flat: list[Any]) -> Tensor:
-        """Return the scalar to differentiate, from the flat outputs."""
+        """Return the scalar to differentiate: the loss, or a weighted sum of all flat outputs."""
         if self.loss is not None:
             return flat[self.outputs.index(self.loss)]
         parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
     def expected(self) -> Results:
-        """Run the unpartitioned graph on the global batch."""
+        """Run the unpartitioned graph on the global batch and return its results."""
         values = self.values()
         buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
         return self.differentiate(self.flat_outputs(values), buffers)
@@ -195,7 +199,7 @@ class GraphUnderTest:
         """Differentiate a run and collect outputs, gradients and buffers. `.grad` fields are not written.
 
         Args:
-            weights: parameters of the run, if it is not a run of the graph.
+            weights: parameters of the run; by default those of the graph.
         """
         trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         call = self.traced.call
@@ -211,19 +215,19 @@ class GraphUnderTest:
     # Partitioned
 
     def called(self, decisions: Decisions) -> Program:
-        """Lower the program of a call, which returns all outputs unsharded."""
+        """Lower the program of a forward call, which returns all outputs unsharded."""
         return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
 
     def step(self, decisions: Decisions) -> Program:
-        """Lower the program of a training step, which returns only the loss. Without a loss: that of a call."""
+        """Lower the program of a training step, which returns only the loss (without one, all outputs)."""
         if self.loss is None:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
 
     def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
-        """Return the parameters of every rank.
+        """Return {rank: {name: local shard}} of all parameters.
 
-        Ranks with the same shard share its memory, unless they are `trained` or a fault is planted.
+        Ranks that store equal shards share their memory, unless they are `trained` or a fault is planted.
         """
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
@@ -260,7 +264,7 @@ class GraphUnderTest:
             )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
-        """Return the scalars that the ranks differentiate: their losses, or their weighted outputs."""
+        """Return the scalars that the ranks differentiate: their losses, or weighted sums of their outputs."""
         if self.loss is not None:
             return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
         return [
@@ -273,10 +277,12 @@ class GraphUnderTest:
     # Comparison
 
     def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
-        """Return the errors of the loss, outputs, gradients and written buffers, by name.
+        """Run a partitioned program.
+
+        Return the errors of loss, outputs, gradients and written buffers, by name.
 
         Errors of outputs are relative to their largest entry, errors of gradients to the largest entry of any gradient.
-        Exceptions of a faulty program pass through.
+        Exceptions of a faulty program are not caught.
         """
         errors: dict[str, float] = {}
         if self.loss is not None:
@@ -306,7 +312,7 @@ class GraphUnderTest:
 
 
 class _InputGradients:
-    """Gradients of the model inputs on every rank."""
+    """Gradients of the model's inputs on every rank, collected while a program runs."""
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
@@ -321,7 +327,7 @@ class _InputGradients:
                 tensor.retain_grad()
 
     def errors(self, expected: Results) -> dict[str, float]:
-        """Return the largest error over all ranks of each input's gradient. Each rank has the full gradient."""
+        """Return {input: largest error of its gradient over all ranks}. Each rank has the full gradient."""
         errors = {}
         for name, whole in expected.input_grads.items():
             apart = [
@@ -333,7 +339,7 @@ class _InputGradients:
 
 
 def output_errors(program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
-    """Return the largest error over all ranks of every output."""
+    """Return {output: largest error over all ranks}."""
     errors: dict[str, float] = {}
     for microbatches in results.values():
         merged = merge_microbatches(program, microbatches)
@@ -345,9 +351,9 @@ def output_errors(program: Program, results: Mapping[int, list[tuple]], expected
 
 
 def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict[str, float]:
-    """Return the largest error over all ranks of every parameter's gradient.
+    """Return {parameter: largest error of its gradient over all ranks}.
 
-    A missing gradient, or an unexpected non-zero one, has an infinite error.
+    The error is infinite if a gradient is missing, or if an unexpected one is non-zero.
     """
     scale = expected.grad_scale
     errors: dict[str, float] = {}
@@ -366,7 +372,7 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
 
 
 def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
-    """Return the largest error of every written buffer, over the ranks that compute its new value."""
+    """Return {written buffer: largest error of its new value over the ranks that compute it}."""
     errors = {f"buffer {name}": float("inf") for name in expected.buffers}
     for name, whole in expected.buffers.items():
         differences = [relative(new[name], whole) for new in buffers.values() if name in new]
@@ -375,7 +381,7 @@ def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results
 
 
 def global_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
-    """Return the loss of the global batch.
+    """Return the loss of the global batch, computed from the losses of ranks and microbatches.
 
     Partial sums over data ranks and microbatches are added; replicated losses count once.
     """
@@ -393,12 +399,12 @@ def weights_like(output: Tensor) -> Tensor:
 
 
 def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """Return the largest difference, relative to `scale`.
+    """Return the largest difference of two tensors, relative to `scale`.
 
     Infinite if shapes differ, or if an entry is infinite or NaN in one tensor only.
 
     Args:
-        scale: defaults to the largest finite entry expected, at least `FLOOR`.
+        scale: by default, the largest finite entry of the expected tensor, at least `FLOOR`.
     """
     if actual.shape != expected.shape:
         return float("inf")
@@ -416,7 +422,7 @@ def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> fl
 
 
 def scale_of(value: Tensor) -> float:
-    """Return the largest finite entry, at least `FLOOR`."""
+    """Return the largest finite entry of a tensor, at least `FLOOR`."""
     return max(largest(value), FLOOR)
 
 

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity in a model's results: a comparison of such numbers proves nothing.
+"""Detection of NaN and infinity in a model's results: comparing NaN with NaN proves nothing.
 
 A compared value must not contain NaN. Infinity is legal in outputs and buffers (masked logits), but not in a loss or a
 gradient.
@@ -18,18 +18,18 @@ from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.comparison import GraphUnderTest, Results
 
 SHOWN = 3
-"""Number of values of one kind that a message names."""
+"""Maximum number of values of one kind that a message lists."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Values of the model itself that are not finite.
+    """NaN or illegal infinity that the model itself computes.
 
     Args:
         values: description of the bad entries, by compared value (`loss`, `output 1`, `gradient of h.0.up.weight`).
         begins: description of the bad entries of parameters, inputs and buffers before the run.
         maker: the first operator that computes a bad value, with its source line; "" if there is none.
-        same: the program computes the same non-finite entries.
+        same: True if the program computes the same non-finite entries as the model.
     """
 
     values: Mapping[str, str]
@@ -75,13 +75,13 @@ def not_finite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
 
 
 def infinite(subject: GraphUnderTest, results: Results) -> dict[str, str]:
-    """Map each output or buffer that legally contains infinity to a description."""
+    """Return {name: description} of the outputs and buffers that contain infinity, which is legal there."""
     return {name: bad_entries(value) for name, value, infinities in _compared(subject, results)
             if infinities and not value.isnan().any() and bad_entries(value)}  # fmt: skip
 
 
 def _compared(subject: GraphUnderTest, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, value, infinity is legal) of all floating-point values that are compared."""
+    """Yield (name, value, True if infinity is legal) of all floating-point values that are compared."""
     loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
     entries: list[tuple[str, Any, bool]] = []
     for i, value in enumerate(results.outputs):
@@ -95,7 +95,10 @@ def _compared(subject: GraphUnderTest, results: Results) -> Iterator[tuple[str, 
 
 
 def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
-    """Find the origin of the bad numbers in `values`, as `not_finite` returns them."""
+    """Find the operator or tensor from which the NaN and infinities in `values` originate.
+
+    `values` is a result of `not_finite`.
+    """
     computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
     ends = [node for node in subject.outputs if isinstance(node, fx.Node)]
@@ -110,7 +113,7 @@ def explain(subject: GraphUnderTest, values: Mapping[str, str]) -> NotFinite:
 
 
 def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
-    """Yield parameters and inputs that are not finite, and buffers with NaN.
+    """Yield (name, description) of parameters and inputs that are not finite, and of buffers with NaN.
 
     Infinity in a buffer is legal.
     """
@@ -148,7 +151,7 @@ def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
 
 
 def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
-    """Return the earliest ancestor of `end` with a bad value and good inputs."""
+    """Return the earliest ancestor of `end` that has a bad value although all its inputs are good."""
     if not _has(computed[end], bad):
         return None
     node = end

@@ -1,21 +1,21 @@
-"""Reference for the partitioned program: a model on a single device, and its trace in float64.
+"""Reference for the partitioned program: the model on a single device, and its trace in float64.
 
-There are two ways, and a verification takes the first that works:
+A verification takes the first of two methods that works:
 
 1. **The model in float64.** A copy is converted to float64, run and traced. The program is compared with the copy to
    1e-10. If the copy casts down inside (a loss in float32), the trace upcasts these operators to float64. Then the
    program is compared with the trace to 1e-10, and the trace with the copy to float32 rounding.
 2. **The model in its own precision.** Some models do not run in float64: they add to `torch.zeros(...)`, mix bfloat16
-   with other weights, enter autocast inside, keep float32 tensors in a cache, or call a kernel without float64. Such a
-   copy is run and traced in its own precision, and the graph is then converted to float64
+   with other weights, enter autocast inside, store float32 tensors in a cache, or call a kernel without float64. A copy
+   of such a model is run and traced in its own precision, and the graph is then converted to float64
    (`passes/normalize/double_precision.py`). The program is compared with that graph to 1e-10, and the graph with the
-   model to the rounding of the model's precision. If rounding decides more than that (which units of a ReLU are on,
+   model to the rounding of the model's precision. If rounding decides which code runs (which units of a ReLU are on,
    which expert is chosen), the graph is compared with the model before the conversion.
 
-Both ways can fail. A fault of the program (a lost sum, a wrong shard) shows at 1e-10 against a graph that is not
-partitioned. A fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against Python
-code that no part of autopart has touched. The second comparison misses a fault of the trace only if the fault changes
-every result by less than the model's own rounding.
+Either comparison can fail. A fault of the program (a lost sum, a wrong shard) shows at 1e-10 against a graph that is
+not partitioned. A fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against
+Python code that no part of autopart has changed. The second comparison misses a fault of the trace only if the fault
+changes every result by less than the model's own rounding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOT_FINITE_IN_DOUBLE = (
     "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
     "in float64"
 )
-"""Possible with finite weights: a softmax in float32 turns a mask of the least float64 into minus infinity."""
+"""The non-finite values can come from finite weights: a float32 softmax turns the smallest float64 into -inf."""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -63,19 +63,19 @@ _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError,
 
 
 class Reference:
-    """A copy of a model, traced and run for a call.
+    """A copy of a model, run and traced on one device; the program must compute its results.
 
     Args:
         source: the model, which is not changed.
         arguments: arguments of the call.
         loss_fn: as in `verify`.
-        precision: mixed precision of the trace, whose casts are identities here.
+        precision: mixed precision of the trace; its casts are identities here.
 
     Attributes: `model` is the copy with its loss function, `base` the copy without it, and `arguments` the call in the
-    copy's precision. `traced` is its trace, with graph, weights, buffers and inputs in float64. `is_double` is True if
-    the copy is float64 too; then the trace shares its weights and buffers. `lost` holds the buffers that the model
-    changes without the trace recording it. `infinite` holds its values that are not finite, as `not_finite` returns
-    them.
+    copy's precision. `traced` is the trace of `model`, with graph, weights, buffers and inputs in float64. `is_double`
+    is True if the copy is float64 too; then the trace shares the copy's weights and buffers. `lost` holds the buffers
+    that the model changes without the trace recording it. `infinite` holds the results of the model that are not
+    finite, as `not_finite` returns them.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Reference:
                 self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Copy and convert the model together with a loss module: the two can share tensors."""
+        """Copy and convert the model and a loss module in one call, because the two can share tensors."""
         if not isinstance(self.loss_fn, nn.Module):
             return convert(copy_of(source, {}))
         copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
@@ -105,10 +105,10 @@ class Reference:
         return copied.get_submodule("model")
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
-        """Trace and run a copy. Errors of the model pass through.
+        """Trace and run a copy of the model, and store both results. Exceptions of the model are not caught.
 
         Args:
-            why_single: why the copy is not float64; "" if it is.
+            why_single: reason why the copy is not float64; "" if it is.
         """
         is_double = not why_single
         self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
@@ -143,7 +143,7 @@ class Reference:
         return dict(tree_map(_to_double, dict(arguments)))
 
     def buffer(self, name: str) -> Tensor:
-        """Return a buffer of the copy, or a frozen parameter that it writes, after the last forward."""
+        """Return a buffer, or a frozen parameter that the forward writes, with its value after the forward."""
         return tensor_by_name(self.base, name)
 
     @property
@@ -153,7 +153,7 @@ class Reference:
 
     @cached_property
     def expected(self) -> Results:
-        """The results that the program must compute."""
+        """Results of the trace in float64 (or of the copy, if it is float64): the program must compute them."""
         return self.subject.expected() if self.is_upcast else self.of_model
 
     @cached_property
@@ -188,7 +188,7 @@ class Reference:
 
 
 def _is_double(model: nn.Module) -> bool:
-    """Return True if all weights have double precision, so that float64 is the model's own precision."""
+    """Return True if all weights of a model are float64 already."""
     return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 
@@ -209,7 +209,7 @@ def _in_single(model: nn.Module) -> nn.Module:
 
 
 def _doubled(traced: Trace) -> Trace:
-    """Return a float64 copy of a trace and its tensors. A tensor with two names stays one tensor."""
+    """Return a copy of a trace with all tensors in float64. Tied tensors stay tied."""
     double_by_id: dict[int, Tensor] = {}
 
     def double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

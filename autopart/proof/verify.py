@@ -1,15 +1,14 @@
-"""Proof by execution: all ranks of the partitioned program in one process, compared with the model.
+"""Proof by execution: all ranks of the partitioned program, run in one process, against the model.
 
-`verify` runs the very graphs that the runtime executes, forward and backward, in float64. It compares the loss,
-outputs, every gradient and every written buffer. If they differ, it compares value by value and names the first wrong
-value.
+`verify` runs the graphs that the runtime executes, forward and backward, in float64. It compares the loss, outputs,
+every gradient and every written buffer. If they differ, it compares value by value and names the first wrong value.
 
-With `precision=` the float64 comparison replaces casts by identities. Then the program runs with its casts and is
+With `precision=`, the float64 comparison replaces casts by identities. Then the program runs with its casts and is
 compared with a single-device run under the same precision (`verify_precision.py`).
 
-A model that computes in float32 inside (losses and RMS norms of transformers) cannot be matched to 1e-10 by another
-order of additions. Its trace is then computed in float64. The trace is compared with the model to the model's own
-rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that proves).
+A model that computes parts in float32 (losses and RMS norms of transformers) cannot be matched to 1e-10, because the
+program adds in another order. Its trace is then computed in float64. The trace is compared with the model to the
+model's own rounding, and the partitioned program with the trace to 1e-10 (`reference.py` explains what that proves).
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_UNSHARDED = 3
-"""Number of unsharded kinds of operators that a note names."""
+"""Maximum number of kinds of replicated operators that a note lists."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of `verify`. Its text names the largest error and the first wrong value.
+    """Result of `verify`. Printed, it names the largest error and the first wrong value.
 
     Args:
         ok: all values agree, and none is NaN.
@@ -76,9 +75,9 @@ class Verification:
         errors: error by name (`loss`, `output 0`, parameter names, `buffer bn.running_mean`, and with `steps=`
             `step 2 weight h.0.up.weight`).
         mesh: the mesh, as text.
-        smallest: with `shrink=True`, the smallest subgraph that is wrong alone.
+        smallest: with `shrink=True`, the smallest subgraph that is wrong when it runs alone.
         steps: with `steps=`, a report of each training step.
-        not_finite: the NaN, or infinite loss or gradient, that the model itself computes. Nothing is proven then, and
+        not_finite: NaN, or an infinite loss or gradient, that the model itself computes. Nothing is proven then, and
             `ok` is False.
         rounded: with `precision=`, the comparison with a single-device run in that precision. All other fields are from
             the float64 program whose casts are identities.
@@ -180,9 +179,9 @@ def verify(
 
 
 def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
-    """Return True if a model without weights could be verified at full size once it has weights.
+    """Return True if a model on meta could be verified unreduced once it has weights.
 
-    With `scaled=False` it must be: raises InputError if it needs more memory than is free.
+    With `scaled=False` it cannot be reduced: raises InputError if the verification needs more memory than is free.
     """
     assert source.example is not None
     arguments = bind_call(source.model, (), source.example)
@@ -196,9 +195,9 @@ def can_verify_at_full_size(source: ModelSource, mesh: Mesh, training: Mapping[s
 def _check_fits(
     model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
 ) -> Options:
-    """Return the options without their memory limit.
+    """Return the options without `memory=`, because a float64 copy of the model may exceed that limit.
 
-    Raises MemoryLimitError if the model itself, not its float64 copy, exceeds the limit.
+    Raises MemoryLimitError if the model in its own precision exceeds the limit.
     """
     if options.memory is None:
         return options
@@ -211,14 +210,14 @@ def _check_fits(
 
 
 class VerificationRun:
-    """A float64 copy of a model, traced once for a call and checked under any number of arrangements.
+    """A float64 copy of a model, traced once for a call, to verify under any number of plans and meshes.
 
     Args:
         arguments: the call by argument name, from `bind_call`.
-        scaled: as in `verify`, or the copy to check instead of the model.
+        scaled: as in `verify`, or the reduced copy to verify instead of the model.
 
     Attributes: `base` is the copy alone, `model` the copy with its loss function, `arguments` the call of the copy,
-    `traced` the float64 trace, and `subject` runs the trace unsharded or sharded.
+    `traced` the float64 trace, and `subject` runs the trace unpartitioned or partitioned.
 
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
@@ -258,7 +257,10 @@ class VerificationRun:
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
     ) -> Arrangement:
-        """Return the arrangement of the model on a mesh: from a plan, or chosen. Raises the errors of `plan`."""
+        """Return the partitioning of the model on a mesh, from a given plan or chosen.
+
+        Raises the errors of `plan`.
+        """
         sizes, options = Mesh.parse(mesh), options or Options()
         if plan is not None:
             check_plan_mesh(plan, sizes)
@@ -277,9 +279,9 @@ class VerificationRun:
         self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
         training: Training | None = None,
     ) -> Verification:  # fmt: skip
-        """Run the program of an arrangement on all ranks and compare.
+        """Run a partitioned program on all ranks and compare it with the model.
 
-        If all agree, also run the training steps.
+        If all values agree, also run and compare the training steps.
         """
         phase("running the model on one device")
         expected, errors, bad = self.reference.expected, dict(self.reference.errors), self.reference.not_finite
@@ -315,7 +317,7 @@ class VerificationRun:
     def _trained(
         self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
-        """Add the results of the training steps to a verification."""
+        """Run and compare training steps, and add their results to a verification."""
         if not verification.ok:
             return replace(
                 verification,
@@ -356,7 +358,7 @@ def _method_notes(dp_sync: SyncOption) -> list[str]:
 def _copies_to_verify(
     model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
-    """Return the copies to verify instead of the model, if requested or needed; else a list of None."""
+    """Return reduced copies to verify instead of the model, if requested or needed; else [None]."""
     if scaled not in (True, False, "auto"):
         raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:
@@ -379,7 +381,7 @@ def _copies_to_verify(
 
 
 def merge_verifications(verifications: Sequence[Verification]) -> Verification:
-    """Merge the verifications of several copies of one model."""
+    """Merge the verifications of several reduced copies of one model into one result."""
     if len(verifications) == 1:
         return verifications[0]
     wrong = next((one for one in verifications if not one.ok), verifications[0])
@@ -403,7 +405,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise InputError if no parameter has a gradient to compare."""
+    """Raise InputError if no parameter requires a gradient, so that there is none to compare."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"{type(model).__name__} has no parameter that needs a gradient",

@@ -30,7 +30,7 @@ SHARE_FULL_SIZE = 0.75
 """Share of the free memory that the verification of a full-size model may use."""
 
 SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
-"""Limits of a reduced copy, which proves as much: share of the free memory, and bytes."""
+"""Limits of a reduced copy's verification: share of the free memory, and bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Estimate:
 
 
 def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool) -> int:
-    """Return the bytes of the float64 copies of the weights.
+    """Return the bytes that weights take during a verification in float64.
 
     The single device has values and gradients. The ranks have shards and their gradients, once per data-parallel rank.
-    An optimizer adds its state and saved values to restore.
+    With an optimizer, its state and copies of the initial values are added.
     """
     number = sum(p.numel() for p in parameters)
     replicas = 1 if mesh is None else mesh.data_parallel_size
@@ -70,7 +70,7 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
 def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
     """Return the bytes of one forward's activations in float64.
 
-    All of them stay until their backward. Every rank has the values that no axis shards.
+    All activations stay until their backward. A value that is not sharded counts once per rank.
     """
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
@@ -80,7 +80,7 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
 
 
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
-    """Return the time of the matrix products on this machine.
+    """Return the seconds that the matrix products of a verification take on this machine.
 
     The forward runs three times and the backward twice, on a single device and on all ranks together. Both take 6
     operations per weight and token (Kaplan et al. 2020, arXiv:2001.08361, table 1).
@@ -90,7 +90,7 @@ def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
 
 
 def _rate() -> float:
-    """Return the measured float64 operations per second of a small matrix product."""
+    """Measure float64 operations per second with a small matrix product."""
     a = torch.ones(384, 384, dtype=torch.float64)
     a @ a
     start_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Proof of mixed precision: the program with its casts in lock step, against a single-device run.
+"""Proof of mixed precision: the program with its casts, on all ranks, against a single-device run.
 
-`verify` proves the partition in float64, with casts that are identities. This module checks the casts. The model's own
-Python code runs with cast parameters, and gradients flow back to the stored dtype. The program runs with every cast and
-every reduction in its dtype. Both must agree as closely as rounding allows.
+`verify` proves the partition in float64, with casts that are identities. This module checks the casts. On the single
+device, the model's own Python code runs with cast parameters, and gradients flow back to the stored dtype. The program
+runs with every cast and every reduction in its dtype. Both must agree as closely as rounding allows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ between two orders of additions means nothing."""
 
 @dataclass(frozen=True)
 class Rounded:
-    """Difference between the program and the single-device run under a precision.
+    """Differences between the partitioned program and the single-device run under a precision.
 
     Args:
         errors: by name, as `Verification.errors`.
@@ -71,7 +71,7 @@ class Rounded:
 
 
 class SingleDeviceRun:
-    """Single-device run of a copy of a model under a precision, with its trace.
+    """Single-device run of a copy of a model under a precision, with the trace of the copy.
 
     Arguments as in `Reference`.
     """
@@ -101,7 +101,7 @@ class SingleDeviceRun:
             return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
 
     def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:
-        """Compare the program of an arrangement's plan with this run.
+        """Run the program of an arrangement's plan on all ranks, and compare it with this run.
 
         Args:
             in_double: results of the model in float64.
@@ -132,7 +132,7 @@ class _Call(nn.Module):
 
 
 def _in_double(results: Results) -> Results:
-    """Return the results in float64, for comparison."""
+    """Return the results converted to float64, for comparison."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

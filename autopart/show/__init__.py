@@ -1,1 +1,1 @@
-"""Plans for readers: a table, a difference, an HTML page."""
+"""Presentation of plans: a table, the differences of two plans, an HTML page."""

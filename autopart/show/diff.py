@@ -1,4 +1,4 @@
-"""Comparison of two plans by meaning: a layout by pattern equals the same layout by full names.
+"""Comparison of two plans by meaning: a layout by pattern equals the layout given by full names.
 
 Decisions come first (mesh, schedule, layouts, operators, stages), then their consequences (collectives, cost). Pins and
 notes describe how a plan was made and are not compared.
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 WHOLE = "whole"
-"""An operator that is not listed: replicated work."""
+"""Text for an operator without an entry: it is replicated."""
 
 _MOST_ROWS = 30
 
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One difference: the part of the plan, the entry, and its text in the two plans."""
+    """One difference: the section of the plan, the entry in it, and the entry's text in both plans."""
 
     part: str
     what: str
@@ -38,7 +38,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """All differences of two plans; false if there are none. Print it for a table."""
+    """All differences of two plans; it is false if there are none. Print it for a table."""
 
     rows: tuple[DiffRow, ...]
 
@@ -46,7 +46,7 @@ class Difference:
         return bool(self.rows)
 
     def table(self, first: str = "first", second: str = "second") -> ShownText:
-        """Return the differences as a table under the names of the two plans, at most 30 per part."""
+        """Return the differences as a table with a column for each plan, at most 30 rows per section."""
         if not self.rows:
             return ShownText(f"{first} and {second} are the same plan\n")
         parts: dict[str, list[DiffRow]] = defaultdict(list)
@@ -147,7 +147,7 @@ def _operators(a: Plan, b: Plan) -> list[DiffRow]:
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
-    """Return differences by pattern, with block numbers if only some of the blocks differ."""
+    """Return differences of layouts by name pattern, with block numbers if only some blocks differ."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):
@@ -164,13 +164,13 @@ def _by_name(
 
 
 def _pattern(name: str) -> str:
-    """Return the pattern of a parameter, or of an operator without its own name."""
+    """Replace block numbers by `*` in a parameter's name, or in the module path of an operator's name."""
     path, slash, operator = name.rpartition("/")
     return f"{pattern_of(path)}/{operator}" if slash else pattern_of(name)
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
-    """Return the full names that a pattern with one `*` matches, if the stages list them."""
+    """Return the full names that match a pattern with one `*`, if the stages of the plan list the blocks."""
     known = numbers.get(name.partition("*")[0], [])
     return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
 
@@ -180,7 +180,7 @@ def _number(name: str) -> str:
 
 
 def _numbers(plan: Plan) -> dict[str, list[int]]:
-    """Return `{"model.layers.": [0, 1, ...]}` from the blocks of the stages."""
+    """Return the block numbers of each module list in the stages: `{"model.layers.": [0, 1, ...]}`."""
     by_prefix: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.get("blocks", ()):
@@ -206,7 +206,10 @@ def _collectives(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _moved(plan: Plan) -> dict[str, str]:
-    """Return `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: count and bytes sent by one rank."""
+    """Return the count and bytes (sent by one rank) of each kind of collective, as text.
+
+    `{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`
+    """
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in plan.collectives:
         ways = [f"{kind} {way}" for kind, way in ((row.forward, "forward"), (row.backward, "backward")) if kind]

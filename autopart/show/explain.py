@@ -1,6 +1,6 @@
-"""A plan as text: summary, one table of stages and blocks, totals, balance and predicted cost.
+"""A plan as text: summary, one table of stages and blocks, totals, balance of stages, predicted cost.
 
-It reads the plan's data only, so a plan from a file needs no model.
+It is made from the plan's data alone, so a plan from a file needs no model.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or c
 
 
 def explain(plan: Plan) -> str:
-    """Return the plan as text of 80 columns.
+    """Return the plan as text, 80 columns wide.
 
-    Its table of layouts can take 120 columns, and a few more for long module names.
+    Only the table of layouts can be wider: 120 columns, or more for long module names.
 
     Example:
         >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
@@ -88,7 +88,7 @@ def _header(plan: Plan) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    """Return a text on what ZeRO shards over which axes."""
+    """Return, as text, what ZeRO shards and over which axes."""
     mesh, ahead = plan.mesh_object(), plan.prefetch
     parts = [[part for part in mesh_axes_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
     over = " and ".join(map(" x ".join, parts))
@@ -100,13 +100,16 @@ def _zero(plan: Plan) -> str:
 
 
 def _sends(plan: Plan) -> str:
-    """Return a text on how values are sent between stages; "" if they are sent in full."""
+    """Return, as text, how values are sent between stages; "" if each is sent in full."""
     axes = ",".join(plan.mesh_object().chosen)
     return f"in parts: each rank of {axes} sends one, and the next stage gathers them" if plan.scatter_sends else ""
 
 
 def _pins(pins: Mapping[str, Any]) -> str:
-    """Return `model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`."""
+    """Return the pins as text.
+
+    `model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`
+    """
     layouts = [f"{name} {' '.join(f'{a}:{p}' for a, p in at.items())}" for name, at in pins.items() if name != "stages"]
     stages = pins.get("stages", {})
     cuts = [f"cut before {name}" for name in stages.get("cut_before", ())]
@@ -114,7 +117,7 @@ def _pins(pins: Mapping[str, Any]) -> str:
 
 
 def _count(number: int) -> str:
-    """Return `6,738,415,616 (6.74 billion)`."""
+    """Return a large number as text: `6,738,415,616 (6.74 billion)`."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number:,} ({number / size:.3g} {word})"
@@ -122,7 +125,7 @@ def _count(number: int) -> str:
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:
-    """Return `label    text` lines, wrapped."""
+    """Return lines of the form `label    text`, wrapped."""
     return "\n".join(
         textwrap.fill(
             text,
@@ -158,7 +161,7 @@ def _totals(plan: Plan) -> str:
 
 
 def _unsharded(plan: Plan) -> str:
-    """Return one entry per kind of replicated operator, with a rule that could shard it."""
+    """Return one entry per kind of replicated operator, each with a suggested rule that could shard it."""
     if not plan.unsharded:
         return ""
     lines = ["run whole on every rank"]
@@ -176,7 +179,7 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    """Return text on the objective of the solved layouts, and on the proven gap to the optimum."""
+    """Return, as text, the solver's cost of the layouts, and the proven gap to the cheapest layouts."""
     cost = plan.cost
     if "work_share" not in cost:
         return ""
@@ -234,7 +237,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _uneven(plan: Plan) -> str:
-    """Return text on the expert load that memory is predicted for, and on the memory of the worst load."""
+    """Return, as text, the expert load that memory is predicted for, and the memory at the worst load."""
     if "worst_memory_bytes" not in plan.cost:
         return ""
     of = f"the fullest rank has {plan.balance:g} times the mean" if plan.balance > 1 else "all ranks have as many"
@@ -248,7 +251,7 @@ def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cost(plan: Plan) -> str:
-    """Return the predicted step from `Plan.cost` alone: the figures of `autopart.simulate`."""
+    """Return the predicted step as text, from the figures in `Plan.cost`."""
     cost = plan.cost
     if "step_time_s" not in cost:
         return ""
@@ -274,7 +277,7 @@ def _cost(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of the table; texts can have several lines."""
+    """One row of the table. The text of a cell can have several lines."""
 
     block: str = ""
     layout: tuple[str, ...] = ()
@@ -288,7 +291,7 @@ Group = tuple[str, list[_Line]]
 
 
 def _stage_groups(plan: Plan) -> list[Group]:
-    """Return one group of rows per stage; for a plan without blocks, one group for all modules."""
+    """Return one group of rows per stage, or, for a plan without blocks, one group of all modules."""
     if not any(stage.get("blocks") for stage in plan.stages):
         return [("all", _module_lines(plan))]
     weights = _weights_by_block(plan, {block["block"] for stage in plan.stages for block in stage.get("blocks", ())})
@@ -299,10 +302,10 @@ def _stage_groups(plan: Plan) -> list[Group]:
 def _stage_lines(
     plan: Plan, stage: Mapping[str, Any], weights: Mapping[str, list[str]], shown: dict[str, int]
 ) -> list[_Line]:
-    """Return the rows of a stage, with repeated layers under one heading.
+    """Return the rows of a stage. Repeated layers share one heading.
 
     Args:
-        shown: {block: the stage in which its layout was printed}; later stages refer to it.
+        shown: {block: number of the stage in which its layout was printed}. Later stages refer to that stage.
     """
     lines = [
         _collective_line(f"(receives {c.count} value{'s' * (c.count > 1)})", c)
@@ -337,8 +340,8 @@ def _block_line(
     """Return the row of a block.
 
     Args:
-        layers: the layers of the heading above it.
-        before: the stage in which its layout was printed.
+        layers: the layers in the heading of the row.
+        before: number of an earlier stage that shows the block's layout.
     """
     name = block["block"] or "(model)"
     if layers:
@@ -358,7 +361,7 @@ def _block_line(
 
 
 def _layers_of(name: str) -> str:
-    """Return `model.layers.*` for `model.layers.*.mlp`; "" for a block that is not repeated."""
+    """Return a block's repeated layer: `model.layers.*` for `model.layers.*.mlp`; "" if there is none."""
     parts = name.split(".")
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
 
@@ -377,7 +380,7 @@ def _collective_line(name: str, row: Collective) -> _Line:
 
 
 def _module_lines(plan: Plan) -> list[_Line]:
-    """Return the modules with weights or collectives of all stages, for plans without blocks."""
+    """Return one row for each module that has weights or collectives, for plans without blocks."""
     moved: dict[str, list[Collective]] = {}
     for row in plan.collectives:
         if row.per == "microbatch":
@@ -397,15 +400,15 @@ def _module_lines(plan: Plan) -> list[_Line]:
 
 
 def _step_group(plan: Plan) -> Group:
-    """Return the communication that happens once a step."""
+    """Return the rows of collectives that run once per step, such as gradient reduction."""
     return "step", [_collective_line(f"({c.where})", c) for c in plan.collectives if c.per == "step"]
 
 
 def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
-    """Return `{block: ["c_attn.weight S(1; sections=3)", ...]}`.
+    """Return each block's weights and layouts: `{block: ["c_attn.weight S(1; sections=3)", ...]}`.
 
-    A parameter belongs to the block with the longest name above it. Weights with one layout share a line; replicated
-    ones come last.
+    A parameter belongs to the block with the longest name that contains it. Weights with equal layouts share a line;
+    replicated ones come last.
     """
     by_block: dict[str, dict[str, list[str]]] = {}
     for name in plan.parameters:
@@ -423,7 +426,7 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 
 def _layout_text(plan: Plan, name: str) -> str:
-    """Return `S(0)` for `tp`, or `dp:S(1) tp:S(0)` if a plan also places parameters on other axes."""
+    """Return a layout as text: `S(0)` for `tp`, or `dp:S(1) tp:S(0)` if the plan uses other axes too."""
     tensor_axis = Mesh({}, plan.axes).tensor_axis
     used_axes = {axis for entry in plan.parameters.values() for axis in entry}
     joined = sorted(used_axes - set(plan.mesh))
@@ -435,7 +438,7 @@ def _layout_text(plan: Plan, name: str) -> str:
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """Return the groups under one heading, separated by lines. Layouts are wrapped to the remaining width."""
+    """Return the groups of rows as one table. Layouts are wrapped to the width that other columns leave."""
     rows = [
         [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
         for label, lines in groups
@@ -458,7 +461,7 @@ def _table(groups: Sequence[Group]) -> str:
 
 
 def _wrap_layout(text: str, width: int) -> list[str]:
-    """Wrap a long list of weights to indented lines, without a break inside a placement."""
+    """Wrap a long list of weights into indented lines, without a break inside a placement."""
     lines = []
     for line in text.split("\n"):
         kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 WIDTH, ROW, GAP = 1000, 22, 4
-"""Pixels of a drawing, of a line in it, and between two lines."""
+"""Pixels: width of a drawing, height of a row in it, and gap between rows."""
 
 MOST = 4000
-"""Actions of a timeline that are drawn: of longer steps the first ones."""
+"""Maximum number of actions of a timeline that are drawn; later ones are left out."""
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b", "sums": "#54a24b", "optimizer": "#b279a2"}
 KINDS = dict(zip(MEMORY_KINDS, ("#4c78a8", "#f58518", "#b279a2", "#9d755d", "#bab0ac", "#54a24b", "#eeca3b", "#e45756",
@@ -92,7 +92,7 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _timeline(simulation: Simulation) -> str:
-    """Return one line for every `pp` coordinate: its actions, then its work at the end of the step."""
+    """Return one line for every `pp` coordinate: its actions, gradient reduction and optimizer step."""
     timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
     each = max(1, MOST // len(timeline.spans))
     boxes = []
@@ -113,9 +113,9 @@ def _timeline(simulation: Simulation) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Return one line of memory by kind for the fullest rank at every `pp` coordinate.
+    """Return, for every `pp` coordinate, one line with the memory of its fullest rank by kind.
 
-    Kinds can peak at different times.
+    Kinds can peak at different times, so that their sum can exceed the peak.
     """
     sums = [sum(row.get(kind, 0) for kind in MEMORY_KINDS) for row in plan.memory]
     scale = WIDTH / max([*sums, 1])

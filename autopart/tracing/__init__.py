@@ -1,1 +1,1 @@
-"""Tracing: from a model and one call to a flat graph, with `torch.export`."""
+"""Tracing: convert a model and one example call to a flat graph, with `torch.export`."""

@@ -1,4 +1,4 @@
-"""Keys of calls: calls with one key share one trace."""
+"""Cache keys of calls: calls with equal keys share one trace."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """A dictionary that keeps the `size` most recently used entries.
-
-    `find` chooses one of several entries of a key.
+    """Cache that keeps the `size` most recently used entries (LRU). A key can have several entries.
 
     >>> recent = Recent(2)
     >>> for key in "abac": recent.get(key, key.upper)
@@ -57,7 +55,7 @@ class Recent(Generic[Made]):
         return sum(map(len, self._entries.values()))
 
     def find(self, key: Hashable, fits: Callable[[Made], bool]) -> Made | None:
-        """Return the entry of a key that fits, if there is one."""
+        """Return the first entry of a key for which a test is true; None if there is none."""
         entries = self._entries.get(key, [])
         for place, entry in enumerate(entries):
             if fits(entry):
@@ -68,7 +66,7 @@ class Recent(Generic[Made]):
         return None
 
     def add(self, key: Hashable, entry: Made) -> Made:
-        """Add an entry as the first of its key."""
+        """Add an entry to a key, before the key's other entries."""
         while len(self) >= self.size:
             self._drop_oldest()
         self._entries.setdefault(key, []).insert(0, entry)
@@ -76,7 +74,7 @@ class Recent(Generic[Made]):
         return entry
 
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return the entry of a key. Makes it if there is none."""
+        """Return the entry of a key; create it if the key has none."""
         if key not in self._entries:
             return self.add(key, make())
         self._entries.move_to_end(key)
@@ -102,11 +100,11 @@ class Recent(Generic[Made]):
 def call_key(
     arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
 ) -> Hashable:
-    """Return the key of a call: metadata of its inputs, options, autocast, mode and loss.
+    """Return the cache key of a call: input metadata, options, autocast, train/eval mode, loss function.
 
     Args:
         call: `arguments` flattened.
-        numbers: include the values of numbers, not only their types.
+        numbers: include the values of Python numbers, not only their types.
     """
     tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
@@ -115,7 +113,7 @@ def call_key(
 
 
 def _value_key(value: Any, numbers: bool) -> Hashable:
-    """Return a key that is equal for values that a trace cannot distinguish.
+    """Return a comparison key of an argument, equal only if a trace would be equal.
 
     An object that is not plain data equals only itself.
     """
@@ -129,9 +127,9 @@ def _value_key(value: Any, numbers: bool) -> Hashable:
 
 
 def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
-    """Return the key of a function.
+    """Return a comparison key of a function: its code, defaults and closure.
 
-    A lambda defined again in every step has equal code, defaults and closure.
+    So a lambda that is defined again in every step keeps its key.
     """
     if isinstance(function, types.MethodType):
         return _function_key(function.__func__, numbers), Same(function.__self__)
@@ -149,7 +147,7 @@ def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashabl
 
 
 def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
-    """Return `input_ids i64[8,12], labels i64[8,12]`."""
+    """Return the inputs of a call as text: `input_ids i64[8,12], labels i64[8,12]`."""
     return ", ".join(
         f"{name} {DTYPE_NAMES.get(t.dtype, t.dtype)}[{','.join(map(str, t.shape))}]"
         for name, t in zip(names, tensors, strict=True)
@@ -157,7 +155,7 @@ def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
 
 
 def warn_of_many(number: int, seconds: float) -> None:
-    """Warn once when so many calls were traced that this is probably unintended."""
+    """Warn, once per model, that a suspiciously large number of different calls was traced."""
     if number == MANY_CALLS:
         warnings.warn(
             f"autopart has traced {number} calls that differ in shapes, options or loss function; each new one takes "
@@ -167,7 +165,7 @@ def warn_of_many(number: int, seconds: float) -> None:
 
 
 def warn_of_copies(rows: int, mesh: Mesh) -> None:
-    """Warn that data parallelism has no effect for a batch."""
+    """Warn that every data rank computes the full batch, because the batch size does not divide over them."""
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(

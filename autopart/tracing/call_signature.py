@@ -1,4 +1,4 @@
-"""Wrapper of a model for a trace: its inputs are only the tensors of a call."""
+"""Wrapper of a model for one trace: it has only the call's tensors as inputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ PREFIX = "model."
 
 
 class ExportEntry(nn.Module):
-    """A model with all arguments of one call fixed but the tensors; options can be of any type.
+    """Module that calls a model with fixed arguments, except the tensors.
 
-    Inputs are named as in `tensor_names`; outputs are the model's. `autocast`: the autocast state of the call.
-    `state`: the side effects of forward.
+    Other arguments can be of any type.
+
+    Its inputs are named by `tensor_names`; its outputs are the model's. `autocast`: the autocast state of the call.
+    `state`: recorder of the forward's side effects.
     """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
@@ -56,7 +58,7 @@ class ExportEntry(nn.Module):
         self.tensor_names = tensor_names(names)
 
     def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `function.apply(*args, **kwargs)` in a trace. `apply` is torch's own."""
+        """Trace `function.apply(*args, **kwargs)` of an autograd.Function. `apply` is torch's own function."""
         if function is CheckpointFunction:
             return self.checkpoints.apply(apply, function, args, kwargs)
         return apply_as_operator(apply, function, args, kwargs, self.semantics.spend)
@@ -96,7 +98,7 @@ class ExportEntry(nn.Module):
 
 
 def tensor_names(names: Sequence[str]) -> list[str]:
-    """Return one name per input tensor; a name with a dot (`pair.0`) is changed."""
+    """Return one Python identifier per input tensor: dots, as in `pair.0`, are replaced."""
     plain: list[str] = []
     for name in names:
         new = name.replace(".", "_")
@@ -105,9 +107,9 @@ def tensor_names(names: Sequence[str]) -> list[str]:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses with tensors in a value as pytree nodes.
+    """Register the dataclasses in a value that contain tensors as pytree nodes.
 
-    Registered classes stay as they are.
+    Classes that are registered already do not change.
     """
     for leaf in tree_flatten(value)[0]:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):

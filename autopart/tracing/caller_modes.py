@@ -15,17 +15,17 @@ from autopart.compat.torch_internals import tree_map
 
 @contextmanager
 def isolated_trace() -> Iterator[None]:
-    """Leave inference mode, and disable the caller's saved-tensor hooks.
+    """Leave inference mode, and disable the caller's saved-tensor hooks, inside a `with` block.
 
-    `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves other tensors than the call
-    itself.
+    `torch.utils.checkpoint` counts the tensors that autograd saves while its function runs. Tracing inside it would
+    change this number.
     """
     with torch.inference_mode(False), without_saved_tensors_hooks():
         yield
 
 
 def without_inference(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with copies of the tensors that were made in inference mode."""
+    """Return the arguments, with tensors that were created in inference mode replaced by copies."""
     with torch.inference_mode(False):
         return dict(tree_map(_normal, dict(arguments)))
 

@@ -1,4 +1,4 @@
-"""Mixed precision in a trace: the model with parameters in the compute dtype."""
+"""Mixed precision in a trace: the model runs with its parameters in the compute dtype."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autopart.tracing.with_loss import users_model
 
 @contextmanager
 def compute_dtype_context(model: nn.Module, precision: Precision | None, kept: Collection[str] = ()) -> Iterator[None]:
-    """Give the parameters of a model the compute dtype, for a `with` block.
+    """Cast the parameters of a model to the compute dtype in a `with` block; restore them at its end.
 
-    Floating-point inputs of the model are cast to it, and outputs to float32. Afterwards the model is unchanged.
+    Floating-point inputs of the model are cast to this dtype, and its outputs to float32.
 
     Args:
-        kept: parameters that keep their dtype, because a forward writes them.
-    Raises OptionError if nothing can be cast, or `torch.autocast` is on.
+        kept: parameters that keep their dtype, because the forward writes them.
+    Raises OptionError if no parameter can be cast, or if `torch.autocast` is enabled.
     """
     if precision is None:
         yield
@@ -63,10 +63,10 @@ def cast_at_boundary(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def check_precision(model: nn.Module, precision: Precision) -> None:
-    """Raise OptionError if a model cannot be computed in another precision."""
+    """Raise OptionError if a model has no floating-point parameter, or if `torch.autocast` is enabled."""
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise OptionError(
-            f"precision='{precision.name}' finds nothing to cast",
+            f"precision='{precision.name}' has nothing to cast",
             why=f"{type(model).__name__} has no floating-point parameter", hint="leave precision out",
         )  # fmt: skip
     device = next(model.parameters()).device
@@ -81,7 +81,7 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str, ...]:
-    """Return a note of the parameters that are not cast."""
+    """Return a note that lists the complex parameters, which are not cast; nothing if there are none."""
     if precision is None:
         return ()
     kept = [f"'{name}'" for name, parameter in users_model(model).named_parameters() if parameter.is_complex()]
@@ -90,7 +90,7 @@ def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str,
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value in another dtype; for a parameter without memory, one without memory."""
+    """Cast a tensor. A parameter without memory becomes another one without memory."""
     if value.is_meta or value.untyped_storage().nbytes() or not value.numel():
         return value.to(dtype)
     form = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)

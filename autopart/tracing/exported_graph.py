@@ -54,10 +54,10 @@ def functional(program: Any) -> Any:
 
 
 def inline_regions(module: Any) -> None:
-    """Inline the bodies of `no_grad` and autocast regions.
+    """Replace each `no_grad` and autocast region by the operators in its body.
 
-    `EagerSemantics` has written the meaning of the grad mode into the bodies already. Autocast is entered and left by
-    calls, which `run_decompositions` turns into casts.
+    `EagerSemantics` has already written the effect of grad mode into the bodies. Autocast is entered and left by calls,
+    which `run_decompositions` replaces by casts.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -95,7 +95,7 @@ def drop_checks(graph: fx.Graph) -> None:
 
 
 def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocast: Any) -> Any:
-    """Copy the calls of a region's body, and return its outputs."""
+    """Copy the calls of a region's body into the graph, and return the copies of its outputs."""
     enter, leave = AUTOCAST
     opened = graph.call_function(enter, autocast) if autocast is not None else None
     outputs = graph.graph_copy(body.graph, values)
@@ -105,9 +105,9 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Make all uses of a tied buffer or parameter use its first name.
+    """Replace all names of a tied buffer or parameter by its first name.
 
-    Otherwise torch cannot functionalize writes to it.
+    Otherwise torch cannot functionalize in-place writes to it.
     """
     first: dict[int, fx.Node] = {}
     signature = program.graph_signature
@@ -132,7 +132,7 @@ def _written_out(node: fx.Node) -> bool:
 
 
 def _is_no_operator(node: fx.Node) -> bool:
-    """Return True for a call that enters or leaves a mode of operators: autocast, vmap."""
+    """Return True for a call that enters or leaves a mode such as autocast or vmap, instead of computing."""
     known = is_operator(node.target) or node.target is operator.getitem
     return node.op == "call_function" and not known
 
@@ -155,8 +155,9 @@ def own_graph(
 ) -> fx.Graph:
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
-    Inputs stay placeholders. `attributes`: {placeholder: name of its tensor in the model}. `parameters`: the
-    placeholders of parameters.
+    Args:
+        attributes: {placeholder: name of its tensor in the model}. Inputs are not in it and stay placeholders.
+        parameters: the placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
@@ -194,7 +195,7 @@ def own_graph(
 
 
 def record_origin(node: fx.Node) -> None:
-    """Record the origin of a node in the user's modules and lines."""
+    """Convert a node's module stack and stack trace to the user's module paths and source lines."""
     inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
     facts(node)["nn_module_stack"] = {
         key: (path.removeprefix(PREFIX) if path != PREFIX[:-1] else "", kind) for key, (path, kind) in inside
@@ -205,17 +206,17 @@ def record_origin(node: fx.Node) -> None:
 
 @lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
-    """Return a stack trace without the frames of torch and autopart."""
+    """Return a stack trace that contains only frames of the user's code, not of torch and autopart."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
     users_frames = [f for f in frames if "/torch/" not in f]
     return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
-    """Split the outputs: the model's own first, then new values of buffers and parameters.
+    """Split an exported program's outputs: the model's, then new values of buffers and parameters.
 
     Args:
-        users_name: maps a tensor's name in the exported program to the user's.
+        users_name: maps a tensor's name in the exported program to the user's name.
     """
     output = graph.output_node()
     kept: list[Any] = []
@@ -237,7 +238,7 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Call
 
 
 def _detached(update: fx.Node) -> fx.Node:
-    """Detach the new value of a buffer from autograd, because a buffer outlives the backward."""
+    """Detach a buffer's new value from autograd, because the buffer outlives the backward of its step."""
     if update.op != "call_function" or not is_floating(update):
         return update
     with update.graph.inserting_after(update):

@@ -1,8 +1,8 @@
-"""Check that a trace gives every parameter and input the gradient that the model gives it.
+"""Check that a traced graph and the model give gradients to the same parameters and inputs.
 
 The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows which
-parameters the outputs and the loss depend on; so does the trace's graph. If the two differ, both are differentiated,
-and the sets of tensors that get a gradient must be equal.
+parameters the outputs and the loss depend on. The traced graph shows the same for the trace. If the two differ, both
+are differentiated, and the sets of tensors that get a gradient must be equal.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _CUTS = "aten::detach", "aten::detach_copy"
 
 @dataclass(frozen=True)
 class _GradientRun:
-    """A run of a model or of its graph: flat outputs, and tensors that can need a gradient."""
+    """Result of running a model or its traced graph: flat outputs, and tensors that can get a gradient."""
 
     outputs: Sequence[Any]
     leaves: Mapping[int, str]
     tensors: Mapping[str, Tensor]
 
     def reached(self, outputs: Sequence[Any]) -> set[str]:
-        """Return the names that some outputs depend on, by autograd's graph."""
+        """Return the names of parameters and inputs that these outputs depend on, by autograd's graph."""
         names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
         todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
         seen = set(todo)
@@ -60,7 +60,7 @@ class _GradientRun:
         return names
 
     def with_gradient(self, outputs: Sequence[Any], names: set[str]) -> set[str]:
-        """Return the names that get a gradient when these outputs are differentiated."""
+        """Differentiate these outputs, and return the names of parameters and inputs that get a gradient."""
         differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
         if not differentiable or not names:
             return set()
@@ -74,10 +74,11 @@ class _GradientRun:
 def with_gradients_checked(
     model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None
 ) -> Trace:
-    """Return the trace, after a check that every parameter gets the same gradient in it as in the model.
+    """Check that a trace and its model give gradients to the same parameters. Return the trace.
 
-    Also records the model's own checkpoints, which a trace with repeated blocks can miss, and a note if the model does
-    not run on meta tensors and nothing was compared. Raises TraceError if a gradient is lost, or extra.
+    Also records the modules that the model checkpoints, which a trace with repeated blocks can miss. Adds a note if the
+    model does not run on meta tensors, so that nothing was compared. Raises TraceError if the trace loses or adds a
+    gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
@@ -105,7 +106,7 @@ def with_gradients_checked(
 
 
 def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
-    """Return the model's result for its call, by its own Python."""
+    """Run the model's own Python on its call, and return the result."""
     weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
 
     def apply(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -119,7 +120,7 @@ def _call(entry: ExportEntry, stands_for: Mapping[int, Tensor], inputs: Sequence
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return every position of a parameter or buffer: a tied one once per module that has it."""
+    """Yield (name, tensor) for all parameters and buffers of all modules, tied tensors under every name."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -129,7 +130,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _compare(
     name: str, eager: _GradientRun, traced: Trace, device: torch.device, inputs: Sequence[Tensor], loss: fx.Node | None
 ) -> None:
-    """Raise TraceError for the first parameters whose dependence differs between trace and model."""
+    """Raise TraceError for the first parameters that get a gradient in only one of trace and model."""
     outputs = list(traced.graph.output_node().args[0])
     reached = _static(traced)
     graph: _GradientRun | None = None
@@ -150,7 +151,7 @@ def _compare(
 
 
 def _static(traced: Trace) -> dict[fx.Node, set[str]]:
-    """Return {node: names of the trained parameters and inputs to which its gradient flows}."""
+    """Map each node to the names of trained parameters and inputs that its gradient flows to."""
     reached: dict[fx.Node, set[str]] = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
@@ -168,7 +169,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
-    """Run the trace's graph as the model was run, in the precision of the graph."""
+    """Run the traced graph on meta tensors, as the model was run, in the precision of the graph."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device):
@@ -187,9 +188,9 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
     what = f"the trace of {name} loses the gradient of {names}"
-    why = "the model itself gives a gradient there, and what was traced of it does not"
+    why = "the model gives them a gradient, and its trace does not"
     if not lost:
         what = f"the trace of {name} gives a gradient to {names}"
-        why = "the model itself gives none there"
+        why = "the model gives them none"
     return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
                       hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip

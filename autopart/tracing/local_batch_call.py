@@ -1,4 +1,4 @@
-"""Calls with local batches: the call of one rank, and the global call that it is a part of."""
+"""Calls with `local_batch`: the call of one data rank, and the global call that contains it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from autopart.ir.trace import Call
 
 
 def num_rows(call: Call) -> int:
-    """Return the batch size: the first dim of most inputs; 0 if none has dims."""
+    """Return the batch size: the most frequent first dim of the inputs; 0 if no input has dims."""
     sizes = [tensor.size(0) for tensor in call.tensors if tensor.dim()]
     return max(sizes, key=sizes.count, default=0)
 
 
 def are_rows(call: Call) -> list[bool]:
-    """Return for every input whether its first dim is the batch."""
+    """Return, for each input tensor, True if its first dim is the batch."""
     rows = num_rows(call)
     return [_is_rows(tensor, rows) for tensor in call.tensors]
 
 
 def all_ranks_call(arguments: Mapping[str, Any], call: Call, num_data_ranks: int) -> dict[str, Any]:
-    """Return arguments with the shapes of the call of all data ranks. `call` is `arguments` flattened.
+    """Return the arguments of the global call: this rank's samples, repeated once per data rank.
 
-    A trace reads no values, so the samples of this rank stand for those of other ranks.
+    A trace reads only shapes, so the repeated samples can represent those of other ranks. `call` is `arguments`
+    flattened.
     """
     rows = num_rows(call)
 

@@ -1,8 +1,8 @@
-"""Copies of a model without parameter values, for later traces after the parameters were sharded.
+"""Copies of a model without parameter values, for traces after the parameters were sharded.
 
 While the user's own code keeps the model, the model itself is traced. When the user drops it, its memory is freed and
-the copy takes its place: the same modules and buffers, and sharded parameters with a shape and a device but no memory.
-(Parameters on the meta device would not work with the buffers in a trace.)
+the copy is traced instead. The copy has equal modules and buffers; its sharded parameters have a shape and a device but
+no memory. (Parameters on the meta device could not be mixed with the buffers in a trace.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class Source:
-    """The user's model: kept alive until its parameters are sharded, then only if the user keeps it."""
+    """The model that later calls are traced from: the user's model, or its copy without parameter values.
+
+    The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it.
+    """
 
     def __init__(self, model: nn.Module):
         self._held: nn.Module | None = model
@@ -35,12 +38,15 @@ class Source:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, or its copy once it is gone."""
+        """The user's model, or its copy if the user's model was freed."""
         known = (self._held, self._own(), self._skeleton)
         return next(model for model in known if model is not None)
 
     def let_go(self, cut: Collection[str]) -> None:
-        """Drop the values of these parameters. Warns, and keeps the model, if it has no copy."""
+        """Replace the model by a copy without the values of the named parameters, so that it can be freed.
+
+        If the model cannot be copied, warns and keeps the model.
+        """
         try:
             self._skeleton = meta_copy_of(self.model, cut)
             self._held = None
@@ -53,14 +59,14 @@ class Source:
 
 
 class CannotCopy(Exception):
-    """The reason why a model cannot be copied without its parameters."""
+    """Raised, with the reason, if a model cannot be copied without its parameter values."""
 
 
 def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a model in which `shared` replaces the objects with these ids.
+    """Deep-copy a model. `shared`: {id of an object of the model: its object in the copy}.
 
-    Objects that cannot be copied are shared: functions of TorchScript, locks, open files. A tensor that was computed
-    with a gradient is copied by value.
+    Objects that cannot be copied are shared with the model: TorchScript functions, locks, open files. A tensor that was
+    computed with a gradient is copied by value.
     """
     for thing in _reachable(model):
         if _is_tensor(thing) and thing.requires_grad and not thing.is_leaf:
@@ -83,7 +89,7 @@ def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor has values: it is not on the meta device and not a parameter of a copy."""
+    """Return True if a tensor has values: it is not on meta, and not an empty parameter of a meta copy."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return not tensor.is_meta
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
@@ -117,7 +123,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return the replacements of a model's tensors in its copy, and the tensors it must not refer to."""
+    """Return two dicts by object id: replacements in the copy, and objects that it must not reference."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -148,14 +154,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _named(model: nn.Module) -> list[tuple[str, int]]:
-    """Return all names of parameters and buffers; tied ones have the same number."""
+    """Return (name, number) of all parameters and buffers. All names of a tied tensor have one number."""
     first: dict[int, int] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(id(tensor), number)) for number, (name, tensor) in enumerate(tensors)]
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """Return the objects that an object refers to: attributes, entries, and the closures of functions."""
+    """Return the objects that an object references: attributes, container entries, closures of functions."""
     seen: set[int] = set()
     todo = [root]
     while todo:

@@ -1,4 +1,4 @@
-"""Checks, before a call, that a model can be traced at all."""
+"""Checks that a model can be traced, made before its first trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autopart.errors import Refusal, TraceError
 
 
 def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Initialize the lazy modules of a model as its first call does, without other effects of a call.
+    """Initialize the lazy modules of a model as its first call would, without side effects of that call.
 
-    A copy of the model is called. Each lazy module is then initialized for the inputs of its copy, in that order.
-    Raises TraceError if the call fails.
+    A copy of the model is called. Each lazy module of the model is then initialized with the inputs that its copy got,
+    in the order of these calls. Raises TraceError if the call fails.
     """
     paths = [path for path, module in model.named_modules() if _is_lazy(module)]
     if not paths:
@@ -58,7 +58,7 @@ def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for an object that is no nn.Module, or has a part without Python code or shapes."""
+    """Raise TraceError for an object that is no nn.Module, or has TorchScript or lazy parts."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise TraceError for hooks on gradients, which a trace of the forward does not see."""
+    """Raise TraceError for backward hooks of modules, which a trace of the forward does not record."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(

@@ -1,4 +1,4 @@
-"""Sparse tensors of a model: only buffers, which every rank has in full, can be sparse."""
+"""Sparse tensors of a model: supported only as buffers, which every rank has in full."""
 
 from __future__ import annotations
 

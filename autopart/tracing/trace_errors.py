@@ -1,4 +1,4 @@
-"""Errors of a trace in the user's terms: line, module, value and hint."""
+"""Errors of a failed trace, in the user's terms: source line, module, value and hint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.par
 
 
 class LostInTrace(Exception):
-    """Raised for code in a forward whose effect a trace would lose, with the running line."""
+    """Raised, with the source line, for code in a forward whose effect would be missing from the trace."""
 
     def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
@@ -29,7 +29,7 @@ class LostInTrace(Exception):
 
 
 class _KnownFailure(NamedTuple):
-    """A message of torch (a regular expression), and its explanation for the user."""
+    """A pattern (regular expression) of a torch error message, with the explanation that the user gets."""
 
     refusal: Refusal
     pattern: str
@@ -39,7 +39,7 @@ class _KnownFailure(NamedTuple):
 
 _KINDS = (
     _KnownFailure(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
-          "numpy computes outside of the graph", "the same in torch operations, or before the call"),
+          "numpy computes outside of the graph", "the same computation in torch, or before the call"),
     _KnownFailure(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     _KnownFailure(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
@@ -57,7 +57,7 @@ _KINDS = (
     _KnownFailure(Refusal.PART, r"Unable to cast NotImplemented to Tensor|NestedTensor|nested_tensor",
           "a nested (jagged) tensor has no dense values", "padded rows and a mask"),
     _KnownFailure(Refusal.REGION, r"[Hh]igher.order op",
-          "while_loop, scan and the like hold parts of the model that cannot be cut",
+          "while_loop, scan and the like contain parts of the model, which cannot be sharded",
           "torch.where and plain operations, or parallelize the modules inside"),
     _KnownFailure(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",
@@ -69,7 +69,7 @@ _OUT_OF_MEMORY = r"out of memory|[Cc]annot allocate memory|can't allocate memory
 
 
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
-    """Return the error for the user.
+    """Convert an exception of torch.export to the error that the user gets.
 
     `origin`: text of the values from which the last data-dependent condition was computed.
     """
@@ -101,7 +101,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
         what = f"{name} fails in its own forward, or in its trace"
-        hint = "call the model itself with this example; where it works, plain operations here"
+        hint = "call the model itself with this example; if that works, use plain operations on this line"
         return TraceError(what, why=why, where=where, hint=hint)
     hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
     return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
@@ -143,7 +143,7 @@ def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
 
 
 def _innermost(error: Exception) -> tuple[FrameType | None, int]:
-    """Return the innermost frame below the model's call that belongs to the user, and its line."""
+    """Return the innermost frame of the user's code inside the model's call, and its source line."""
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("call_signature.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
@@ -159,7 +159,7 @@ def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
 
 
 def path_of_frame(frame: FrameType | None, model: nn.Module) -> str:
-    """Return the path of the module whose code runs in a frame, or around it."""
+    """Return the path of the innermost module whose forward a frame runs, directly or through functions."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

@@ -1,7 +1,7 @@
-"""Trace of a model: from an example call to a flat `torch.fx` graph of functional operators.
+"""Trace of a model: convert an example call to a flat `torch.fx` graph of functional operators.
 
-`trace` uses `torch.export` (non-strict): the model's own Python runs once on fake tensors. Every node keeps the user's
-source line and module path. Parameters and buffers are `get_attr` nodes under their own names.
+`trace` uses `torch.export` (non-strict): the model's own Python runs once on fake tensors. Every node has the user's
+source line and module path. Parameters and buffers are `get_attr` nodes under their names in the model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 def bind_next_call(
     model: nn.Module, signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Bind a call like `bind_call`, for a model that was traced before; does not check its modules again."""
+    """Bind a call of a model that was traced before: like `bind_call`, without checking its modules again."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -90,7 +90,7 @@ def bind_next_call(
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """Return True if a model can return a key/value cache, itself or by forwarding arguments (peft)."""
+    """Return True if a model, or one that it wraps (as peft does), can return a key/value cache."""
     hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
     return _NO_CACHE in signature.parameters or (hands_on and configured)
@@ -101,7 +101,7 @@ def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
 
 
 def flatten_call(arguments: Mapping[str, Any]) -> Call:
-    """Split the arguments into tensors (inputs) and everything else (options)."""
+    """Split the arguments of a call into tensors (the inputs) and all other values (the options)."""
     leaves = leaves_with_names(arguments)
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     options = {name: leaf for name, leaf in leaves if not isinstance(leaf, torch.Tensor)}
@@ -110,24 +110,24 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
 
 
 def check_values(call: Call) -> None:
-    """Raise InputError if an input of a call that computes is on the meta device."""
+    """Raise InputError if an input of a call that will run is on the meta device."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta:
             raise InputError(
-                f"the input '{name}' is on meta", why="it has a shape and no values to compute with",
-                hint=f"a tensor with values, of shape {list(tensor.shape)}; a plan alone needs none, on meta",
+                f"the input '{name}' is on meta", why="it has a shape, but no values to compute with",
+                hint=f"a tensor with values, of shape {list(tensor.shape)}; only plan() accepts inputs on meta",
             )  # fmt: skip
 
 
 def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
-    """Trace `model(**arguments)`.
+    """Trace `model(**arguments)` and return its graph, parameters and buffers.
 
     Args:
         model: any module; its parameters can be on `meta`.
         arguments: the call by name, from `bind_call`.
-        written: frozen parameters that another call writes; they are buffers of this call, too.
+        written: frozen parameters that another call writes. They become buffers in this trace, too.
     Raises:
-        TraceError: the model cannot be traced, with the user's line and a hint.
+        TraceError: the model cannot be traced. It has the user's line and a hint.
     """
     device = device_of_weights(model)
     call = flatten_call(arguments)
@@ -159,8 +159,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_bounded_sizes(traced.graph, list(entry.semantics.skipped.lines))
-    passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
-    both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
+    passed = [f"the program does not contain a check of values: {text}" for text in entry.semantics.passed]
+    both = ["both branches of torch.cond are computed, and the condition selects the result"] * entry.semantics.both
     notes = (
         *traced.notes,
         *passed,
@@ -179,7 +179,10 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program, traced again with torch's generator if Python's random numbers affect it."""
+    """Return the program.
+
+    If Python's random numbers affect it, trace again with torch's generator in their place.
+    """
 
     def check(program: Any) -> None:
         check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
@@ -198,7 +201,7 @@ def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program
 
 
 def _export(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> Any:
-    """Return the exported program without nested regions. Repeated blocks are traced once if possible."""
+    """Run torch.export, tracing repeated blocks once if possible, and inline nested regions."""
     while True:
         try:
             return _export_blocks(entry, example)
@@ -262,7 +265,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
-    """Raise TraceError if a shape depends on tensor values, since such a graph cannot be planned."""
+    """Raise TraceError if a shape in the graph depends on tensor values, as it cannot be planned."""
     for node in graph.nodes:
         output = value(node)
         if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
@@ -316,10 +319,10 @@ def _from_exported(
 
 @contextmanager
 def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
-    """Silence torch.export's warnings about itself, and the graph that it prints when it fails.
+    """Silence torch.export's warnings, and the graph that it prints when it fails, in a `with` block.
 
-    Data-dependent sizes are assumed to be larger than 1 (`many_elements`), and data-dependent branches that only skip
-    writes are taken.
+    Data-dependent sizes are assumed to be larger than 1 (`many_elements`). Data-dependent branches that skip only
+    writes are traced as if their code ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
@@ -336,7 +339,7 @@ def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark the operators of the loss function (`loss`), and name modules as in the user's model."""
+    """Mark the operators of the loss function (metadata `loss`), and convert module paths to the user's."""
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}
         facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
@@ -344,7 +347,7 @@ def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
 
 
 def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
-    """Return the trace with frozen parameters that a forward writes moved to its buffers."""
+    """Return a trace in which frozen parameters that the forward writes are buffers."""
     for node in traced.graph.find_nodes(op="get_attr"):
         facts(node)["parameter"] = bool(facts(node).get("parameter")) and node.target not in written
     parameters = {name: p for name, p in traced.parameters.items() if name not in written}
@@ -353,20 +356,23 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 
 
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return {constant: name} of constants that are parameters or buffers, reached through a list or dict."""
+    """Return {constant: name} for constants of a trace that are parameters or buffers of the model.
+
+    The forward reads such a tensor through a list or dict instead of a module attribute.
+    """
     names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
     return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """Return the memory location of a tensor, also of one without values."""
+    """Return a key of a tensor's memory, also for a tensor without values."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
-    """Return {name: parameter} as `named_parameters()`, and {name: other names} of tied ones."""
+    """Return {name: parameter} without duplicates, and {name: other names} for tied parameters."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(users_name(model, name))

@@ -1,4 +1,4 @@
-"""Wrapper of a model with the user's loss function, and the user's names inside it."""
+"""Wrapper that adds the user's loss function to a model, and maps names back to the user's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DETACHING = ("detach", "detach_", "__get__")
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model with arguments by name, as `bind_call` returns them; by position for `*args`."""
+    """Call a model with the arguments that `bind_call` returned: by name, and by position for `*args`."""
     signature = inspect.signature(model.forward).parameters
     kinds = {name: parameter.kind for name, parameter in signature.items()}
     rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
@@ -65,7 +65,7 @@ class WithLoss(nn.Module):
 
 
 class WithLossAndOutputs(WithLoss):
-    """A WithLoss that returns the loss and the model's own outputs."""
+    """A `WithLoss` whose forward returns the loss and the model's outputs."""
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         outputs = call_model(self.model, call)
@@ -76,10 +76,12 @@ _OF_MODEL: ContextVar[frozenset[Hashable] | None] = ContextVar("the model's para
 
 
 def check_criterion(func: Any, tensors: Iterable[Tensor]) -> None:
-    """Raise TraceError if a loss function reads a trained tensor that the model does not have.
+    """Raise TraceError if a loss function reads a trained tensor that is not a parameter of the model.
 
-    The tensor can be in a closure, an object or a global, where `criterion_tensors` does not find it. `tensors`: inputs
-    of an operator in a trace.
+    Such a tensor can be in a closure, an object or a global, where `criterion_tensors` does not find it.
+
+    Args:
+        tensors: inputs of an operator in a trace.
     """
     of_model = _OF_MODEL.get()
     if of_model is None or not torch.is_grad_enabled() or getattr(func, "__name__", "") in _DETACHING:
@@ -98,7 +100,7 @@ def _trained(what: str) -> TraceError:
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    """Return the address of a tensor's values, or the identity of a tensor without values."""
+    """Return a key of a tensor's memory: the address of its values, or its identity if it has no values."""
     return tensor.data_ptr() if has_values(tensor) and tensor.numel() else id(tensor)
 
 
@@ -106,12 +108,12 @@ call_model = call  # `forward` has an input of the name that `call` has
 
 
 def users_model(model: nn.Module) -> nn.Module:
-    """Return the user's model, without the wrapper of the loss function."""
+    """Return the user's model: the argument itself, or the model inside a `WithLoss`."""
     return model.model if isinstance(model, WithLoss) else model
 
 
 def users_name(model: nn.Module, name: str) -> str:
-    """Return the user's name of a module, parameter, buffer or attribute of `model`."""
+    """Return the user's name of a module, parameter, buffer or attribute of a traced model."""
     if not isinstance(model, WithLoss):
         return name
     if name.partition(".")[0] == "loss_fn":
@@ -120,20 +122,20 @@ def users_name(model: nn.Module, name: str) -> str:
 
 
 def users_input(model: nn.Module, name: str) -> str:
-    """Return the user's name of an input of `model`."""
+    """Return the user's name of an input of a traced model."""
     name = name.removeprefix(f"{NUMBERS}.")
     return name.removeprefix("call.") if isinstance(model, WithLoss) else name
 
 
 def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the user's modules by the user's paths, then those of a loss function."""
+    """Return {user's path: module}: modules of the model, then modules of the loss function."""
     for path, module in model.named_modules():
         if module is not model or not isinstance(model, WithLoss):
             yield users_name(model, path), module
 
 
 def loss_name(model: nn.Module) -> str:
-    """Return a name for a loss function that no attribute of the model has."""
+    """Return an attribute name for the loss function that the model does not use."""
     name = "loss_fn"
     while name in model._modules or name in model._buffers or name in model._parameters:
         name += "_"
@@ -141,7 +143,7 @@ def loss_name(model: nn.Module) -> str:
 
 
 def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of a loss function that is a module, without the model's own tensors."""
+    """Return {name: tensor} of a loss function that is a module, except tensors that the model also has."""
     if not isinstance(loss_fn, nn.Module):
         return {}
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -159,7 +161,7 @@ def criterion_key(loss_fn: Any) -> Hashable:
 
 
 def is_of_loss(model: nn.Module, name: str) -> bool:
-    """Return True if `users_name` gave this name to a tensor of the loss function."""
+    """Return True if a name that `users_name` returned belongs to a tensor of the loss function."""
     return isinstance(model, WithLoss) and name.partition(".")[0] == model.loss_name
 
 

@@ -1,4 +1,4 @@
-"""Texts on why a configuration was chosen, and why well-known configurations are slower."""
+"""Texts on why a candidate was chosen, and why well-known configurations are slower."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space
 
 TELLS = 0.001
-"""A share of the step's time under which a difference is not mentioned."""
+"""Differences below this share of the step's time are not mentioned."""
 
 SAME = 1.005
-"""Times the step of the best from which another takes longer: both are estimates."""
+"""Factor of the best step time above which another is called slower: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
-    """Return {name: test of a candidate} of the well-known configurations.
+    """Return {name: predicate that is True for a matching candidate} of well-known configurations.
 
-    `node`: devices in a node.
+    `node`: number of devices in a node.
     """
     return {
         "data parallelism alone (DDP)": lambda c: _is(c, "dp") and c.zero == 0,
@@ -38,12 +38,12 @@ def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
 
 
 def _is(candidate: Candidate, axis: str) -> bool:
-    """Return True if the mesh has this one axis alone."""
+    """Return True if this axis is the only one of the mesh."""
     return candidate.mesh.size(axis) == candidate.mesh.num_ranks > 1
 
 
 def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
-    """Return a line for each well-known configuration: its extra time, or that it does not fit."""
+    """Return one line for each well-known configuration: how much slower it is, or that it does not fit."""
     swept = space.sweep(devices)
     for name, is_one in famous(space.hardware.devices_per_node).items():
         family = [candidate for candidate in swept if is_one(candidate)]
@@ -64,7 +64,7 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
 
 
 def _on_what(other: Candidate, best: Candidate) -> str:
-    """Return, as text, the parts of a step that take longer in `other` than in `best`, largest first."""
+    """Return, as text, up to two parts of the step that take longer in `other` than in `best`."""
     if other.simulation is None or best.simulation is None:
         return ""
     mine, theirs = best.simulation.parts, other.simulation.parts
@@ -75,7 +75,7 @@ def _on_what(other: Candidate, best: Candidate) -> str:
 
 
 def reasons(candidates: Sequence[Candidate]) -> list[str]:
-    """Return, for each candidate of a Pareto list (fastest first), the reason why it is in the list."""
+    """Return the reason why each candidate is in a Pareto list, which is ordered fastest first."""
     if not candidates:
         return []
     lines = ["the fastest that fits"]

@@ -1,8 +1,8 @@
-"""Search for a mesh and its options: closed formulas evaluate all candidates, the best are simulated.
+"""Search for a mesh and its options: formulas evaluate all candidates, and the best are simulated.
 
-A copy of the model with few of its repeated blocks is traced once. Its operators are counted for each kind of layout
-(with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation mode. The counts are tables of
-operators, from which formulas (`cost.formula`) and simulations (`cost.predict.table`) are derived.
+A copy of the model with few of its repeated blocks is traced once. FLOPs, bytes and memory of its operators are counted
+for each kind of layout (with and without `tp`, sequence parallelism, `cp` and `ep`) and each recomputation mode. From
+these tables of operators, formulas (`cost.formula`) and simulations (`cost.predict.table`) are derived.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from autopart.tracing.trace_model import bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
 
 TRACED_ROWS = 2
-"""Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
+"""Batch size of the trace whose operators are counted; with 1, the batch dim could not be recognized."""
 
 SHORTEST = 1024
-"""Minimum tokens of a rank for `cp`: shorter sequences gain less than the keys and values cost."""
+"""Minimum tokens per rank for `cp`: with fewer, sending keys and values costs more than `cp` saves."""
 
 LEVELS = (0, 1, 2, 3)
-"""Of ZeRO."""
+"""ZeRO stages to try."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
-"""Number of candidates to simulate: the fastest by formula, and the fastest of those with less memory."""
+"""Number of candidates to simulate: the fastest by formula, and the fastest that need less memory."""
 
 RESCHEDULED = 2
-"""How many of these are simulated under all other schedules, if they have no more than `LONGEST` forwards of stages."""
+"""Number of candidates to simulate under all other schedules, if they have at most `LONGEST` stage forwards."""
 
 ACTIONS = 50_000
-"""How many forwards of stages these have together: of very deep pipelines fewer are simulated."""
+"""Maximum number of stage forwards of the simulated candidates: fewer very deep pipelines are simulated."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh with its options and predicted step. `simulation`: None if only the formula was evaluated."""
+    """A mesh with its options and predicted step. `simulation` is None if only the formula was evaluated."""
 
     mesh: Mesh
     schedule: Schedule
@@ -110,7 +110,7 @@ class Candidate:
         return f"{', '.join(parts)}: {cost}"
 
     def planned(self, plan: Plan) -> Candidate:
-        """Return the candidate with the step and memory of its plan in place of estimates."""
+        """Return the candidate with the predicted step and memory of its plan instead of estimates."""
         step = simulate(plan)
         return replace(
             self, step_time_s=step.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=step
@@ -118,7 +118,10 @@ class Candidate:
 
 
 class LayoutKind(NamedTuple):
-    """The kinds of axes for which a table's layouts were chosen. `context`: number of `cp` ranks."""
+    """The kinds of mesh axes for which layouts are chosen: one operator table is counted for each.
+
+    `context`: number of `cp` ranks.
+    """
 
     tensor: bool
     sequence_parallel: bool
@@ -127,13 +130,16 @@ class LayoutKind(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
-        """Return the kind of a mesh. With 8 or more `cp` ranks, another attention strategy can be cheaper."""
+        """Return the layout kind of a mesh.
+
+        With 8 or more `cp` ranks, another attention method can be cheaper.
+        """
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh on which the model's operators are counted."""
+        """Mesh on which the model's operators are counted for this kind."""
         sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
         return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
 
@@ -143,12 +149,12 @@ class LayoutKind(NamedTuple):
 
 @dataclass
 class Space:
-    """Tables and formulas of a model for one hardware profile and one global batch of `rows` samples.
+    """Search space of a model: operator tables and formulas for one hardware profile and global batch.
 
-    `fused`: count the operators between two matrix products or collectives as one kernel. `assumed`: fields of
-    `cost.predict.run_setting.RunSetting` that differ from autopart's runtime (`state_bytes`, `receives_held`, ...).
-    `precision`: compute dtypes. `methods`: gradient synchronization methods to try. `balance`, `sequence_dims`: as
-    `autopart.plan`.
+    `rows`: samples of the global batch. `fused`: count the operators between two matrix products or collectives as one
+    kernel. `assumed`: fields of `cost.predict.run_setting.RunSetting` that differ from autopart's runtime
+    (`state_bytes`, `receives_held`, ...). `precision`: compute dtypes. `methods`: gradient synchronization methods to
+    try. `balance`, `sequence_dims`: as `autopart.plan`.
     """
 
     model: nn.Module
@@ -184,7 +190,7 @@ class Space:
         self.tables.clear()
 
     def table(self, kind: LayoutKind, recompute: RecomputeMode) -> Table:
-        """Return the operator table for a kind of layouts, counted on first use."""
+        """Return the operator table of a layout kind. It is counted on first use."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
@@ -202,7 +208,7 @@ class Space:
         return self.tables[kind, recompute]
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
-        """Yield the meshes for a number of devices.
+        """Yield the meshes of a number of devices that are worth trying.
 
         `tp` stays in a node, `dp` and `ep` divide the batch, `ep` divides the experts, and `cp` leaves each rank a
         sequence of useful length.
@@ -221,7 +227,7 @@ class Space:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens of a sample."""
+        """Number of tokens in one sample."""
         return tokens(self._traced)
 
     @cached_property
@@ -231,7 +237,7 @@ class Space:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Largest number of stages that is tried: one per repeated block."""
+        """Number of repeated blocks, which is also the largest number of stages that is tried."""
         return max([len(like) for like in self._like.values()], default=4)
 
     def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
@@ -250,9 +256,10 @@ class Space:
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Return every candidate, evaluated by the formulas, fastest first.
+        """Evaluate every candidate by the formulas. Return the candidates, fastest first.
 
-        Schedules are 1F1B and interleaved 1F1B, or GPipe with too few microbatches. `rescheduled` adds the others.
+        Schedules are 1F1B and interleaved 1F1B, or GPipe if there are too few microbatches. `rescheduled` tries all
+        others.
         """
         if devices in self._sweeps:
             return self._sweeps[devices]
@@ -287,12 +294,12 @@ class Space:
                     yield Candidate(mesh, schedule, kind.sequence_parallel, recompute, zero, *figures)
 
     def _uneven(self, num_stages: int) -> float:
-        """Return the imbalance of stages if a block can be halved but not split further."""
+        """Return the largest stage's load over the mean, if stages begin only at blocks or half blocks."""
         halves = 2 * self.num_blocks
         return num_stages * math.ceil(halves / num_stages) / halves if num_stages > 1 else 1.0
 
     def simulated(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with its stages and schedule, simulated."""
+        """Simulate a candidate. Return it with its step time, memory and simulation."""
         table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = RunSetting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
@@ -301,7 +308,7 @@ class Space:
         return replace(candidate, step_time_s=step.step_time_s, memory_bytes=fullest_bytes, simulation=step)
 
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate under every other schedule that can run it, simulated."""
+        """Yield a candidate, simulated, under every other schedule that its mesh and microbatches allow."""
         pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
         for name in FLUSHING if pp > 1 else ():
             for virtual in VIRTUAL_STAGES:
@@ -315,18 +322,18 @@ class Space:
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with every applicable `dp_sync` method, simulated.
+        """Yield a candidate, simulated, with every applicable `dp_sync` method.
 
-        Methods of models need `zero=0`, methods of gradients at most `zero=1`.
+        Methods that average models need `zero=0`. Methods that compress gradients need `zero=0` or 1.
         """
         for method in self.methods if candidate.mesh.along("rows") else ():
             if candidate.zero == 0 or (candidate.zero == 1 and not method.changes_models):
                 yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:
-        """Return the simulated candidates on the Pareto front of time and memory that fit, fastest first.
+        """Return the simulated candidates that fit into memory and are on the Pareto front of time and memory.
 
-        Raises MemoryLimitError if none fits.
+        The fastest comes first. Raises MemoryLimitError if none fits.
         """
         swept = self.sweep(devices)
         able = [candidate for candidate in swept if candidate.memory_bytes <= memory]
@@ -353,7 +360,7 @@ class Space:
         if not within:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
-                f"no way to run on {devices} devices fits into {quantity(memory, 'B')}",
+                f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
                 why=f"the smallest is {least}" if least else f"{self.rows} rows cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
             )  # fmt: skip
@@ -361,7 +368,7 @@ class Space:
 
 
 def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the fastest candidate of every mesh, recomputation and ZeRO level."""
+    """Yield the fastest candidate for every combination of mesh, recomputation and ZeRO stage."""
     seen = set()
     for candidate in candidates:
         key = str(candidate.mesh), candidate.recompute, candidate.zero
@@ -371,7 +378,7 @@ def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates for which no other is both faster and smaller, fastest first."""
+    """Return the candidates for which no other candidate is both faster and smaller, fastest first."""
     front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -430,7 +437,7 @@ def search(
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"no plan that was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
@@ -442,7 +449,7 @@ def search(
 
 
 class _Planned(NamedTuple):
-    """A candidate with the figures of its plan, and its estimate before planning."""
+    """A candidate with the figures of its plan, and the candidate before planning, with estimates."""
 
     candidate: Candidate
     estimated: Candidate
@@ -472,7 +479,7 @@ def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
     precision: Precision | None = None, methods: Sequence[SyncOption] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
-    """Return the search space of `search`. Raises the errors of `search`."""
+    """Return the search space that `search` uses for these arguments. Raises the errors of `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
     example_rows = _given_rows(example)
     rows = global_batch if global_batch is not None else example_rows
@@ -482,9 +489,9 @@ def space_of(
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:
-    """Return the batch size of an example call: the first dim of most tensors.
+    """Return the batch size of an example call: the most frequent first dim of its tensors.
 
-    Raises InputError without any.
+    Raises InputError if no tensor has dims.
     """
     sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
     if not sizes:
@@ -493,7 +500,7 @@ def _given_rows(example: Mapping[str, Any]) -> int:
 
 
 def _rows_of(x: Any, rows: int, wanted: int) -> Any:
-    """Return a tensor with another batch size. The values of added samples are meaningless."""
+    """Change the batch size of a tensor. Added samples repeat the first one."""
     if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
         return x
     return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()

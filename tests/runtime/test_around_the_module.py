@@ -260,7 +260,7 @@ REFUSED: dict[Callable[..., None], str] = {
   try    parallelize the outer model, with its original submodule""",
     a_layer_of_it: """this is a layer of a partitioned model
   why    it has this rank's shards, and no operators
-  try    give the model's own layer""",
+  try    pass the original model's layer""",
     scaled_step_of_an_older_optimizer: f"unscaling {ORIGINALS}",
     other_buffers: """this call is made with another tensor for 'offset'
   why    functional_call or an assignment replaced it, but the program uses its own tensor
@@ -275,8 +275,8 @@ REFUSED: dict[Callable[..., None], str] = {
   why    Linear.reset_parameters runs the model's own code, on full weights
   try    model.load_state_dict(pm.full_state_dict()); model.up.reset_parameters(...)""",
     twice: """the model is partitioned already
-  why    it is what parallelize() returned, not a model
-  try    give the model itself; pm.plan has the plan of this one""",
+  why    it is a result of parallelize(), not a model
+  try    pass the original model; pm.plan is the plan of this one""",
     wrapped_in_ddp: """the model is wrapped in DistributedDataParallel
   why    autopart partitions the model itself
   try    parallelize(model.module, ...)""",

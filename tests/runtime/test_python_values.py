@@ -559,7 +559,7 @@ def test_a_layer_with_parameters_may_not_be_replaced():
         pm(x)
     assert str(error.value) == (
         "the model has another layer: its parameter 'head.weight' was not there when the model was traced\n"
-        "  why    the partitioned model trains the parameters that the model had then\n"
+        "  why    the partitioned model trains the parameters that the model had when it was traced\n"
         "  try    change layers before parallelize()"
     )
 

@@ -51,8 +51,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: unknown axis": (pinned({"head": {"xp": "R"}}),
         "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp"),
     "pins: placement": (pinned({"head.weight": {"tp": "column"}}),
-        "OptionError: the pin 'head.weight' asks for 'column'\n  why    'column' is not a placement; try R, R(grad P), "
-        "P, S(0) or S(0; sections=3)\n  try    R, or S(d) cut along dim d: S(0) for the weight of a column-parallel "
+        "OptionError: the pin 'head.weight' requests 'column'\n  why    'column' is not a placement; try R, R(grad P), "
+        "P, S(0) or S(0; sections=3)\n  try    R, or S(d) to shard dim d: S(0) for the weight of a column-parallel "
         "nn.Linear, S(1) of a row-parallel"),
     "pins: stages": (pinned({"stages": {"before": []}}, "pp2"),
         f"OptionError: pins['stages'] = {{'before': []}} cannot be read\n  why    it has cut_before and together\n  "
@@ -62,8 +62,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: together": (pinned({"stages": {"together": ["head"]}}, "pp2"),
         f"OptionError: together = ['head'] is not a list of lists of names\n  try    {STAGES}"),
     "pins: mixed *": (pinned({"stages": {"together": [["layers.*", "head"]]}}, "pp2"),
-        "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each value of a * is a list "
-        "of its own, so all names of a list have as many"),
+        "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each match of * is a "
+        "separate pin, so all names of a list need as many *"),
     # the model and the mesh
     "pins: no match": (pinned({"layers.*.wieght": {"tp": "R"}}),
         "OptionError: the pin 'layers.*.wieght' as R on tp matches nothing in the model\n  try    layers.*.weight, "

@@ -51,7 +51,7 @@ PRECISION_CASES = {
         "OptionError: reduce_dtype='bf16' without precision=\n  why    without precision=, gradients are reduced "
         "in the dtype of their parameters\n  try    precision='bf16', or leave reduce_dtype out"),
     "precision: nothing to cast": (planned(Phases, precision="bf16"),
-        "OptionError: precision='bf16' finds nothing to cast\n  why    Phases has no floating-point parameter\n"
+        "OptionError: precision='bf16' has nothing to cast\n  why    Phases has no floating-point parameter\n"
         "  try    leave precision out"),
     "precision: autocast": (under_autocast,
         "OptionError: precision='bf16' inside torch.autocast(bfloat16)\n  why    both set the dtype in which "

@@ -158,9 +158,9 @@ def test_every_choice_of_layers_happens_and_is_one_of_the_model(forward):
 @pytest.mark.large
 def test_the_plan_says_what_it_computes_beside():
     (note,) = autopart.plan(Net(skipped), "tp2", example_args=(torch.randn(ROWS, SIZE),)).notes
-    assert note.startswith("what a random number skips is computed too, and then has a gradient of zero") and (
-        "if torch.rand([]) < 0.5: (test_chances.py:" in note
-    )
+    assert note.startswith(
+        "code that a random branch skips is computed too: its parameters get a gradient of zero"
+    ) and ("if torch.rand([]) < 0.5: (test_chances.py:" in note)
     notes = autopart.plan(Net(by_python), "tp2", example_args=(torch.randn(ROWS, SIZE),)).notes
     assert any(note == "the random numbers of Python and numpy are drawn by torch" for note in notes)
 
@@ -180,7 +180,7 @@ def test_a_transformers_model_with_layerdrop_trains():
     run = VerificationRun(model, bind_call(model, (), call))
     for mesh in ("tp2", "dp2", "pp2"):
         report = verified(run, mesh)
-        assert report.ok and any("what a random number skips" in note for note in report.notes), report
+        assert report.ok and any("code that a random branch skips" in note for note in report.notes), report
 
 
 def trained(mesh):
@@ -215,7 +215,7 @@ def test_numbers_drawn_in_what_is_skipped_are_not_those_of_one_device():
     x = torch.randn(ROWS, SIZE)
     pm = autopart.parallelize(Net(with_dropout), "dp1", example_args=(x,), rng="fast")
     assert pm(x).isfinite().all()
-    with pytest.raises(OptionError, match="a decision by a random number leaves out others that are drawn here"):
+    with pytest.raises(OptionError, match="a branch on a random number can skip this random operator"):
         autopart.verify(Net(with_dropout), "dp2", example_args=(x,), rng="exact")
 
 
@@ -252,8 +252,8 @@ def until(m, x):
 
 
 REFUSED = {
-    nested: "how many decisions there are depends on the others",
-    counting: "", by_both: "", unlike: "", until: "how many decisions there are depends on the others",
+    nested: "the number of random branches depends on the outcome of another one",
+    counting: "", by_both: "", unlike: "", until: "the number of random branches depends on the outcome of another one",
 }  # fmt: skip
 
 
@@ -262,5 +262,5 @@ def test_decisions_that_hang_together_are_refused(forward):
     with pytest.raises(TraceError) as error:
         autopart.plan(Net(forward), "tp2", example_args=(torch.randn(ROWS, SIZE),))
     assert error.value.refusal is Refusal.RANDOM and REFUSED[forward] in str(error.value), error.value
-    assert "the forward decides by random numbers in a way that no graph holds" in str(error.value)
+    assert "the branches of the forward on random numbers cannot be traced" in str(error.value)
     assert "(test_chances.py:" in str(error.value)

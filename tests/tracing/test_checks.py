@@ -31,7 +31,7 @@ def test_a_check_is_passed_and_named(check):
     model, x = Checked(check), torch.randn(4, 8)
     result = autopart.verify(model, "tp2", example_args=(x,))
     assert result.ok, result
-    notes = [note for note in result.notes if note.startswith("a check of values is not in the program: ")]
+    notes = [note for note in result.notes if note.startswith("the program does not contain a check of values: ")]
     assert notes and all("(checked.py:" in note for note in notes)
     assert not any("compared" in note for note in result.notes), "the gradients are compared all the same"
     operators = autopart.parallelize(model, "dp1", example_args=(x,)).graph().graph.nodes

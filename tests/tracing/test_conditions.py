@@ -104,7 +104,7 @@ def test_a_program_takes_either_branch_as_eager_torch_does(forward):
 
 def test_a_plan_says_that_both_branches_are_computed():
     plan = autopart.plan(Net(by_an_input), "tp2", example_args=(rows(1),))
-    assert "both branches of torch.cond are computed, and its condition chooses" in plan.notes
+    assert "both branches of torch.cond are computed, and the condition selects the result" in plan.notes
 
 
 class Blocks(nn.Module):
@@ -147,8 +147,8 @@ def unlike(m, x):
 
 
 REFUSED = {
-    drawing: "a branch draws random numbers, and would draw them also where it is not taken",
-    unlike: "its branches give tensors of unlike shapes or types",
+    drawing: "a branch draws random numbers, and would draw them even if it is not selected",
+    unlike: "its branches give tensors of different shapes or dtypes",
 }
 
 

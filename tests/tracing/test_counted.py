@@ -334,7 +334,7 @@ REFUSED = {
     ),
     "number of rows": (
         lambda m, x, ids: m.a(x).sum() * ids.repeat_interleave(ids.flatten()[: len(ids)], 0).shape[0],
-        "a size that depends on values is used as a number",
+        "a data-dependent size is used as a number",
     ),
     "mean": (skipped_mean, "this line skips code by the values in a tensor, which does more than write to"),
     "layer": (skipped_layer, "Parts cannot be traced"),

@@ -311,7 +311,7 @@ def by_class(y: Tensor, weight: Tensor, *given: Any) -> Tensor:
 @pytest.mark.few
 @pytest.mark.parametrize("call", [by_class, lambda y, weight: by_class(y, weight, True)], ids=["pointwise", "whole"])
 def test_a_number_read_from_elsewhere_must_not_change(call):
-    with pytest.raises(TraceError, match="it computes something else than in an earlier call of the same arguments"):
+    with pytest.raises(TraceError, match="its result differs from that of an earlier call with equal arguments"):
         autopart.plan(model_of(call), "tp2", example_kwargs=example())
 
 
@@ -380,7 +380,7 @@ FORWARDS = {
 TRIED = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 REFUSED = {
     "module": (lambda y, weight: Any_.apply(y, nn.Identity()),
-               "it is given an Identity, and may be given tensors, numbers and text"),
+               "it receives an Identity; only tensors, numbers and strings are supported"),
     "writes": (lambda y, weight: y @ Sparsemax.apply(weight.T), "it writes to a tensor that it is given"),
     "draws": (lambda y, weight: Any_.apply(y, "draws"), "it draws random numbers, which its backward would draw again"),
     "draws in Python": (lambda y, weight: Any_.apply(y, "draws in Python"),

@@ -208,12 +208,12 @@ def too_early(m, x):
 
 REFUSED = {
     on_a_parameter: "it is on a parameter or an input, and every call would add one more",
-    removed: "it is removed in the forward again",
+    removed: "the forward removes it again",
     written_after: "relu_ writes to it",
     writing: "it writes to a tensor that it is given",
     drawing: "it draws random numbers, which its backward would draw again",
     deciding: "it cannot be run on a gradient alone",
-    too_early: "it reads a tensor that is made after its own was used",
+    too_early: "it reads a tensor that is computed after the hook's own tensor was used",
 }
 
 

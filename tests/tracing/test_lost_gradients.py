@@ -195,7 +195,7 @@ class Freezing(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "what"),
-    [(DetachedInPlace, "detach_() cuts a tensor off in place"), (Freezing, "forward() freezes a parameter")],
+    [(DetachedInPlace, "detach_() detaches a tensor in place"), (Freezing, "forward() freezes a parameter")],
 )
 def test_what_a_trace_would_lose_is_refused(kind: type[nn.Module], what: str) -> None:
     model = kind().double()

@@ -28,7 +28,7 @@ DECIDES = "this line decides what to run by the values in a tensor, which a grap
 SIDES = "parallelize the modules on either side of it, e.g. parallelize(model.gate, mesh)"
 BRANCH = f"torch.where(condition, a, b); or the decision outside of forward(); or {SIDES}"
 SELECT = f"a mask in place of a selection: torch.where(mask, x, 0); or {SIDES}"
-OWN = "call the model itself with this example; where it works, plain operations here"
+OWN = "call the model itself with this example; if that works, use plain operations on this line"
 
 
 class Base(nn.Module):
@@ -270,7 +270,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
     Item: cannot(DECIDES + "the input mask", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
-    Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
+    Numpy: cannot("numpy computes outside of the graph", "the same computation in torch, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
     WrongKey: other("{name} fails in its own forward, or in its trace", "KeyError: 'y'", OWN),
@@ -283,7 +283,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
                        "mul at test_trace_errors.py:{line}"),
     WritesWithoutGrad: other("mul_ writes in place to a value that has a gradient, without grad mode",
-                             "its gradient would be that of the value before",
+                             "its gradient would be that of the value before the write",
                              "mul in grad mode, or on value.detach().clone()"),
     GrowsBuffer: other("GrowsBuffer gives its buffer 'seen' another shape in its forward",
                        "it was of shape [1, 4], and is of shape [2, 4]",
@@ -320,17 +320,16 @@ CASES: dict[Callable[[], nn.Module], str] = {
     Lazy: other("'gate' is a LazyLinear that has no weights yet",
                 "their shapes come with its first call, and this one does not call it",
                 "call the model once before: with torch.no_grad(): model(...)", ""),
-    Packs: other("pack_padded_sequence leaves as much of every row as its length says",
-                 "lengths are values, and a graph has sizes",
-                 "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a "
-                 "row"),
-    Transcribes: other("torch.ctc_loss makes tables that are as large as the lengths of its targets say",
-                       "lengths are values, and a graph has sizes",
+    Packs: other("the size of pack_padded_sequence's result depends on the values of the lengths",
+                 "sizes in a graph cannot depend on tensor values",
+                 "padded sequences as input of the recurrent layer, and a mask of the positions after each end"),
+    Transcribes: other("torch.ctc_loss allocates tables whose sizes depend on the values of the target lengths",
+                       "sizes in a graph cannot depend on tensor values",
                        "torch.nn.functional.ctc_loss, or nn.CTCLoss"),
     Casts: other("forward() moves or casts a Linear",
                  "it has weights on cpu in f32, and a trace cannot replace them",
                  "module.to(torch.bfloat16) before the model is parallelized"),
-    While: cannot("while_loop, scan and the like hold parts of the model that cannot be cut",
+    While: cannot("while_loop, scan and the like contain parts of the model, which cannot be sharded",
                  "torch.where and plain operations, or parallelize the modules inside"),
     Differentiates: cannot("the forward differentiates inside (autograd.grad, backward, torch.func), or reads a "
                            "tensor that it made before", "the gradient outside of the model, or written as operations",

@@ -91,7 +91,7 @@ def test_less_memory_finds_smaller_plans(space):
     least = min(c.memory_bytes for c in map(space.simulated, space.sweep(4)[::40]))
     roomy, tight = space.best(4, 80e9)[0], space.best(4, 1.2 * least)[0]
     assert tight.memory_bytes <= 1.2 * least and roomy.step_time_s <= tight.step_time_s
-    with pytest.raises(MemoryLimitError, match="no way to run on 4 devices fits into 1 kB"):
+    with pytest.raises(MemoryLimitError, match="no configuration for 4 devices fits into 1 kB"):
         space.best(4, 1e3)
 
 

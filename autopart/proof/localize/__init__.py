@@ -1,1 +1,1 @@
-"""Localization of the first wrong value, and the smallest graph that shows it."""
+"""Localization of the first wrong value, and of the smallest subgraph that reproduces the fault."""

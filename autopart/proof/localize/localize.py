@@ -1,4 +1,4 @@
-"""Localization of the first value of a partitioned program that differs from the model's."""
+"""Localization of the first value of a partitioned program that differs from the model's value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 @dataclass(frozen=True)
 class GroupShard:
-    """Shard of a value on a group of ranks, with their partial sums added.
+    """Shard of a value on a group of ranks that store equal shards, or whose partial sums were added.
 
     `entries`: indices of the shard along each dim of the full value.
     """
@@ -36,7 +36,7 @@ class GroupShard:
     value: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same shard of the full value."""
+        """Return the part of a full value that this shard must equal."""
         for dim, entries in enumerate(self.entries):
             if len(entries) < whole.shape[dim]:
                 whole = whole.index_select(dim, entries.to(whole.device))
@@ -48,7 +48,7 @@ class GroupShard:
 
 @dataclass(frozen=True)
 class WrongShard:
-    """The worst of the wrong shards of a value.
+    """The shard of a value with the largest error, and how many shards are wrong.
 
     `worst` is a text with its worst entry and the expected value. `num_wrong` of `num_parts` shards are wrong.
     """
@@ -69,14 +69,14 @@ class WrongShard:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first value that differs.
+    """The first value of a program that differs from the model's.
 
     Args:
         name: name of the value in the traced graph, or of the parameter.
         kind: "value" or "gradient".
         operator: the operator that computed the value; for a gradient, the operators that read the value.
         keys: names of these operators in plans.
-        part: the worst shard; None if the run raised an exception.
+        part: the shard with the largest error; None if the run raised an exception.
     """
 
     name: str
@@ -109,9 +109,9 @@ def first_mismatch(
     tolerance: float,
     errors: Mapping[str, float],
 ) -> Mismatch | None:
-    """Return the first wrong value of a training step, else of a forward call, else a wrong gradient.
+    """Return the first wrong value of a training step; else of a forward call; else a wrong gradient.
 
-    The wrong gradient is that of the parameter with the largest error.
+    If only gradients are wrong, it is the gradient of the parameter with the largest error.
     """
     step = _MismatchSearch(subject, subject.step(arrangement.decisions), arrangement, tolerance)
     first = step.first()
@@ -125,7 +125,7 @@ def first_mismatch(
 
 
 class _MismatchSearch:
-    """Comparison of a lock-step run with the traced graph, value by value, then gradient by gradient."""
+    """Comparison of a run of all ranks with the traced graph: value by value, then gradient by gradient."""
 
     def __init__(self, subject: GraphUnderTest, program: Program, arrangement: Arrangement, tolerance: float):
         self.subject, self.program, self.arrangement = subject, program, arrangement
@@ -137,7 +137,7 @@ class _MismatchSearch:
         self.grad_scale = max([GRAD_FLOOR, *map(largest, self.whole_grads.values())])
 
     def first(self, gradients: bool = True) -> Mismatch | None:
-        """Return the first wrong value, failing operator or (with `gradients`) gradient, in this order."""
+        """Return the first wrong value, else the operator that raised, else (`gradients`) a wrong gradient."""
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
         try:
@@ -169,9 +169,10 @@ class _MismatchSearch:
         self.made.setdefault(node, (stage, {}))[1][microbatch] = value
 
     def _first_gradient(self) -> Mismatch | None:
-        """Return the first wrong gradient in backward order: the last values of the forward come first.
+        """Return the first wrong gradient in backward order, beginning at the end of the forward.
 
-        Copies of a value in other layouts have only a part of its gradient, so they are skipped.
+        If the program holds a value in several layouts, each copy receives a part of the gradient, so copies are
+        skipped.
         """
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
@@ -192,9 +193,10 @@ class _MismatchSearch:
         return None
 
     def parameter(self, name: str) -> Mismatch:
-        """Return the mismatch of a wrong parameter gradient when the gradients of all values are right.
+        """Return the mismatch of a parameter gradient, if the gradients of all values are right.
 
-        The backward operator that computes it, or its reduction over ranks, is wrong.
+        Then the backward of the operator that reads the parameter, or the reduction of its gradient over ranks, is
+        wrong.
         """
         sync_gradients_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         stored = self.program.parameters[name]
@@ -219,7 +221,7 @@ class _MismatchSearch:
         whole: Tensor,
         scale: float | None = None,
     ) -> WrongShard | None:
-        """Return the worst shard of a value, if any is wrong."""
+        """Return the shard of a value with the largest error; None if all shards are right."""
         parts = list(self._parts(shard_values, layout, whole.shape))
         scale = scale or scale_of(whole)
         errors = [relative(part.value, part.of(whole), scale) for part in parts]
@@ -235,9 +237,9 @@ class _MismatchSearch:
     def _parts(
         self, shard_values: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[GroupShard]:
-        """Yield the shards of a value.
+        """Yield the shards of a value over ranks and microbatches.
 
-        Shards of ranks or microbatches on an axis with placement `P` are added.
+        If the placement on an axis is `P`, the partial sums over that axis are added first.
         """
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -258,7 +260,7 @@ class _MismatchSearch:
             )  # fmt: skip
 
     def _coordinates(self, part: GroupShard) -> str:
-        """Return `dp 1, tp 0, microbatch 2`: the coordinates that all ranks of a shard share."""
+        """Return the coordinates that all ranks of a shard share: `dp 1, tp 0, microbatch 2`."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
         if self.program.microbatches > 1 and len(part.microbatches) == 1:
@@ -278,7 +280,7 @@ class _MismatchSearch:
         return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _broken(self, failure: Exception) -> Mismatch:
-        """Return a mismatch for the operator that raised: the one after the last computed value."""
+        """Return a mismatch for the operator that raised an exception: the one after the last computed value."""
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
@@ -295,7 +297,7 @@ class _MismatchSearch:
 
 
 def _reference(subject: GraphUnderTest) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return every value of the traced graph on the global batch, and its gradient, by node name."""
+    """Run the traced graph on the global batch. Return every value and its gradient by node name."""
     values = subject.values(retain_grads=True)
     tensors = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
     subject.seed(subject.flat_outputs(values)).backward()
@@ -327,7 +329,7 @@ def entries_of(
 
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the size of an axis (or of flattened axes), and the index on it at these coordinates."""
+    """Return (size, index) on an axis, or on flattened axes, of the rank at these coordinates."""
     ranks, index = 1, 0
     for part in mesh_axes_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
@@ -335,7 +337,7 @@ def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 
 
 def _maker(node: fx.Node) -> str:
-    """Describe the origin of a program value: `layers.0/mul (aten.mul.Tensor)`, a collective, an input."""
+    """Describe what produced a program value: `layers.0/mul (aten.mul.Tensor)`, a collective, or an input."""
     key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"
@@ -357,7 +359,10 @@ def _source(node: fx.Node) -> str:
 
 
 def _worst_entry(part: GroupShard, whole: Tensor) -> str:
-    """Return `entry [3, 40] is 0.52, not 0.51`, with the indices of the full value."""
+    """Return the entry with the largest error as text, by its indices in the full value.
+
+    `entry [3, 40] is 0.52, not 0.51`
+    """
     expected = part.of(whole)
     if part.value.shape != expected.shape:
         return f"shape {list(part.value.shape)}, not {list(expected.shape)}"

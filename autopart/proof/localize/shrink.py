@@ -1,9 +1,10 @@
-"""Reduction of a wrong partitioned graph to the smallest part that is wrong when it runs alone.
+"""Reduction of a wrong partitioned graph to the smallest subgraph that is wrong when it runs alone.
 
-The search begins at the first wrong value: at the operator that computes it or, for a gradient, at the operators that
-read it. These operators are extracted, with their inputs recorded from the model, and run under the same decisions. If
-they are right alone, neighbours are added until the part is wrong. Then every operator that can be removed is removed
-(delta debugging: Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input").
+The search begins at the operator that computes the first wrong value or, for a wrong gradient, at the operators that
+read the value. These operators are extracted into a subgraph with the plan's decisions, and run with inputs recorded
+from the model. If the subgraph is right, neighbouring operators are added until it is wrong. Then every operator that
+can be removed is removed (delta debugging: Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
+input").
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MAX_RUNS = 300
 def smallest_failing(
     subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, first: Mismatch | None, breaks: bool = False
 ) -> Subgraph | None:
-    """Return the smallest subgraph found with an error above `tolerance`; None if no part is wrong alone.
+    """Return the smallest subgraph found whose error exceeds `tolerance`; None if none is wrong alone.
 
     Args:
-        first: the first wrong value of the full graph; None if the position of the fault is unknown.
-        breaks: the run of the full graph raises. Then a part that raises counts as wrong.
+        first: the first wrong value of the full graph; None if it is unknown.
+        breaks: the run of the full graph raises an exception. Then a subgraph that raises counts as wrong.
     """
     for recorded in (True, False):  # whether input-only values are recorded or recomputed
         search = _FaultSearch(subject, arrangement, tolerance, recorded, breaks)
@@ -43,7 +44,7 @@ def smallest_failing(
 
 
 class _FaultSearch:
-    """Extraction and runs of parts of one graph."""
+    """Search for the smallest set of operators of a graph that is wrong when it runs alone."""
 
     def __init__(
         self, subject: GraphUnderTest, arrangement: Arrangement, tolerance: float, recorded: bool, breaks: bool
@@ -65,9 +66,9 @@ class _FaultSearch:
         return {source} if makes else {user for user in _users(source) if user in self.order}
 
     def grown(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Add rings of neighbours to `chosen` until it is wrong.
+        """Add neighbouring operators to `chosen`, ring by ring, until the subgraph is wrong. Return them.
 
-        Return an empty set if all operators together are right.
+        Returns an empty set if all operators together are right.
         """
         rings = 1
         while not self.fails(chosen):
@@ -80,7 +81,7 @@ class _FaultSearch:
         return chosen
 
     def reduced(self, chosen: set[fx.Node]) -> set[fx.Node]:
-        """Remove operators from `chosen` while it stays wrong: large chunks first, single operators last."""
+        """Remove operators from `chosen` while the subgraph stays wrong: large chunks first."""
         size = max(1, len(chosen) // 2)
         while len(chosen) > 1 and self.runs < MAX_RUNS:
             ordered = sorted(chosen, key=self.order.__getitem__)
@@ -95,9 +96,9 @@ class _FaultSearch:
         return chosen
 
     def fails(self, chosen: set[fx.Node]) -> bool:
-        """Return True if these operators alone are wrong.
+        """Return True if the subgraph of these operators is wrong when it runs alone.
 
-        A part that raises proves nothing if the full graph does not raise.
+        A subgraph that raises an exception proves nothing if the full graph does not raise.
         """
         self.runs += 1
         planted = _Planted(self.arrangement)
@@ -111,14 +112,14 @@ class _FaultSearch:
         return max(errors.values(), default=0.0) > self.tolerance
 
     def cut(self, chosen: set[fx.Node], arrangement: Arrangement | None = None) -> Subgraph:
-        """Extract these operators, with the decisions of the full graph."""
+        """Extract these operators into a subgraph, with the decisions of the full graph."""
         return _Extraction(self.subject, arrangement or self.arrangement, self.values, chosen, self.recorded).subgraph()
 
 
 class _Planted:
-    """An arrangement that records whether its fault could be planted in a part of the graph.
+    """An arrangement that records whether its test fault could be planted in a subgraph.
 
-    A fault that needs a value outside the part raises, which proves nothing about the part.
+    A fault that needs a value outside the subgraph raises an exception, which proves nothing about the subgraph.
     """
 
     def __init__(self, arrangement: Arrangement):
@@ -179,7 +180,7 @@ class _Extraction:
         return self.new[node]
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """Create the input of a chosen operator that no chosen operator computes."""
+        """Create the input for a value that a chosen operator reads and no chosen operator computes."""
         source, index = source_of(node)
         role, decisions, value = facts(source)["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
@@ -206,7 +207,7 @@ def _origin(source: fx.Node, node: fx.Node) -> dict[str, Any]:
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:
-    """Yield the operators that read a value, through projections and views of weights."""
+    """Yield the operators that read a value, directly or through `getitem` and views of weights."""
     for user in node.users:
         if user.op != "output" and facts(user)["role"] == ACTIVE and "key" in facts(user):
             yield user

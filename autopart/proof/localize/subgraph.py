@@ -1,6 +1,6 @@
 """Part of a partitioned graph that runs alone, and its text form.
 
-`str(subgraph)` has one line per value and parses back. Random values replace recorded ones, so that a failure can be
+`str(subgraph)` has one line per value, and `Subgraph.parse` reads it back with random values, so that a failure can be
 pasted as a test:
 
     mesh tp2
@@ -10,8 +10,9 @@ pasted as a test:
     return y
 
 After the bars are the stage, the placements on the batch axes (`batch`: dp and microbatches) and those on `tp`. An
-`input` is sharded over the batch like an input of the model. A `weight` is a parameter with its storage on `tp` and
-`dp`. A `recorded` value comes from another part of the graph, in the layout in which it is produced.
+`input` is sharded over the batch like an input of the model. A `weight` is a parameter with its stored placement on
+`tp` and `dp`. A `recorded` value comes from an operator outside of the subgraph, in the layout in which that operator
+produces it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROWS = "batch"
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A graph with its values and its sharding.
+    """A part of a partitioned graph, with the values of its inputs and its sharding decisions.
 
     Example:
         >>> assert Subgraph.parse(text).max_error() < 1e-10    # doctest: +SKIP
@@ -58,9 +59,9 @@ class Subgraph:
     arrangement: Arrangement
 
     def errors(self) -> dict[str, float]:
-        """Return the error of every output and gradient over all ranks.
+        """Run the subgraph unpartitioned and on all ranks. Return the errors of outputs and gradients.
 
-        Exceptions of a faulty program pass through.
+        Exceptions of a faulty program are not caught.
         """
         return self.subject.errors(self.arrangement, self.subject.expected())
 
@@ -69,7 +70,7 @@ class Subgraph:
 
     @property
     def operators(self) -> list[fx.Node]:
-        """The operators, without the nodes that only reproduce a recorded value."""
+        """The operators of the subgraph, except those that only produce a recorded value in its layout."""
         nodes = self.arrangement.decisions.stage_of
         return [node for node in nodes if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
@@ -78,7 +79,7 @@ class Subgraph:
 
     @staticmethod
     def parse(text: str, axes: tuple[Axis, ...] = AXES) -> Subgraph:
-        """Parse the result of `str`, with random values, on a mesh of these axes.
+        """Parse the text form of a subgraph, with random values, on a mesh of these axes.
 
         Raises PlanError for a line that cannot be read.
         """
@@ -86,7 +87,7 @@ class Subgraph:
 
 
 class Builder:
-    """Builder of a subgraph, value by value in graph order."""
+    """Builder of a subgraph, which adds one value at a time in graph order."""
 
     def __init__(self, mesh: Mesh, microbatches: int = 1, num_stages: int = 1, scatter_sends: bool = False):
         self.mesh, self.microbatches, self.num_stages = mesh, microbatches, num_stages
@@ -107,7 +108,7 @@ class Builder:
         return node
 
     def weight(self, target: str, tensor: Tensor, layout: Layout | None = None, name: str = "") -> fx.Node:
-        """Add a parameter that is stored in this layout."""
+        """Add a parameter with its stored layout."""
         node = self.graph.create_node("get_attr", target, (), {}, name or target)
         node.meta = _meta(tensor, PARAMETER, tensor.requires_grad)
         self.weights[target] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
@@ -115,13 +116,14 @@ class Builder:
         return node
 
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
-        """Add a value from another part of the graph, with its stage and layout.
+        """Add a value that an operator outside of the subgraph computes, with its stage and layout.
 
-        Its gradient is compared like a weight's.
+        Its gradient is compared like that of a weight.
 
-        The layout has an entry for `ROWS` and for each feature axis. Samples are selected by index; the indices are
-        sharded over ranks and microbatches like inputs. A partial sum is the value times shares that add up to one and
-        differ for every entry and rank. Raises LayoutError for a layout that no such value can have.
+        The layout has an entry for `ROWS` (the batch) and for each feature axis. Samples are selected by index; the
+        indices are sharded over ranks and microbatches like inputs. A partial sum is produced as the value times
+        factors that add up to one and differ for every entry and rank. Raises LayoutError for a layout that a recorded
+        value cannot have.
         """
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
@@ -153,9 +155,9 @@ class Builder:
     def _in_parts(
         self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """Turn a value into partial sums over the batch or one axis.
+        """Turn a value into partial sums over one axis, or over the batch.
 
-        `others`: its placements on all other axes.
+        `others`: its placements on all remaining axes.
         """
         num_parts = self.parts[over]
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
@@ -180,7 +182,7 @@ class Builder:
         return node
 
     def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> GraphUnderTest:
-        """Return the graph with these outputs."""
+        """Return the built graph, with these outputs, as a graph that can be run and compared."""
         self.graph.output(tuple(outputs))
         call = Call(
             tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
@@ -199,7 +201,7 @@ class Builder:
 
 
 def _meta(tensor: Tensor, role: str, needs_grad: bool = False, **others: Any) -> dict[str, Any]:
-    """Return the node metadata that passes read."""
+    """Return the metadata of a node that passes read."""
     return {"val": tensor.detach(), "role": role, "needs_grad": needs_grad, "pattern": None, "sections": {},
             "atoms": tuple(() for _ in tensor.shape), **others}  # fmt: skip
 
@@ -273,7 +275,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """Return the axes, single and flattened, over which parameters can be sharded."""
+    """Return the names of axes, and of flattened axes (`dp_cp`), over which parameters can be sharded."""
     return [*mesh.chosen, *mesh.storing()]
 
 
@@ -390,7 +392,7 @@ def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: in
 
 
 def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
-    """Parse the strategy of an operator on an axis; replicated if the line has none."""
+    """Parse an operator's strategy on one axis; replicated if its line has none for the axis."""
     options = strategies(node, num_shards, ANY_KIND)
     for option in options:
         if str(option) == text or not text:

@@ -1,4 +1,4 @@
-"""Proof of a sharding rule by execution: every claimed sharding is right, and no right one is missing."""
+"""Proof of a sharding rule by execution: all claimed shardings are right, no right one is missing."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 
 
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
-    """Return the annotated trace of one operator call, whose tensors are parameters, and these parameters.
+    """Trace an operator call whose tensors are parameters. Return the annotated trace and parameters.
 
-    A tensor that is passed twice is one parameter. Values in the trace are real: `val` is the computed tensor.
+    A tensor that is passed twice is one parameter. `val` in the trace is the computed tensor, not a fake one.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
@@ -78,9 +78,9 @@ def _projections(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _ask_for_every_section(graph: fx.Graph) -> None:
-    """Append calls that split each output dim (as after a fused q/k/v projection).
+    """Append calls that split each output dim into sections (as after a fused q/k/v projection).
 
-    The rule is then also tried with shards by section.
+    Then shards that contain an equal part of every section are also tried.
     """
     (outputs,) = graph.output_node().args
     with graph.inserting_before(graph.output_node()):
@@ -93,7 +93,7 @@ def _ask_for_every_section(graph: fx.Graph) -> None:
 
 @dataclass
 class Proof:
-    """One traced call and its results on full inputs, to compare with sharded runs."""
+    """One traced operator call and its results on full inputs, with which sharded runs are compared."""
 
     trace: Trace
     weights: dict[str, nn.Parameter]
@@ -111,13 +111,13 @@ class Proof:
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
-        """Return decisions with replicated operators, except those chosen on an axis."""
+        """Return sharding decisions: the chosen strategies on one axis, and all other operators replicated."""
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
         on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
         return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
-        """Describe the wrong outputs and gradients of the program with these strategies; "" if all are right."""
+        """Run the call with these strategies. Describe wrong outputs and gradients; "" if all are right."""
         outputs = list(self.trace.graph.output_node().args[0])
         try:
             program = lower(self.trace, self.decisions(mesh, chosen), outputs, whole_outputs=True)
@@ -150,7 +150,8 @@ class Proof:
 def _uneven_sums(values: list[Tensor]) -> list[Tensor]:
     """Split a replicated value into partial sums that are non-zero on every rank.
 
-    With the full value on the first rank and zeros elsewhere, `tanh` would pass for linear.
+    If the first rank had the full value and all other ranks zeros, a nonlinear operator such as `tanh` would pass as
+    linear.
     """
     if not values[0].is_floating_point():
         return LIST_PRIMITIVES["own"](values)
@@ -162,7 +163,7 @@ UNEVEN_SUMS = {**LIST_PRIMITIVES, "own": _uneven_sums}
 
 
 def backward(values: Sequence[Tensor]) -> None:
-    """Differentiate a fixed weighted sum of all values."""
+    """Differentiate a weighted sum of all values; the weights are fixed and differ per entry."""
     values = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
     seeds = [(v * weights_like(v)).sum() for v in values if v.requires_grad]
     if seeds:

@@ -1,9 +1,9 @@
-"""Search for all valid shardings of an operator by brute force: what a sharding rule could claim.
+"""Brute-force search for all shardings under which an operator gives the right result.
 
-Existing rules are not used. Every combination of input placements runs on two ranks. The outputs are recombined in
-every possible way and compared with the operator on full inputs, and so are the gradients. A sharding counts as valid
-if it is right twice, with different values and shard sizes. The idea is that of `torch.distributed.tensor`'s strategy
-validation.
+No existing rule is used. Every combination of input placements runs on two ranks. The outputs are recombined in every
+possible way and compared with the operator on full inputs, and so are the gradients. A sharding counts as valid if the
+result is right twice, with different values and shard sizes. `torch.distributed.tensor` validates its strategies in a
+similar way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 HALVES = (1, 2)
 """Share of every sharded dim on the first rank: numerator and denominator."""
 UNEVEN = ((1, 4), (1, 3), HALVES)
-"""Shares for the second trial: the first of these that divides all sharded dims."""
+"""Candidates for the shares of the second trial: the first that divides all sharded dims is used."""
 
 Edit = Callable[[Any, int, int], Any]
 """`edit(args_and_kwargs, numerator, denominator)`: the call's arguments with some of its integers scaled."""
@@ -34,9 +34,10 @@ Edit = Callable[[Any, int, int], Any]
 
 @dataclass(frozen=True)
 class Possibility:
-    """Placements of inputs and outputs on two ranks with which an operator is right.
+    """A valid sharding of an operator on two ranks: its input and output placements.
 
-    `inputs` has every valid placement of each input (`R`, `R(grad P)`).
+    `inputs` has, for each input, every valid placement: the gradient of a replicated input can be replicated or partial
+    (`R`, `R(grad P)`).
     """
 
     inputs: tuple[frozenset[Placement], ...]
@@ -56,11 +57,11 @@ class Possibility:
 
 
 def candidates(node: fx.Node) -> Iterator[Possibility]:
-    """Yield the valid shardings of this call on two ranks, except the replicated one.
+    """Yield the valid shardings of an operator call on two ranks, except the replicated one.
 
-    `val` of its inputs must be real tensors. All combinations of replicated and sharded inputs are tried, and of
-    replicated inputs and partial sums. The call's integers are tried unchanged, then scaled to a shard (one at a time,
-    or a list of integers together).
+    `val` of the call's inputs must be real tensors. Tried are all combinations of replicated and sharded inputs, and of
+    replicated inputs and partial sums. The integers among the call's arguments are tried unchanged, then scaled to the
+    size of a shard (one at a time, or a list of integers together).
     """
     values = [value(source) for source in tensor_inputs(node)]
     # Sparse tensors are never sharded.
@@ -99,7 +100,10 @@ def _shuffled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
-    """Yield input placements: replicated or sharded, then replicated or (floating-point) partial sums."""
+    """Yield tuples of input placements: first replicated or sharded, then replicated or partial sums.
+
+    Only floating-point inputs can be partial sums.
+    """
     shards = [[R, *(shard(d) for d, size in enumerate(v.shape) if size > 1)] for v in values]
     sums = [[R, P] if v.is_floating_point() else [R] for v in values]
     yield from itertools.product(*shards)
@@ -107,7 +111,7 @@ def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
 
 
 class _Trial:
-    """Results of an operator on one set of full inputs, to compare with runs on two ranks."""
+    """Results of an operator on one set of full inputs, with which runs on two ranks are compared."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], parts: Sequence[tuple[int, int]]):
         self.node, self.parts = node, parts
@@ -127,9 +131,12 @@ class _Trial:
     def holding(
         self, inputs: Sequence[Placement], edit: Edit | None
     ) -> dict[tuple[Placement, ...], tuple[frozenset[Placement], ...]]:
-        """Run the operator on inputs with these placements, and return the valid output placements.
+        """Run the operator with these input placements.
 
-        They are the keys; each value has the valid placements of every input (such as `R` and `R(grad P)`).
+        Return {valid output placements: valid input placements}.
+
+        Each value of the dict has, for every input, the set of placements with right gradients (such as `R` and `R(grad
+        P)`).
         """
         cut = [(v.shape[p.dim]) for v, p in zip(self.values, inputs, strict=True) if p.is_shard]
         part = next((part for part in self.parts if all(size % part[1] == 0 for size in cut)), None)
@@ -173,7 +180,7 @@ class _Trial:
 
 
 def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of all values; zero for values that need none."""
+    """Return the gradients of all values; zeros for a value that requires no gradient."""
     wanted = [v for v in values if v.requires_grad]
     used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
     if not wanted or not used:
@@ -194,9 +201,9 @@ def _local(tensor: Tensor, place: Placement, part: tuple[int, int], seed: int) -
 
 
 def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Tensor]:
-    """Return a value's shards on two ranks, or the value twice if it is replicated.
+    """Return what each of two ranks stores of a value: its shard, or the full value if it is replicated.
 
-    `part`: the fraction of the value on the first rank.
+    `part`: fraction of the sharded dim on the first rank.
     """
     if not place.is_shard:
         return [whole, whole]
@@ -211,7 +218,7 @@ def _expected(whole: Tensor, place: Placement, part: tuple[int, int]) -> list[Te
 def _output_placements(
     whole: Tensor, values: Sequence[Tensor], part: tuple[int, int], summed: bool
 ) -> Iterator[Placement]:
-    """Yield the placements tried for an output: only a partial sum if inputs are partial sums, else all."""
+    """Yield the placements to try for an output: partial sum if an input is one, else all placements."""
     if whole.is_floating_point():
         yield P
     if summed:
@@ -227,7 +234,7 @@ def _output_placements(
 
 
 def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: tuple[int, int]) -> bool:
-    """Return True if the two ranks' values are a full value in this placement."""
+    """Return True if the values of two ranks, combined by this placement, equal the full value."""
     first, second = both
     tolerance = TOLERANCE.get(whole.dtype, 0.0)
     if place == P:
@@ -240,7 +247,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
 
 
 def _edits(node: fx.Node) -> list[Edit]:
-    """Return functions that scale the integers of a call: each alone, and each list of them together."""
+    """Return functions that scale integers among a call's arguments: each alone, and each list together."""
     return [partial(_scaled, path=path) for path in _integers((node.args, node.kwargs), ())]
 
 
@@ -261,7 +268,7 @@ def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
 def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> Any:
     """Multiply the argument at `path` by numerator / denominator.
 
-    Raise ValueError if that is not an integer.
+    Raise ValueError if the result is not an integer.
     """
     if path:
         copy = dict(arguments) if isinstance(arguments, dict) else list(arguments)

@@ -1,4 +1,4 @@
-"""Sharding rules for custom operators: `rule` registers one, `check_rule` proves it on an example."""
+"""Sharding rules for custom operators: `rule` registers one, `check_rule` runs an example to check it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rule(
 
 
 def _overloads(operator: str) -> list[Any]:
-    """Return the overloads of an operator, none for an autograd.Function that is not traced yet.
+    """Return the overloads of an operator; none for an autograd.Function that was not traced yet.
 
     Raises AttributeError if the operator does not exist.
     """
@@ -102,7 +102,7 @@ def _check_operator(operator: str) -> None:
 
 
 def _check_line(operator: str, line: str) -> None:
-    """Raise RuleError for a line that is not in the notation."""
+    """Raise RuleError for a line that does not parse as `inputs -> outputs`."""
 
     def wrong(why: str) -> RuleError:
         return RuleError(f"the line '{line}' of {operator} cannot be read", why=why, hint=NOTATION)
@@ -173,7 +173,10 @@ def _check_signature(operator: str, new_rule: Rule) -> None:
 
 
 def _fits(schema: Any, num_inputs: int, num_outputs: int) -> bool:
-    """Return True if the schema accepts these numbers of input and output tensors (lists take any number)."""
+    """Return True if a schema accepts these numbers of input and output tensors.
+
+    A list argument takes any number.
+    """
     inputs, outputs = [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
     many = any("List" in kind and "Tensor" in kind for kind in inputs)
     least = sum(kind == "Tensor" for kind in inputs)
@@ -188,12 +191,12 @@ def _count(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """Result of `check_rule`. It prints as text.
+    """Result of `check_rule`; printable.
 
     Args:
-        right: claimed shardings that hold, including the replicated one.
-        wrong: claimed shardings that fail, as in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`.
-        missing: shardings that hold and are not claimed.
+        right: shardings that the rule claims and that give the right result, including the replicated one.
+        wrong: shardings that the rule claims and that fail, as in `"R, S(0) -> R: output 0 on rank 1 by 0.3"`.
+        missing: shardings that give the right result and that the rule does not claim.
     """
 
     operator: str
@@ -203,7 +206,7 @@ class RuleCheck:
 
     @property
     def ok(self) -> bool:
-        """True if every claim of the rule holds."""
+        """True if every sharding that the rule claims gives the right result."""
         return not self.wrong
 
     def __str__(self) -> str:
@@ -217,8 +220,8 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     """Prove the rule of an operator by running it on an example call, in this process.
 
     Every sharding that the rule claims runs on two and on three ranks. Its outputs and gradients are compared with the
-    operator on full inputs. Then every possible sharding is tried on two ranks, and valid ones that the rule does not
-    claim are listed. For an operator without a rule, this is what a rule could claim.
+    operator on full inputs. Then every possible sharding is tried on two ranks, and the right ones that the rule does
+    not claim are listed. For an operator without a rule, this list is what a rule could claim.
 
     Args:
         operator: name in the dispatcher, `"mylib::op"`, or `"mylib::op.overload"`.

@@ -1,6 +1,6 @@
 """Reduced copy of a model to verify in float64: fewer repeated blocks, then smaller sizes.
 
-If one block is right, so are all blocks of equal class and shapes; so a few represent all. The copy has two of every
+Blocks of equal class and shapes have equal programs, so verifying one of them verifies all. The copy has two of every
 run of equal blocks, or of equal groups of alternating blocks, to include the boundary between two blocks. Smaller sizes
 come from the config with which the model is made (`smaller_config.py`).
 """
@@ -48,7 +48,7 @@ _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(n
 
 @dataclass(frozen=True)
 class ScaledCopy:
-    """A reduced copy of a model.
+    """A reduced copy of a model, with the record of what was reduced.
 
     Args:
         kept: {path of a list of blocks: (indices of the blocks in the copy, original number of blocks)}.
@@ -65,14 +65,14 @@ class ScaledCopy:
 
     @property
     def notes(self) -> list[str]:
-        """`verified on a copy with 2 of 32 blocks (model.layers)`."""
+        """Return notes on the reduced sizes and random weights of the copy."""
         notes = [f"verified on {self.text}"] if self.kept or self.changes else []
         why = "of smaller sizes" if self.changes else "on the meta device"
         return notes + [f"weights {why} are random here"] * self.is_random
 
     @property
     def text(self) -> str:
-        """`a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
+        """Describe the copy: `a copy with 2 of 32 blocks (model.layers), vocab_size 2004 of 128256`."""
         sizes = [f"{name} {new} of {old}" for name, (old, new) in self.changes.items()]
         return "a copy with " + ", ".join([*filter(None, [_blocks_text(self.kept)]), *sizes])
 
@@ -88,7 +88,7 @@ class ScaledCopy:
         return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
-        """Convert a plan of the model to the copy: the entries of its blocks, with new stage boundaries."""
+        """Convert a plan of the model to the copy: the entries of the copy's blocks, and new stage boundaries."""
         nodes = list(operators(traced.graph))
         known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
@@ -104,7 +104,7 @@ class ScaledCopy:
         )  # fmt: skip
 
     def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
-        """Convert a recompute option of the model: each block of the copy follows its original."""
+        """Convert a recompute option of the model: each block of the copy gets the mode of its original."""
         if isinstance(recompute, str):
             return recompute
         numbers = {
@@ -117,7 +117,7 @@ class ScaledCopy:
 
 @dataclass(frozen=True)
 class VerifyLoad:
-    """Work of a verification: its mesh, number of training steps, and presence of a loss function."""
+    """Extent of a verification: its mesh, number of training steps, and whether there is a loss function."""
 
     mesh: Mesh | None = None
     steps: int = 0
@@ -125,11 +125,11 @@ class VerifyLoad:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the axes that shard tensors."""
+        """Number of ranks over which tensors are sharded."""
         return 1 if self.mesh is None else self.mesh.num_ranks // self.mesh.size("pp")
 
     def estimate(self, model: nn.Module, arguments: Mapping[str, Any]) -> Estimate:
-        """Estimate the verification of a model at full size. Traces the model without allocating memory."""
+        """Estimate memory and time to verify a model. Traces the model without allocating memory."""
         phase("estimating what the verification needs")
         parameters = list(model.parameters())
         tokens = max(
@@ -167,10 +167,10 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
 
 
 def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
-    """Return a copy for each kind of block, without the other kinds in its container.
+    """Return one copy for each kind of block in a container, without blocks of other kinds.
 
     Each copy is smaller than one with all kinds. Weights on the meta device stay there. Raises InputError if a copy
-    does not fit, or the model does not run without the other kinds.
+    does not fit, or if the model does not run without the other kinds.
     """
     free, copies = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
@@ -188,7 +188,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
 
 
 def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
-    """Yield the outermost lists of blocks of several kinds, with the kind of each block."""
+    """Yield the outermost lists of blocks that have several kinds of blocks, with each block's kind."""
     for name, child in model.named_children():
         inner = f"{path}.{name}" if path else name
         kinds = [_kind(block) for block in child] if isinstance(child, nn.ModuleList) else []
@@ -212,7 +212,7 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 def _with_fewer_blocks(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
-    """Return a copy with fewer blocks of unchanged sizes, and its estimate; None if it exceeds `free`.
+    """Return a copy with fewer blocks, and its estimate; None if it needs more than `free` bytes.
 
     Weights on the meta device get no values here.
     """
@@ -244,7 +244,7 @@ def _with_fewer_blocks(
 def _with_smaller_sizes(
     model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return the largest copy with fewer blocks and smaller sizes within the fair share, or None."""
+    """Return the largest copy with fewer blocks and smaller sizes that fits its memory share, or None."""
     config = getattr(model, "config", None)
     if work.has_loss_fn or config is None or not is_scalable(config):
         return None
@@ -265,7 +265,7 @@ def _with_smaller_sizes(
 def _smaller_copy(
     model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
-    """Return a copy of `few` with smaller sizes; None if it exceeds the fair share.
+    """Return a copy of `few` with smaller sizes; None if it exceeds its share of the free memory.
 
     `few` is a copy with fewer blocks and no weights.
     """
@@ -303,13 +303,13 @@ def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's verification: that of its weights, or the CPU if they are on meta."""
+    """Return the device on which a model is verified: that of its weights, or the CPU if they are on meta."""
     device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Move the arguments of a call to a device; a data loader leaves a batch on the CPU."""
+    """Move the arguments of a call to the device of the weights, as data loaders leave batches on the CPU."""
     return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
 
@@ -318,10 +318,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def with_fewest_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-    """Return a copy of `model` with the fewest repeated blocks of every kind, and an index of blocks.
+    """Return a copy of `model` with the fewest repeated blocks of every kind, and the blocks' indices.
 
-    The second result is {path of a container: index in the copy, for each original block}. Weights stay on their
-    device.
+    The indices are {path of a container: index in the copy, for each original block}. Weights stay on their device.
     """
     repeated = dict(_repeated(model))
     like = {}
@@ -355,7 +354,7 @@ def _blocks_text(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
 
 
 def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
-    """Return True if a verification needs so little of the free memory that no estimate is necessary.
+    """Return True if verifying a model clearly fits into free memory, so that no estimate is needed.
 
     Activations are estimated as six numbers for each input entry and each row of a weight.
     """
@@ -367,7 +366,7 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, f
 
 
 def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> bool:
-    """Return True if the free memory suffices to verify a model at full size, once it has weights."""
+    """Return True if the free memory suffices to verify an unreduced model, once it has weights."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return True
@@ -381,7 +380,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_
 
 
 def check_memory(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
-    """Raise InputError if the verification of a model at full size needs more memory than is free."""
+    """Raise InputError if the verification of an unreduced model needs more memory than is free."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return
@@ -426,7 +425,7 @@ def _blocks(model: nn.Module, path: str) -> nn.ModuleList | nn.Sequential:
 
 
 def _kind(block: nn.Module) -> tuple:
-    """Return a key of classes, shapes and settings. Of blocks with equal keys, one needs to be verified."""
+    """Return a key of a block's classes, shapes and settings. Blocks with equal keys have equal programs."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     modes = tuple(
@@ -457,7 +456,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
-    """Adapt layer counts, and lists with one entry per layer, in configs and modules."""
+    """Reduce layer counts, and lists with one entry per layer, in configs and modules."""
     holders = {id(m): vars(m) for m in model.modules()}
     holders |= {id(c): vars(c) for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     for settings in holders.values():
@@ -469,7 +468,7 @@ def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tup
 
 
 def _materialise(model: nn.Module) -> None:
-    """Replace meta tensors by random values: small weights, scales near one, integers 0."""
+    """Replace meta tensors by values: random weights, small or near one by their kind; zeros for integers."""
     generator = torch.Generator().manual_seed(0)
     materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():

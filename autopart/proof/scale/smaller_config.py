@@ -1,7 +1,7 @@
-"""Smaller sizes for a transformers config, whose layouts come from the same rules.
+"""Smaller sizes for a transformers config, chosen so that the same sharding rules apply.
 
-Every size keeps its remainder by the number of ranks, so the mesh divides the same sizes as before. Heads keep their
-ratio to key and value heads, widths keep their ratio to heads.
+Every size keeps its remainder modulo the number of ranks, so a dim can be sharded evenly if and only if it could be
+before. The ratio of heads to key and value heads, and of widths to heads, does not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Changes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Divisors:
-    """Divisors of the vocabulary, of widths and experts, and of the sequence length. At least 1."""
+    """Divisors, at least 1, of three groups of sizes: vocabulary; widths and experts; sequence length."""
 
     vocabulary: int = 1
     width: int = 1
@@ -59,10 +59,10 @@ def is_scalable(config: Any) -> bool:
 
 
 def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Changes]:
-    """Return a copy of the config with smaller sizes, and the changed sizes.
+    """Return a copy of the config with smaller sizes, and {name: (size, smaller size)}.
 
     Args:
-        num_ranks: product of the axes that shard tensors. Sizes keep their remainder by it.
+        num_ranks: product of the axes that shard tensors. Sizes keep their remainder modulo it.
     """
     copied = copy.deepcopy(config)
     changes: dict[str, tuple[int, int]] = {}
@@ -89,7 +89,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield smaller attention sizes of a config: the number of heads, their width, and the total width."""
+    """Yield (name, smaller size) of attention sizes: number of heads, width of a head, total width."""
     (width_name, width), (heads_name, heads) = _first(config, WIDTHS), _first(config, HEADS)  # type: ignore[misc]
     kv_name, kv_heads = _first(config, KEY_HEADS) or ("", heads)
     fewer = max(
@@ -130,7 +130,7 @@ def scaled_size(size: int, divisor: int, num_ranks: int, smallest: int) -> int:
 
 
 def _keep_tokens_below(config: Any, vocabulary: int) -> None:
-    """Map special tokens into the vocabulary."""
+    """Reduce the ids of special tokens, such as `eos_token_id`, modulo the smaller vocabulary."""
     for name, token in list(vars(config).items()):
         if name.endswith("_token_id") and isinstance(token, int) and token >= vocabulary:
             setattr(config, name, token % vocabulary)
@@ -148,7 +148,7 @@ def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, num_ranks: int) -> dict[str, Any] | None:
-    """Return a call with a smaller vocabulary and shorter sequences; None if it has non-token inputs.
+    """Return a call with smaller token ids and shorter sequences; None if an input is not tokens.
 
     Negative entries (ignored labels) stay.
     """

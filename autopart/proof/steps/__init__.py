@@ -1,1 +1,1 @@
-"""Proof of whole training steps."""
+"""Proof of training steps, including optimizer and gradient clipping."""

@@ -1,7 +1,8 @@
 """Proof of training steps: all ranks in one process, compared with a single device.
 
 A step is forward, backward, optional loss scaling, the gradient norm, clipping, an optimizer for each rank's shards,
-and updated buffers (such as batch norm). Values that all ranks share are computed by the functions of the runtime.
+and updated buffers (such as batch norm). Values that need all ranks, such as the norm, are computed by the runtime's
+functions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from autopart.tracing.with_loss import call
 
 @dataclass
 class _Outcome:
-    """Losses, gradient norms, loss scales and skipped steps, by rank, of one step after clipping."""
+    """State of one step after clipping: {rank: value} of losses, norms, loss scales and skipped steps."""
 
     losses: dict[int, Tensor]
     norms: dict[int, Tensor]
@@ -98,7 +99,7 @@ class _SingleDeviceTraining:
         return subject.flat_outputs(values)
 
     def buffer(self, name: str) -> Tensor:
-        """Return a buffer after the last forward."""
+        """Return the value of a buffer after the last forward."""
         reference = self.reference
         return reference.buffer(name) if reference.is_double else reference.traced.buffers[name]
 
@@ -135,12 +136,12 @@ class _LossScale:
 
 
 def any_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
-    """Return for all ranks whether any rank has found an infinity."""
+    """Return {rank: True if any rank found an infinite gradient}; all values are equal."""
     return dict.fromkeys(infinite, any(infinite.values()))
 
 
 class _AllRanks:
-    """Training of all ranks: their shards of the weights, with an optimizer each."""
+    """Training of the partitioned model on all ranks: each has its shards of the weights and an optimizer."""
 
     def __init__(self, subject: GraphUnderTest, arrangement: Arrangement, training: Training):
         self.arrangement, self.training = arrangement, training
@@ -169,7 +170,7 @@ class _AllRanks:
         return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
 
     def _unscale(self, rank: int) -> bool:
-        """Divide the gradients of a rank by the scale. Return True if one is infinite or NaN."""
+        """Divide the gradients of a rank by the loss scale. Return True if any is infinite or NaN."""
         grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
         for grad in grads:
             grad.div_(self.scales[rank].value)
@@ -205,19 +206,19 @@ def _named(local: Mapping[str, nn.Parameter]) -> Named:
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy buffers. A buffer with two names stays one buffer."""
+    """Copy buffers. A buffer with two names is copied once."""
     copies: dict[int, Tensor] = {}
     return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
 class _DelayedGradients:
-    """Delay of gradients by one batch, as under `schedule="1f1b_2bw"` (PipeDream-2BW)."""
+    """Gradients of the previous batch, which optimizers use under `schedule="1f1b_2bw"` (PipeDream-2BW)."""
 
     def __init__(self) -> None:
         self.previous_grads: dict[int, Tensor | None] = {}
 
     def exchange(self, parameters: Iterable[Tensor]) -> None:
-        """Store the current gradients and restore those of the last call in `.grad`: None in the first call."""
+        """Store the current gradients, and set `.grad` to those of the previous call (None in the first call)."""
         for parameter in parameters:
             before = self.previous_grads.get(id(parameter))
             self.previous_grads[id(parameter)], parameter.grad = parameter.grad, before
@@ -227,7 +228,7 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
     """Run the training steps on both sides, up to the first difference, and restore weights and buffers.
 
     Under an asynchronous schedule (PipeDream-2BW), optimizers get the gradients of the previous batch on both sides. A
-    batch of other shapes is traced again and follows the same plan.
+    batch with other shapes is traced again under the same plan.
 
     Args:
         reference: reference for the example call.
@@ -282,7 +283,7 @@ class _TracedBatches:
         }
 
     def of(self, step: int) -> tuple[GraphUnderTest, Program]:
-        """Return the graph and the program of a step, with the inputs and random seed of that step."""
+        """Return the traced graph and the program of a step, with the step's inputs and random seed."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
         if key not in self.cache:
@@ -295,7 +296,7 @@ class _TracedBatches:
         return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
 
     def _traced(self, arguments: Mapping[str, Any]) -> tuple[GraphUnderTest, Program]:
-        """Trace a call under the same plan and parameter storage, like the runtime's compiler."""
+        """Trace a batch under the plan and stored parameter layouts of the example call, as the runtime does."""
         assert self.arrangement.plan is not None
         traced = self.reference.trace(arguments)
         decided = decided_by(self.reference.traced, self.arrangement.decisions)
@@ -350,18 +351,18 @@ def _step(
 
 
 def _factor(norm: Tensor, training: Training) -> float:
-    """Return the factor by which clipping multiplies gradients."""
+    """Return the factor by which clipping multiplies gradients, given their norm."""
     return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
 
 
 def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
-    """Return an optimizer state tensor that has the shape of its parameter, or None."""
+    """Return an entry of a parameter's optimizer state if it has the parameter's shape; else None."""
     kept = optimizer.state.get(parameter, {}).get(key)
     return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
 def _state_keys(one: _SingleDeviceTraining) -> list[str]:
-    """Return the keys of optimizer state that has the shape of its parameter."""
+    """Return the keys of optimizer state that has the shape of its parameter, such as `exp_avg`."""
     keys = [
         key
         for p in one.parameters.values()

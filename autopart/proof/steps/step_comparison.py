@@ -1,4 +1,4 @@
-"""Comparison of one training step of all ranks with a single device, and its report."""
+"""Comparison of one training step of all ranks with the same step on a single device, and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopart.runtime.shards.shard_state import splits_at
 from autopart.runtime.training.optimizer_checks import is_elementwise
 
 ROUNDING = 1e-12
-"""Gradients below this, relative to the largest, are rounding of sums that cancel."""
+"""Gradients below this, relative to the largest gradient, count as rounding of sums that cancel."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class StepReport:
         scale: loss scale.
         skipped: a gradient was infinite or NaN, and the scaler skipped the step.
         errors: largest error over the ranks, by name (`loss`, `norm`, `weight h.0.up.weight`).
-        rounding: parameters with entries whose gradients are only rounding. They are not compared after the optimizer.
+        rounding: parameters that have entries whose gradients are only rounding. These entries are not compared after
+            the optimizer.
     """
 
     step: int
@@ -82,7 +83,7 @@ class StepReport:
 
 
 class StepComparison:
-    """The errors of one step, in the order in which they are found."""
+    """Collector of the errors of one training step, in the order in which the step computes its values."""
 
     def __init__(self, step: int, program: Program, tolerance: float, rounding: dict[str, Tensor]):
         self.step, self.program, self.tolerance, self.rounding = step, program, tolerance, rounding
@@ -91,14 +92,14 @@ class StepComparison:
         self.first: StepMismatch | None = None
 
     def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
-        """Compare a scalar that every rank has."""
+        """Compare a scalar that every rank computes, such as the gradient norm."""
         if not expected.isfinite() and not may_overflow:
             self._not_finite(kind, "", expected)
         for rank, value in actual.items():
             self._note(kind, "", rank, relative(value, expected), f"{float(value):.10g}, not {float(expected):.10g}")
 
     def skips(self, actual: Mapping[int, bool], expected: bool) -> None:
-        """Compare whether each rank skips the step."""
+        """Check that each rank skips the step if and only if the single device does."""
         for rank, skipped in actual.items():
             if skipped != expected:
                 words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
@@ -109,7 +110,7 @@ class StepComparison:
     ) -> None:
         """Exclude entries whose gradient is only rounding from later comparisons of weights and states.
 
-        An optimizer that divides by a gradient's size makes a full step of either sign from it.
+        An optimizer that divides by a gradient's size makes a full step of either sign from such a gradient.
         """
         add_rounding(self.rounding, expected, expected)
         limit = _limit(expected)
@@ -133,7 +134,7 @@ class StepComparison:
         self, kind: str, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
         floor: float, suffix: str = "",
     ) -> None:  # fmt: skip
-        """Compare each rank's shard of a parameter's tensor with the same shard of the full tensor.
+        """Compare each rank's shard of a tensor (weight, gradient, state) with that shard of the full tensor.
 
         Errors are relative to the largest entry of all full tensors, at least `floor`.
         """
@@ -152,10 +153,9 @@ class StepComparison:
     def start_equal(
         self, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None]
     ) -> None:
-        """Copy the single device's values to the entries that are not compared.
+        """Copy the single device's values to the entries of the ranks that are not compared.
 
-        Later values that depend on such an entry (a running mean depends on the bias before it) are then compared
-        strictly.
+        Values that depend on such entries (a running mean depends on the preceding bias) can then be compared strictly.
         """
         for rank, local in actual.items():
             for name, part in local.items():
@@ -184,7 +184,7 @@ class StepComparison:
         self._note(kind, name, rank, error, _worst_entry(part, whole) if error > self.tolerance else "")
 
     def _not_finite(self, kind: str, name: str, expected: Tensor) -> None:
-        """Note a value that is not finite as an error, even if both sides agree: it proves nothing."""
+        """Record a value that is not finite as an error, even if ranks and single device agree."""
         self._note(kind, name, None, float("inf"), f"not finite on one device: it {bad_entries(expected)}")
 
     def _note(self, kind: str, name: str, rank: int | None, error: float, detail: str) -> None:
@@ -207,11 +207,10 @@ class StepComparison:
 def add_rounding(
     rounding: dict[str, Tensor], actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Mark in {name: mask} the entries whose gradients are only rounding on both sides.
+    """Mark in {name: mask} the entries whose gradients are only rounding, on the ranks and one device.
 
-    Earlier marks stay.
-
-    Entries with two zero gradients are not marked: an optimizer changes them by the same amount.
+    Marks of earlier steps stay. Entries whose gradients are zero on both are not marked, because an optimizer changes
+    them by the same amount.
     """
     limit = _limit(expected)
     for name, grad in expected.items():
@@ -231,7 +230,7 @@ def _are_rounding(one: Tensor, other: Tensor, limit: float) -> Tensor:
 
 
 def _worst_entry(part: Tensor, whole: Tensor) -> str:
-    """Return `entry [3, 0] of its shard is 0.52, not 0.51`."""
+    """Return the entry with the largest error as text: `entry [3, 0] of its shard is 0.52, not 0.51`."""
     if part.shape != whole.shape:
         return f"shape {list(part.shape)}, not {list(whole.shape)}"
     part, whole = part.detach(), whole.detach()

@@ -1,4 +1,4 @@
-"""Options of `verify` for training steps: their number, optimizer, clipping, scaler and batches."""
+"""Options of `verify` for training steps: number of steps, optimizer, clipping, scaler and batches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ SCALER_DEFAULTS = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor"
 
 @dataclass(frozen=True)
 class Training:
-    """The training steps to compare.
+    """The training steps that `verify` runs and compares.
 
     Args:
-        optimizer: called with the model's named parameters, and for each rank with that rank's.
+        optimizer: function that makes an optimizer from [(name, parameter)]. Called with the model's parameters, and
+            for each rank with the rank's parameters.
         example: arguments of the call that is traced.
-        batches: arguments of each step by name, repeated from the first if there are fewer than `steps`.
+        batches: arguments by name of the call in each step; repeated from the first if there are fewer than `steps`.
         max_norm: gradient clipping norm.
         scaler: settings of a `torch.amp.GradScaler`.
         targets: targets of a loss function, one per batch.
@@ -48,7 +49,7 @@ class Training:
     targets: tuple[Any, ...] = ()
 
     def batch(self, step: int) -> Mapping[str, Any]:
-        """Return the arguments of a step, counted from 1."""
+        """Return the arguments of the call in a step. Steps are counted from 1."""
         return self.batches[(step - 1) % len(self.batches)]
 
 
@@ -57,9 +58,9 @@ def read_training(
     max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
     has_loss_fn: bool = False,
 ) -> Training | None:  # fmt: skip
-    """Validate the training options of `verify`. Return None if there are none.
+    """Validate the training options of `verify`. Return None if no option is set.
 
-    With a `loss_fn` a batch can contain its `target`. Raises OptionError and InputError for invalid options.
+    With a `loss_fn`, a batch can contain its `target`. Raises OptionError and InputError for invalid options.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None
@@ -98,7 +99,7 @@ def read_training(
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise OptionError for an optimizer that `verify` cannot step."""
+    """Raise OptionError unless the object is a torch optimizer whose step needs no closure."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer(named) returned a {name}, not a torch.optim.Optimizer",
@@ -117,7 +118,7 @@ def _adamw(named: Named) -> torch.optim.Optimizer:
 
 
 def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
-    """Return the settings of a GradScaler: the given ones, those of a given scaler, or the defaults."""
+    """Return the settings of a GradScaler: from a dict, from a scaler object, or the defaults."""
     if scaler is None or scaler is False:
         return None
     if isinstance(scaler, Mapping):

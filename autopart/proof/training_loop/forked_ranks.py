@@ -1,7 +1,9 @@
-"""Forked processes for the proof of a training function, which then needs no name, file or pickling.
+"""Forked processes that run a training function.
 
-Each child ends with a report. If a child raises, exits or sends no report in time, all children are stopped, so no
-process waits forever.
+Unlike with `spawn`, the function need not be picklable.
+
+Each child sends a report when it ends. If a child raises, exits or sends no report in time, all children are stopped,
+so no process waits forever.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ GRACE_S = 10.0
 
 @dataclass
 class Failure:
-    """Exception of a process. `refusal`: the error object itself if it is one of autopart's."""
+    """Exception of a child process, as text. `refusal`: the exception object if it is an autopart error."""
 
     kind: str
     text: str
@@ -46,7 +48,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """Result of one process: its returned value, or its failure."""
+    """Result of one child process: its returned value, or its failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -59,8 +61,8 @@ def run_forked(
     """Call `work(rank)` in `count` forked processes and return their reports.
 
     Args:
-        connected: initialise a gloo process group, with the environment of torchrun.
-        where: returns the line of the user's code that an exception comes from.
+        connected: initialise a gloo process group, with the environment variables of torchrun.
+        where: function that returns the user's source line from which an exception comes.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError(
@@ -115,7 +117,7 @@ def _collect(children: dict[int, tuple[Any, Connection]], deadline: float) -> di
 
 
 def _silent(process: Any, rank: int, folder: str, time_limit_s: float) -> Report:
-    """Return a report for a process that has sent none, with the line of the user's code that it is at."""
+    """Return a report for a process that has sent none, with the user's source line that it is running."""
     dump = Path(folder, f"stack{rank}")
     place = ""
     if process.is_alive() and dump.exists():

@@ -1,4 +1,4 @@
-"""Single-process methods of `ParallelModule`, so that one training function serves both."""
+"""Single-process methods of `ParallelModule`, so that a training function also runs without autopart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopart.errors import InputError, UsageError
 
 
 class PlainMethods:
-    """Methods that `ParallelModule` adds to `nn.Module`, for a model in one process."""
+    """The methods that a `ParallelModule` has in addition to `nn.Module`, for a model in one process."""
 
     data_rank, num_data_ranks, skipped_steps, loss_scale = 0, 1, 0, 1.0
 
@@ -57,7 +57,7 @@ class PlainMethods:
         return nullcontext()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: there is one replica."""
+        """Do nothing: with one process, optimizers need no gradient synchronization."""
 
     def full_state_dict(self) -> dict[str, Any]:
         state = _of(self).state_dict()
@@ -84,7 +84,7 @@ class PlainMethods:
 
 
 def with_plain_methods(model: nn.Module) -> nn.Module:
-    """Add the methods of a partitioned model to a model. Its attributes and class name stay."""
+    """Add the methods of `ParallelModule` to a model, in place. Its attributes and class name stay."""
     kind = type(model)
     model.__class__ = type(kind.__name__, (PlainMethods, kind), {"__module__": kind.__module__})
     return model
@@ -109,7 +109,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 
 class _LabelCounts(TorchFunctionMode):
-    """Mode that records over how many labels each mean-reduced loss averages."""
+    """Function mode that records the number of labels over which each mean-reduced loss averages."""
 
     def __init__(self) -> None:
         super().__init__()

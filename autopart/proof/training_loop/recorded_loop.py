@@ -27,12 +27,12 @@ KINDS = {"loss": "loss", "gradient": "gradient of ", "weight": "weight ", "retur
 
 @dataclass(frozen=True)
 class LoopMismatch:
-    """The first value of a training function that differs.
+    """The first value of a training function that differs between a rank and the plain model.
 
     Args:
-        step: number of complete optimizer steps before it, plus one.
-        kind: "loss", "gradient", "weight", "returned", "order" (another kind of event than in one process) or "error"
-            (a rank raised).
+        step: number of the optimizer step, from 1, in which the value was computed.
+        kind: "loss", "gradient", "weight", "returned", "order" (the rank is at another kind of event than the plain
+            model was) or "error" (a rank raised).
         name: name of the parameter or buffer.
         where: line of the user's function.
     """
@@ -58,7 +58,7 @@ class LoopMismatch:
 
 @dataclass
 class LoopEvent:
-    """One event of the function. `values`: by parameter name; None if there is nothing to compare."""
+    """One recorded event of the training function. `values`: {name: tensor}; None if nothing is compared."""
 
     kind: str
     step: int
@@ -68,7 +68,7 @@ class LoopEvent:
 
 @dataclass
 class RankResult:
-    """Result of a rank. `events`: number of compared events."""
+    """Result of comparing one rank's run. `events`: number of compared events."""
 
     errors: dict[str, float] = field(default_factory=dict)
     first: LoopMismatch | None = None
@@ -78,9 +78,11 @@ class RankResult:
 
 
 class Recorder:
-    """Recorder of one run of the function in this process. It passes every event to `sink(index, event)`.
+    """Recorder of one run of the training function in this process.
 
-    Use it in a process that ends with the run: its patches are not removed.
+    It calls `sink(index, event)` for every event.
+
+    Use it only in a process that ends after the run, because it never removes its patches of torch.
     """
 
     def __init__(self, fn: Callable[..., Any], sink: Callable[[int, LoopEvent], None]):
@@ -98,7 +100,7 @@ class Recorder:
         register_optimizer_step_post_hook(lambda *_: None if _called_by_autopart() else self._weights())
 
     def end(self, returned: Any) -> None:
-        """Record the final weights and the returned values."""
+        """Record the events at the end of the function: the final weights and the returned values."""
         self.event("weight", self.model.full_state_dict(), "the end of the function")
         flat = tree_flatten(returned)[0]
         values = {str(i): v for i, v in enumerate(flat) if isinstance(v, (Tensor, int, float, str))}
@@ -109,7 +111,7 @@ class Recorder:
         self.count += 1
 
     def line(self) -> str:
-        """Return the innermost line of the user's code that is running."""
+        """Return the innermost source line of the user's code that is running, as text."""
         frames = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -118,7 +120,7 @@ class Recorder:
         return _line_of(frames, self.code)
 
     def line_of(self, error: BaseException) -> str:
-        """Return the innermost line of the user's code that an exception passed."""
+        """Return the innermost source line of the user's code in an exception's traceback, as text."""
         frames = []
         trace = error.__traceback__
         while trace is not None:
@@ -167,7 +169,10 @@ def _called_by_autopart() -> bool:
 
 
 def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | None) -> str:
-    """Format a line as `line 12 of train.py, in train: loss.backward()`. Frames are given innermost first."""
+    """Format a source line as `line 12 of train.py, in train: loss.backward()`.
+
+    Frames are passed innermost first.
+    """
     users = [f for f in frames if not is_library(f[0].co_filename)]
     chosen = next(iter(users), None) or next((f for f in frames if f[0] is code), None)
     if chosen is None:
@@ -178,11 +183,12 @@ def _line_of(frames: list[tuple[types.CodeType, int]], code: types.CodeType | No
 
 
 class EventComparison:
-    """Comparison of a rank's events with those of one process, as they occur.
+    """Comparison of a rank's events, as they occur, with the recorded events of the plain model.
 
     Args:
-        load: loads weights into the model. Some of their entries come from the single process, because their gradients
-            are only rounding: an optimizer that divides by a gradient's size makes a full step of either sign from it.
+        load: function that loads weights into the partitioned model. Weight entries whose gradients are only rounding
+            are copied from the plain model: an optimizer that divides by a gradient's size makes a full step of either
+            sign from such a gradient.
     """
 
     def __init__(
@@ -196,7 +202,7 @@ class EventComparison:
         self.where, self.step = "", 1
 
     def event(self, index: int, actual: LoopEvent) -> None:
-        """Compare an event with that of one process."""
+        """Compare an event of this rank with the recorded event of the same index."""
         wanted = self.expected(index)
         self.where, self.step, self.found.events = actual.where, actual.step, index + 1
         if wanted is None or wanted.kind != actual.kind:
@@ -213,9 +219,9 @@ class EventComparison:
                 add_rounding(self.rounding, _dense(actual.values), _dense(wanted.values))
 
     def _without_rounding(self, actual: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace weight entries whose gradient is only rounding error by those of the single-process run.
+        """Replace weight entries whose gradient is only rounding error by those of the plain model's run.
 
-        They are replaced in the model too, so that later events are comparable.
+        The entries are replaced in the partitioned model too, so that later events are comparable.
         """
         equal = {
             name: torch.where(where, expected[name].to(actual[name]), actual[name])
@@ -249,7 +255,7 @@ def _dense(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _apart(here: Any, there: Any, scale: float | None) -> tuple[float, str]:
-    """Return the error of a value, relative to the largest entry, and a text on the worst entry."""
+    """Return the error of a value, relative to its largest entry, and a text on the entry with this error."""
     if here is None or there is None:
         value = there if here is None else here
         nothing = not isinstance(value, Tensor) or not bool(value.detach().any())

@@ -1,7 +1,7 @@
-"""Proof of the user's own training function: run once with the plain model, then once per rank.
+"""Proof of the user's own training function: it runs once with the plain model, then once per rank.
 
-All runs are forked processes in float64 that start from one interpreter state and one random seed. The plain run
-records its events in a folder. Each rank compares its events with them as it runs.
+All runs are forked processes in float64 that start from one interpreter state and one random seed. The run of the plain
+model records its events (losses, gradients, weights) in a folder. Each rank compares its events with these as it runs.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def prove(
     fn: Function, mesh: Mesh, model: nn.Module, batches: Iterable[Any], parallelize: Callable[..., nn.Module],
     example: Mapping[str, Any], options: Mapping[str, Any], tolerance: float, time_limit_s: float,
 ) -> LoopVerification:  # fmt: skip
-    """Run the function in all processes and compare.
+    """Run the training function with the plain model and on all ranks, and compare.
 
     Args:
-        parallelize: makes the partitioned model on a rank.
+        parallelize: function that makes the partitioned model on a rank.
         example: example arguments of `parallelize`, if any.
     """
     _check(fn, model, options)
@@ -103,7 +103,7 @@ def prove(
 
 
 def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that cannot be compared."""
+    """Raise OptionError or InputError for arguments of `verify_loop` with which nothing can be compared."""
     if not callable(fn):
         raise InputError(f"fn={fn!r:.40} is not a training function", hint="def fn(model, batches): ...")
     if not isinstance(model, nn.Module):
@@ -127,9 +127,10 @@ def _in_double(values: Any) -> Any:
 
 
 def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the example call that a batch contains.
+    """Return the arguments of a call of the model, as contained in a batch.
 
-    Entries of a dict that the model accepts are keyword arguments; a tuple or tensor is all arguments.
+    If the batch is a dict, its entries that the model accepts are keyword arguments. A tuple or tensor is all
+    arguments.
     """
     signature = inspect.signature(model.forward)
     needs_full_sequence = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -147,7 +148,7 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 class _LoopRun:
-    """One run of the function in a child process, with its recorder."""
+    """One run of the training function in a child process, with a recorder of its events."""
 
     def __init__(self, fn: Function, model: nn.Module, batches: Any, folder: str):
         self.fn, self.model, self.batches, self.folder = fn, model, batches, Path(folder)
@@ -155,9 +156,9 @@ class _LoopRun:
         self.comparison: EventComparison | None = None
 
     def plain(self, rank: int) -> tuple[int, int, bool]:
-        """Run with the plain model.
+        """Run the function with the plain model.
 
-        Return the numbers of events and optimizer steps, and whether the function trains.
+        Return the number of events, the number of optimizer steps, and True if the function trains.
         """
         before = {name: v.clone() for name, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         self._call(with_plain_methods(self.model))
@@ -166,7 +167,7 @@ class _LoopRun:
         return self.recorder.count, self.recorder.steps - 1, changed or self.recorder.count > 2
 
     def compared(self, model: nn.Module, rank: int, tolerance: float, count: int, local_batch: bool) -> RankResult:
-        """Run with the partitioned model and compare with the recorded plain run."""
+        """Run the function with the partitioned model, and compare with the recorded run of the plain model."""
         load = partial(model.load_state_dict, strict=False)
         self.comparison = EventComparison(
             rank, lambda i: self._load(i) if i < count else None, tolerance, local_batch, load
@@ -213,9 +214,9 @@ def _plain_failure(failure: Failure) -> AutopartError:
 
 
 def _together(run: _LoopRun, reports: dict[int, Report], mesh: str, steps: int, local_batch: bool) -> LoopVerification:
-    """Merge the results of all ranks.
+    """Merge the comparisons of all ranks into one result.
 
-    Raises the first autopart error of a rank, with the rank and line as a note.
+    If a rank raised an autopart error, the earliest one is raised again, with a note that names its rank and line.
     """
     found = {rank: report.value for rank, report in reports.items() if report.failure is None}
     failed = {rank: report.failure for rank, report in reports.items() if report.failure is not None}

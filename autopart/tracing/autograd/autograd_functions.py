@@ -1,14 +1,14 @@
-"""A user's `torch.autograd.Function` as one operator of a trace, with its own backward.
+"""A user's `torch.autograd.Function` as one operator of a trace, with the Function's own backward.
 
 While a model is traced, `Function.apply` calls a custom operator in the namespace `autograd_function`, with one
-overload for every class and signature. The operator runs the Function itself; its backward runs it again with
-gradients. It has no sharding rule: it is replicated until the user registers a rule.
+overload for every class and signature. The operator runs the Function; its backward runs the Function again, with
+gradients. It has no sharding rule, so it is replicated until the user registers one.
 
 A Function is also traced on its own, forward and backward. Random draws are refused. A Function that writes to its
 inputs works on copies, and later uses of such an input are refused. If both traces consist of pointwise operators of
-one shape, the operator is replaced by that trace: it is right on any shard, and has torch's tag `pointwise`. The
-backward's trace also tells whether it is linear in the gradients
-(`passes/rules/operators/autograd_function_rules.py`): a backward that clips them must not get partial sums.
+one shape, the operator is replaced by the traced operators: these are right on any shard, and the operator has torch's
+tag `pointwise`. The backward's trace also shows whether the backward is linear in the gradients
+(`passes/rules/operators/autograd_function_rules.py`). If it is not (it clips them), it must not get partial sums.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
 _COMPUTING = ("torch.nn.", "torch.masked.")
-"""Parts of torch that compute by Functions, as users do."""
+"""Modules of torch that use autograd.Function in the same way as users."""
 _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it calls is its own", default=False)
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A Function with all arguments fixed but its tensors.
+    """An autograd.Function together with all arguments of one call, except the tensors.
 
-    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of these tensors; if
+    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of these tensors. If
     the Function later gets float64 instead (in `verify`), tensors that it creates are float64 as well. `written`:
-    indices of the tensors that it writes to; it gets copies of them.
+    indices of the tensors that the Function writes to; it gets copies of them.
     """
 
     function: Any
@@ -65,7 +65,7 @@ class UserFunction:
     written: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs, each with its own memory."""
+        """Return the outputs. An output that shares memory with another tensor is copied."""
         with torch.no_grad():
             return self.separate(self.outputs(tensors), tensors)
 
@@ -80,7 +80,7 @@ class UserFunction:
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs that are marked in `wanted`, and None for the others."""
+        """Return the gradients of the inputs that are marked in `wanted`, and None for all other inputs."""
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
             outputs = _as_tuple(self.outputs(inputs))
@@ -94,7 +94,7 @@ class UserFunction:
         return tuple(next(gradients) if t.requires_grad else None for t in inputs)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the results of the Function."""
+        """Run the Function on these tensors and return its results."""
         remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
         is_upcast = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
@@ -114,10 +114,10 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Examined:
-    """Traces of a Function's forward and backward.
+    """Traces of a Function's forward and backward, and properties that follow from them.
 
-    `backward`: from tensors and output gradients to input gradients; None if no input needs one. `single`: it returns
-    one tensor, not a tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
+    `backward`: maps tensors and output gradients to input gradients; None if no input needs one. `single`: the Function
+    returns one tensor, not a tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
     """
 
     forward: fx.GraphModule
@@ -132,7 +132,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Made:
-    """An operator that represents a Function."""
+    """A registered operator, and the Function that it runs."""
 
     operator: Any
     examined: Examined
@@ -144,12 +144,12 @@ _BY_OPERATOR: dict[Any, tuple[str, Made]] = {}
 
 
 def made_for(node: fx.Node) -> Made | None:
-    """Return the Function that a node represents; None for any other node."""
+    """Return the Function that a node's operator runs; None for any other node."""
     return _BY_OPERATOR[node.target][1] if node.target in _BY_OPERATOR else None
 
 
 def name_function_nodes(graph: fx.Graph) -> None:
-    """Name the nodes that represent Functions after their classes."""
+    """Name each node that runs a Function after the Function's class."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
@@ -167,11 +167,12 @@ def apply_as_operator(
     apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any],
     spend: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> Any:  # fmt: skip
-    """Return `function.apply(*args, **kwargs)` in a trace.
+    """Run `function.apply(*args, **kwargs)` in a trace as one operator, and return the result.
 
-    Raises LostInTrace for a call that no operator can represent.
+    Raises LostInTrace for a call that cannot be one operator.
 
-    `spend` is called for a tensor that the Function writes to. It returns whether later uses can be refused.
+    Args:
+        spend: called for each tensor that the Function writes to; returns True if later uses of it can be refused.
     """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
@@ -202,7 +203,9 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the traced forward and backward of a Function, whose arguments are all tensors, as code.
+    """Return the source code of a Function's traced forward and backward.
+
+    All its arguments must be tensors.
 
     Raises LostInTrace, as `apply_as_operator`.
     """
@@ -215,7 +218,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
 
 
 def is_of_a_model(function: type) -> bool:
-    """Return True for a Function of a model, False for those of torch's own tracing."""
+    """Return True for an autograd.Function of a model's code, False for those that torch's tracing uses."""
     name = function.__module__
     return not name.startswith("torch.") or name.startswith(_COMPUTING)
 
@@ -227,7 +230,7 @@ def _autocasts(device: str) -> bool:
 def _check_plain(function: type, argument: Any) -> None:
     for leaf in tree_flatten(argument)[0]:
         if not isinstance(leaf, _PLAIN):
-            raise _lost(function, f"it is given {_a(leaf)}, and may be given tensors, numbers and text")
+            raise _lost(function, f"it receives {_a(leaf)}; only tensors, numbers and strings are supported")
 
 
 def _lost(function: type, why: str) -> LostInTrace:
@@ -237,16 +240,16 @@ def _lost(function: type, why: str) -> LostInTrace:
 
 
 def _a(value: Any) -> str:
-    """Return `a ModuleList`, `an Embedding`, `None`."""
+    """Return the name of a value's type with its article: `a ModuleList`, `an Embedding`; `None` for None."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Made:
-    """Return the operator for this Function and signature, which is registered on first use.
+    """Return the custom operator for a Function and its arguments. It is registered on first use.
 
-    Its name and overload consist of names, values and shapes, so they are equal in all processes. A class gets a number
-    only if another class in this process has the same name.
+    Its name and overload are formed from names, values and shapes, so they are equal in all processes. A number is
+    added only if another class in this process has the same name.
     """
     full = f"{user.function.__module__}.{user.function.__qualname__}"
     namesakes = _CLASSES.setdefault(full, [])
@@ -262,7 +265,7 @@ def _operator(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
         _MADE[key] = _make(f"{name}.{overload}", user, examined, wanted)
         _BY_OPERATOR[_MADE[key].operator] = user.function.__name__, _MADE[key]
     if _MADE[key].examined.code != examined.code:
-        raise _lost(user.function, "it computes something else than in an earlier call of the same arguments")
+        raise _lost(user.function, "its result differs from that of an earlier call with equal arguments")
     return _MADE[key]
 
 
@@ -301,7 +304,7 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
 
 
 def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Examined:
-    """Trace a Function. Raises LostInTrace for unsupported behaviour."""
+    """Trace a Function's forward and backward. Raises LostInTrace if it cannot be one operator."""
     single = []
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -337,7 +340,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each tensor was written."""
+    """Return the version counter of each tensor, which increases with each in-place write."""
     return [t._version for t in tensors]
 
 
@@ -363,7 +366,7 @@ def _without_views(trace: fx.GraphModule) -> None:
 
 
 def _is_pointwise(trace: fx.GraphModule, tensors: Sequence[Tensor]) -> bool:
-    """Return True if every value has one shape and comes from a pointwise operator."""
+    """Return True if every call of a graph is pointwise and all its tensors have one shape."""
     full = tensors[0].shape
     for node in trace.graph.nodes:
         if node.op == "output":

@@ -1,7 +1,7 @@
 """`torch.cond` in a forward: both branches are computed, and the condition selects the result.
 
-The branch that is not selected must contribute no gradient. Multiplying its gradient by zero is not enough, because it
-can be infinite or NaN. So the inputs of a branch get a gradient from it only if it is selected.
+The branch that is not selected must contribute no gradient. Multiplying its gradient by zero is not enough, because the
+gradient can be infinite or NaN. So the inputs of each branch receive a gradient only if the branch is selected.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ Branch = Callable[..., Any]
 
 
 def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands: Sequence[Any]) -> Any:
-    """Return the result of `torch.cond`.
+    """Compute both branches of a `torch.cond` call, and return the result that the condition selects.
 
-    Raises LostInTrace for branches that draw random numbers, write, or differ in metadata.
+    Raises LostInTrace for branches that draw random numbers, write in place, or return tensors of different shapes.
     """
     chosen = condition.reshape(())
     outputs = [_branch(branch, operands, partial(_where, chosen, side)) for branch, side in
                ((if_true, True), (if_false, False))]  # fmt: skip
     (ours, spec), (others, other_spec) = map(tree_flatten, outputs)
     if spec != other_spec or [_form(leaf) for leaf in ours] != [_form(leaf) for leaf in others]:
-        raise _lost("its branches give tensors of unlike shapes or types")
+        raise _lost("its branches give tensors of different shapes or dtypes")
     pairs = zip(ours, others, strict=True)
     return tree_unflatten([torch.where(chosen, a, b) if isinstance(a, Tensor) else a for a, b in pairs], spec)
 
 
 def _where(chosen: Tensor, side: bool, leaf: Any) -> Any:
-    """Return a tensor that gets a gradient only if `chosen` is `side`."""
+    """Return a branch's input unchanged.
+
+    It receives a gradient only if the condition `chosen` equals `side`.
+    """
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return leaf
     taken, other = leaf, leaf.detach()
@@ -70,10 +73,10 @@ def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], An
 
 
 def _check(region: Sequence[fx.Node]) -> None:
-    """Raise LostInTrace for effects that a branch must not have when it is not selected."""
+    """Raise LostInTrace if a branch draws random numbers or writes to a tensor that it was passed."""
     for node in region:
         if draws_random_numbers(node):
-            raise _lost("a branch draws random numbers, and would draw them also where it is not taken")
+            raise _lost("a branch draws random numbers, and would draw them even if it is not selected")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and not {*node.all_input_nodes[:1]} <= {*region}:
             raise _lost("a branch writes to a tensor that it is given")
@@ -85,4 +88,4 @@ def _form(leaf: Any) -> Any:
 
 def _lost(why: str) -> LostInTrace:
     hint = "torch.where and plain operations, or parallelize the modules inside"
-    return LostInTrace("torch.cond holds branches that cannot both be computed", why, hint, Refusal.REGION)
+    return LostInTrace("torch.cond has branches that cannot both be computed", why, hint, Refusal.REGION)

@@ -1,7 +1,7 @@
-"""Decompositions of torch functions into operators that have rules and can be traced.
+"""Decompositions of torch functions into operators that can be traced and have sharding rules.
 
-They make explicit what torch's operators hide (which rows belong to which bag) or decide by values (the size of a
-table, the number of distinct values).
+They make explicit what torch's operators hide (which rows `embedding_bag` sums) or decide by values (the number of
+distinct values).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Decompose `F.embedding_bag` into look-ups and a sum per bag.
+    """Decompose `F.embedding_bag` into an embedding look-up and a sum per bag.
 
-    Torch's operator hides which rows belong to which bag. The gradient of the table is dense.
+    Torch's operator hides which rows belong to which bag. Here the gradient of the table is dense.
     """
     if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
@@ -64,7 +64,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute the CTC loss with autopart's operator. Torch's operator allocates data-dependent tables."""
+    """Compute the CTC loss with autopart's operator, as torch's allocates tensors of data-dependent size."""
     if log_probs.ndim == 2:
         lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
         row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
@@ -77,10 +77,10 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Sum the rows of each bag, given the bags' start offsets.
+    """Sum the looked-up rows of each bag, given the bags' start offsets.
 
     Args:
-        counted: for each row, whether it counts in the divisor of a mean.
+        counted: for each row, True if the row counts in the divisor of a mean.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
@@ -100,14 +100,14 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look up rows of a table with a dense gradient, even with `sparse=True`."""
+    """Look up rows of an embedding table. Its gradient is dense, even with `sparse=True`."""
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:  # fmt: skip
-    """Compute torch's loss without its data-dependent check and its in-place clamp."""
+    """Compute `F.gaussian_nll_loss` without its data-dependent check and its in-place clamp."""
     if not isinstance(var, Tensor):
         var = var * torch.ones_like(input)
     if input.shape != var.shape == input.shape[:-1]:
@@ -120,7 +120,7 @@ def _gaussian_nll_loss(
 
 
 def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Accept a uint8 condition, which eager torch accepts and torch.export does not."""
+    """Compute `torch.where`. Accepts a uint8 condition, as eager torch does and torch.export does not."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
 
 
@@ -129,14 +129,14 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
 
 
 _LARGEST_ROW = 64
-"""Elements of rows that are sorted: by one after the other."""
+"""Maximum row length for sorting rows, which sorts by one column after another."""
 
 
 def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
-    """Implement `torch.unique`: sort, then select the first of equal values by a mask."""
+    """Compute `torch.unique`: sort, and select the first of each run of equal values by a mask."""
     rows = _rows(input, dim)
     if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
@@ -149,13 +149,13 @@ def _unique(
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """Implement `torch.unique_consecutive`: select the first value of every run of equal values by a mask."""
+    """Compute `torch.unique_consecutive`: select the first of each run of equal values by a mask."""
     distinct, number = _runs(_rows(input, dim))
     return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
 
 
 def _rows(input: Tensor, dim: int | None) -> Tensor:
-    """Return the items that are compared: elements, or slices along `dim`."""
+    """Return the items that `unique` compares, as rows: single elements, or slices along `dim`."""
     return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
@@ -171,7 +171,7 @@ def _order(rows: Tensor) -> Tensor:
 
 
 def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first row of each run of equal rows, and the run number of every row."""
+    """Return the first row of each run of equal consecutive rows, and for every row the number of its run."""
     differs = rows[1:] != rows[:-1]
     first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
     first = first if rows.ndim == 1 else first.flatten(1).any(1)
@@ -193,7 +193,7 @@ def _asked_for(
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return `minlength` counts; a larger value raises an error."""
+    """Return the counts of the values below `minlength`. A larger value raises an error at run time."""
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -221,7 +221,7 @@ def _cov(
 
 
 def _corrcoef(input: Tensor) -> Tensor:
-    """Compute torch's correlation of real numbers; complex numbers use torch's own."""
+    """Compute torch's correlation coefficients of real numbers. Complex numbers use torch's own function."""
     if input.is_complex():
         return torch.corrcoef(input)
     covariance = _cov(input)
@@ -232,7 +232,10 @@ def _corrcoef(input: Tensor) -> Tensor:
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """Implement `torch.combinations` by indices that depend on no value. Torch selects by a mask."""
+    """Compute `torch.combinations` with indices that depend only on sizes.
+
+    Torch selects by a mask instead.
+    """
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = list(choose(range(len(input)), r))
     return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]
@@ -257,4 +260,4 @@ TRACE_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
 }
-"""Functions that a trace takes in another form."""
+"""{torch function: its decomposition in a trace}."""

@@ -1,7 +1,7 @@
 """`torch.func` in a forward: `grad`, `vjp`, `jvp`, `jacrev`, `jacfwd`, `hessian`, and `vmap` of these.
 
-Such a transform is first traced on its own, so that its derivatives become operators. The model's trace then calls
-these operators. A `vmap` that contains no derivative is traced as it is.
+Each transform is first traced alone, so that its derivatives become operators. The model's trace then calls these
+operators. A `vmap` that contains no derivative is traced directly.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ class _Differentiates(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Mark each `detach` of the model's own code. Raise LostInTrace for `no_grad()` in a transform."""
+    """Function mode in a transform that marks each `detach` of the model's own code.
+
+    Raises LostInTrace for `no_grad()`.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is GRAD_MODE and not args[0]:
-            raise LostInTrace("torch.no_grad() inside of a torch.func transform", "what has no gradient there is not "
-            "traced",
-                       "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
+            raise LostInTrace("torch.no_grad() inside of a torch.func transform", "a trace of the transform "
+                       "would lose it", "tensor.detach() in its place", Refusal.GRADIENT)  # fmt: skip
         if func in _DETACHING:
             return noted(lambda: func(*args, **(kwargs or {})), _OWN)
         return func(*args, **(kwargs or {}))
 
 
 def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of torch's function `original`, which implements a transform."""
+    """Trace one `torch.func` transform and return its result.
+
+    `original`: torch's function that implements it.
+    """
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
@@ -61,7 +66,10 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
 
 
 def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
-    """Return True if a vmap contains a transform that differentiates. Runs it once outside of the trace."""
+    """Return True if a vmap contains a transform that differentiates.
+
+    Runs the vmap once outside of the trace.
+    """
     try:
         with tracing.apart(), variable(_running, "look"):
             original(*args, **kwargs)
@@ -73,7 +81,7 @@ def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[s
 
 
 def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the outputs, and a function from their gradients to those of the inputs."""
+    """Return the outputs of a function, and a function that maps output gradients to input gradients."""
     function, *primals = args
     outputs = function(*primals)
 
@@ -122,9 +130,11 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 
 
 def _attach(graph: fx.Graph) -> None:
-    """Remove the `detach` calls that autograd puts on saved tensors; those of the model's own code stay.
+    """Remove the `detach` calls that autograd inserts for saved tensors.
 
-    Raises LostInTrace for operators whose gradient could be lost by the transform.
+    `detach` calls of the model's code stay.
+
+    Raises LostInTrace for operators whose gradient the transform could lose.
     """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:
@@ -140,7 +150,7 @@ def _attach(graph: fx.Graph) -> None:
 def _layer_norm(
     source: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the layer norm, the mean and the inverse deviation, all differentiable."""
+    """Compute the layer norm. Returns the output, mean and inverse standard deviation, all differentiable."""
     dims = list(range(source.ndim - len(shape), source.ndim))
     variance = source.var(dims, correction=0, keepdim=True)
     mean = source.mean(dims, keepdim=True)

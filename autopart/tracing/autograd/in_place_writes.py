@@ -1,8 +1,8 @@
-"""Views and in-place writes in a form that torch functionalizes with the right value and gradient.
+"""Rewrites of views and in-place writes that torch would functionalize with a wrong value or gradient.
 
-`run_decompositions` writes a changed view back into its base. For `as_strided` it uses an operator with a wrong
-gradient. For `unfold` it sets all other elements to zero. For `detach` it cuts the gradient of the base.
-`docs/notes/in-place-writes.md` has minimal examples.
+`run_decompositions` writes a changed view back to the tensor that it is a view of (its base). For `as_strided`, it uses
+an operator with a wrong gradient. For `unfold`, it sets all other elements to zero. For `detach`, it drops the gradient
+of the base. `docs/notes/in-place-writes.md` has minimal examples.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from autopart.tracing.exported_graph import record_origin
 aten = torch.ops.aten
 
 _WITHOUT_DERIVATIVE = {"logical_and_", "logical_not_", "logical_or_", "logical_xor_"}
-"""Operators that leave the gradient of the written value as it was, in eager PyTorch."""
+"""In-place operators for which eager PyTorch keeps the gradient of the value before the write."""
 
 
 @torch.no_grad()  # torch refuses writes to weights in grad mode, also to fake ones
 def explicit_writes(graph: fx.Graph) -> None:
-    """Rewrite strided views, windows that are written, and `fill_diagonal_` in an exported graph.
+    """Rewrite `as_strided` views, written `unfold` windows and `fill_diagonal_` in an exported graph.
 
-    Raises TraceError for a write that has no right form.
+    Raises TraceError for a write that cannot be rewritten with the right gradient.
     """
     for node in list(graph.nodes):
         if operator_name(node) == "aten::as_strided_scatter":
             raise _refused(
                 node, "torch.as_strided_scatter has a wrong gradient in torch",
-                why="it is zero for the elements that stay, and not for those that are written",
+                why="the gradient is zero for elements that stay, and non-zero for written ones",
                 hint="x = x.clone(); x.as_strided(size, stride).copy_(src)",
             )  # fmt: skip
         elif operator_name(node) == "aten::fill_diagonal_":
@@ -54,7 +54,7 @@ def _rewrite(node: fx.Node, form: Callable[[fx.Node], fx.Node]) -> None:
 
 
 def _masked_diagonal(node: fx.Node) -> fx.Node:
-    """Write a diagonal by a mask, which can be sharded."""
+    """Replace `fill_diagonal_` by a masked write, which can be sharded."""
     target, device = node.args[0], value(node).device
     rows, *others = shape(node)
 
@@ -68,7 +68,7 @@ def _masked_diagonal(node: fx.Node) -> fx.Node:
         if not value(target).is_contiguous():
             raise _refused(
                 node, "fill_diagonal_(wrap=True) writes memory outside of its input",
-                why="torch takes a later row to begin where the one before ends", hint="x.contiguous()",
+                why="torch assumes that each row begins where the previous one ends", hint="x.contiguous()",
             )  # fmt: skip
         row = added(node.graph, node, aten.remainder.Scalar, row, others[0] + 1)
     for dim, size in enumerate(others, 1):
@@ -78,7 +78,7 @@ def _masked_diagonal(node: fx.Node) -> fx.Node:
 
 
 def _strided(node: fx.Node, is_written: bool) -> fx.Node:
-    """Write `as_strided` as views of the elements in the order of the memory, which no later pass changes."""
+    """Replace `as_strided` by views of the elements in memory order, whose meaning no later pass changes."""
     graph, source = node.graph, node.args[0]
     traced: Tensor = value(source)
     offset = argument(node, "storage_offset")
@@ -112,7 +112,7 @@ def _strided(node: fx.Node, is_written: bool) -> fx.Node:
 
 
 def _unfolded(node: fx.Node) -> fx.Node:
-    """Write `unfold` of windows that do not overlap as a split of the dim."""
+    """Replace `unfold` with windows that do not overlap by a reshape of the dim."""
     size, step = node.args[2:4]
     dim = node.args[1] % max(len(shape(node.args[0])), 1)
     view = added(node.graph, node, aten.movedim.int, node.args[0], dim, -1)
@@ -121,7 +121,7 @@ def _unfolded(node: fx.Node) -> fx.Node:
 
 
 def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_written: bool) -> fx.Node:
-    """Return a view of windows in the last dim of `view`: [..., count, size or more].
+    """Return a view of the last dim in windows, of shape [..., number of windows, size or more].
 
     Args:
         step: elements from the start of a window to the start of the next.
@@ -143,16 +143,16 @@ def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_
 
 
 def _narrowed(node: fx.Node, view: fx.Node, start: int, end: int, step: int = 1) -> fx.Node:
-    """Return a slice of the last dim, or the view itself if that is all of it."""
+    """Return a slice of the last dim, or the view itself if the slice is the full dim."""
     if (start, end, step) == (0, shape(view)[-1], 1):
         return view
     return added(node.graph, node, aten.slice.Tensor, view, -1, start, end, step)
 
 
 def _written_views(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes through which a later node writes to the memory of an earlier one.
+    """Return all nodes that share memory with the target of an in-place write.
 
-    Raises TraceError if a write leaves the gradient of its base as it was, and the base is read later.
+    Raises TraceError if a value with a gradient is read after a write to a detached view of it.
     """
     bases = {node: base for node in graph.nodes if (base := _base(node)) is not None}
     with_gradient: set[fx.Node] = set()
@@ -173,7 +173,7 @@ def _written_views(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node | None:
-    """Return the input in whose memory the node's result is."""
+    """Return the input whose memory a node's result shares; None if the node is no view."""
     if node.op != "call_function":
         return None
     memory = _memory(node)
@@ -187,7 +187,7 @@ def _memory(node: fx.Node) -> set[int]:
 
 
 def _chain(node: fx.Node, bases: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yield a view, its base, and so on up to the value that owns the memory."""
+    """Yield a view, the tensor that it is a view of, and so on up to the tensor that owns the memory."""
     yield node
     while node in bases:
         node = bases[node]
@@ -195,7 +195,7 @@ def _chain(node: fx.Node, bases: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors that a call writes."""
+    """Return the tensors that a call writes in place."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return []
@@ -227,7 +227,7 @@ def _check_unread(write: fx.Node, detached: list[fx.Node], bases: Mapping[fx.Nod
 def _gradient_before(write: fx.Node, target: str) -> TraceError:
     name = short_name(write)
     return _refused(
-        write, f"{name} writes in place to {target}", why="its gradient would be that of the value before",
+        write, f"{name} writes in place to {target}", why="its gradient would be that of the value before the write",
         hint=f"{name.rstrip('_')} in grad mode, or on value.detach().clone()",
     )  # fmt: skip
 

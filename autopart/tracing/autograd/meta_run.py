@@ -1,8 +1,8 @@
-"""A run of a model's own Python on meta tensors, in which autograd records dependences.
+"""Run a model's own Python on meta tensors, so that autograd records what depends on what.
 
 Parameters and inputs are on the meta device, but report the model's device. Small tensors that depend on no parameter
 or input are real, so that Python can read their values. Results of repeated calls are cached, because torch infers
-shapes slowly. `.item()` returns 1, and the entries of `.tolist()` are 0, a valid index of any tensor.
+shapes slowly. `.item()` returns 1. The entries of `.tolist()` are 0, which is a valid index of any tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstant
 from autopart.tracing.python.value_checks import asking_frame, passing_answer
 
 _SMALL = 2**16
-"""Entries of the largest tensor that is real."""
+"""Maximum number of elements of a real tensor."""
 _TENSOR: Any = Tensor
 _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
@@ -36,7 +36,10 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @contextmanager
 def meta_run(device: torch.device) -> Iterator[None]:
-    """Run operators on meta tensors in a `with` block as described above; they report `device`."""
+    """Run a model on meta tensors inside a `with` block (see the module's docstring).
+
+    Tensors report `device`.
+    """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), _Placed(device):
         yield
 
@@ -81,7 +84,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Listed(int):
-    """An entry of `tensor.tolist()`: 0, or in a condition that skips writes, a value that runs them."""
+    """An entry of `tensor.tolist()`: 0, or, in the condition of an `if`, a value that runs its code."""
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
@@ -101,7 +104,7 @@ class _Forms(TorchDispatchMode):
         super().__init__()
         self.known: dict[Any, Any] = {}
         self.own: dict[int, Tensor] = {}
-        """Real tensors created inside, by the start of their memory: these may be written."""
+        """{memory address: real tensor that was created during the run}: only these may be written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -126,9 +129,9 @@ class _Forms(TorchDispatchMode):
         return self._made(func, key, args, kwargs)
 
     def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if all results of a call are small, or have a data-dependent size.
+        """Return True if all results of a call can be real tensors: they are small, or of data-dependent size.
 
-        Results with three dims are excluded: they are states or activations, which torch's recurrent layers expect on
+        Results with three dims are excluded. They are states or activations, which torch's recurrent layers expect on
         the device of their input.
         """
         meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
@@ -144,7 +147,7 @@ class _Forms(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return the results of a call that writes nothing and returns no view of its inputs."""
+        """Return the meta results of a call that writes nothing and returns no view of its inputs."""
         try:
             forms = self.known.get(key)
         except TypeError:  # an argument that cannot be a key
@@ -165,12 +168,12 @@ def _empty(form: Form) -> Tensor:
 
 
 def _on_meta(leaf: Any) -> Any:
-    """Return a tensor on meta; a tensor with one number stays, as any device accepts it."""
+    """Move a tensor to meta. A tensor with one element stays, because any device accepts it as an operand."""
     return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return keyword arguments with which a call creates tensors on meta."""
+    """Return a call's keyword arguments, changed so that it creates its tensors on meta."""
     makes = not args or not any(isinstance(leaf, Tensor) for leaf in args)
     if kwargs.get("device") is None and not (makes and any(a.name == "device" for a in func._schema.arguments)):
         return kwargs
@@ -178,7 +181,7 @@ def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mappin
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the key of a call's result metadata, and add the tensors in a value to a list."""
+    """Return a cache key of an argument, with tensors given by metadata. Appends its tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.is_meta

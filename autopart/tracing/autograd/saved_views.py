@@ -1,8 +1,8 @@
-"""Gradients inside a forward (`torch.autograd.grad`): saved tensors become nodes of the trace.
+"""Gradients inside a forward (`torch.autograd.grad`): nodes for tensors that autograd saves.
 
-A composite operator such as `linear` is one node of a trace. Its backward reads intermediate values, mostly a view of
-one of its tensors: `weight.t()`. Other operators read their own output, which autograd returns as another tensor
-object. Torch would lift both as constants.
+A composite operator such as `linear` is one node of a trace. Its backward uses tensors that have no node: mostly a view
+of an input, such as `weight.t()`. Other backwards use their operator's output, which autograd returns as a new tensor
+object. Without nodes, torch would make both constants of the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add nodes for untraced operator inputs that are views of traced tensors, for a `with` block."""
+    """Add nodes, in a `with` block, for operator inputs that are views of traced tensors without a node."""
     kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def saved_views() -> Iterator[None]:
 
 
 def _adopt(tracing: Tracing, tensor: Tensor) -> None:
-    """Add a tensor to the trace as a view of a traced tensor, if it is one."""
+    """Add a node for a tensor, if it is a view of a traced tensor."""
     memory = memory_of(tensor)
     for base in tracing.tracked() if memory is not None else ():
         if memory_of(base) != memory or not _is_made_of(tensor, base):
@@ -53,7 +53,7 @@ def _adopt(tracing: Tracing, tensor: Tensor) -> None:
 
 
 def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
-    """Return True if autograd treats `tensor` as `base`, or as the result of one autograd node on it."""
+    """Return True if, for autograd, `tensor` is `base` or the result of one operator on `base`."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
     if tensor.requires_grad != base.requires_grad:
@@ -67,7 +67,7 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _order(tensor: Tensor, base: Tensor) -> list[int] | None:
-    """Return the permutation of the dims of `base` that gives `tensor`."""
+    """Return the permutation that `base.permute` needs to give `tensor`; None if there is none."""
     left = list(enumerate(zip(base.shape, base.stride(), strict=True)))
     order: list[int] = []
     for wanted in zip(tensor.shape, tensor.stride(), strict=True):

@@ -1,8 +1,8 @@
 """`tensor.register_hook(hook)` in a forward: the hook becomes the backward of an identity operator.
 
-A hook gets the gradient of all uses of its tensor, also of those before it was registered. So every use of the tensor
-in the trace reads the operator instead. The operator is that of an autograd.Function (`autograd_functions.py`): a
-pointwise hook runs on shards, any other on the full gradient.
+A hook gets the gradient of all uses of its tensor, including uses before the hook was registered. So every use of the
+tensor in the trace is changed to use the output of the identity operator. This operator is made from an
+autograd.Function (`autograd_functions.py`): a pointwise hook runs on shards, any other hook on the full gradient.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from autopart.tracing.autograd.autograd_functions import apply_as_operator, code
 from autopart.tracing.trace_errors import LostInTrace
 
 _FUNCTIONS: dict[tuple[str, str], type] = {}
-"""{name and computation of a hook: its first Function}"""
+"""{(name, computation) of a hook: the first Function created for it}"""
 
 
 class Rewrites(Exception):
-    """Raised if a forward changes nodes traced earlier, so that repeated blocks cannot be traced once."""
+    """Raised if a forward changes earlier nodes of its trace: each block is then traced separately."""
 
 
 class TracedHookHandle:
-    """Return value of `register_hook` in a trace."""
+    """Handle that `register_hook` returns in a trace."""
 
     def remove(self) -> None:
-        """Raise LostInTrace: the trace has the hook already."""
-        raise _lost("it is removed in the forward again", "register it only where it shall act")
+        """Raise LostInTrace, because the trace already contains the hook."""
+        raise _lost("the forward removes it again", "register it only on tensors whose gradient it must change")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx.Node, fx.Node]) -> str:
-    """Pass the gradient of a traced tensor through a hook, for all of its uses.
+    """Insert a hook on the gradient of a traced tensor, for all uses of the tensor.
 
-    Returns the text of a note if the hook returns nothing, so that no gradient changes. Raises LostInTrace for a hook
-    that is not a function of the gradient and of traced tensors.
+    Returns a note for the user if the hook returns nothing, so that no gradient changes. Raises LostInTrace for a hook
+    that depends on more than the gradient and traced tensors.
 
     Args:
-        before: {operator of a hook: the value whose uses it replaced}.
+        before: {identity operator of a hook: the value whose uses it replaced}.
     """
     tracing = Tracing.current()
     if tensor.is_leaf or tracing is None or tracing.node_of(tensor) is None:
@@ -68,7 +68,10 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
         function = _FUNCTIONS.setdefault((_name(hook), code), function)
         hooked = apply_as_operator(function.apply, function, tuple(tensors), {})  # type: ignore[attr-defined]
     if not tracing.put_in_place(tensor, hooked, before):
-        raise _lost("it reads a tensor that is made after its own was used", "the hook before its tensor is used")
+        raise _lost(
+            "it reads a tensor that is computed after the hook's own tensor was used",
+            "register the hook before its tensor is used",
+        )
     return ""
 
 
@@ -85,14 +88,14 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _captured(hook: Callable[..., Any], tracing: Tracing) -> list[tuple[int, Tensor]]:
-    """Return the traced tensors in a hook's closure, each with the index of its cell."""
+    """Return (index of the closure cell, tensor) for the traced tensors in a hook's closure."""
     cells = (hook.__closure__ or ()) if isinstance(hook, FunctionType) else ()
     contents = [(place, cell.cell_contents) for place, cell in enumerate(cells)]
     return [(i, t) for i, t in contents if isinstance(t, Tensor) and tracing.node_of(t) is not None]
 
 
 def _with_cells(hook: Callable[..., Any], places: Sequence[int], values: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    """Return the hook with other tensors in some of its closure cells."""
+    """Return a copy of the hook whose closure has other tensors in some of its cells."""
     if not places:
         return hook
     assert isinstance(hook, FunctionType) and hook.__closure__ is not None
@@ -106,7 +109,7 @@ def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[boo
     """Return an autograd.Function that is the identity of a tensor, and whose backward runs the hook.
 
     Args:
-        answers: receives, for every run, whether the hook returned another gradient.
+        answers: list that receives, for every run, True if the hook returned a new gradient.
     """
 
     class Hooked(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Trained parameters that a forward changes before it uses them.
+"""Trained parameters that a forward changes in place before it uses them.
 
 Examples are clamping, scaling, `abs`, and rescaling of embedding rows (`max_norm=`). Such an update is removed from the
 graph, and applied to each rank's shards before the graph runs (`runtime/graphs/apply_weight_updates.py`). The graph
-then uses the updated parameter, and the gradient is that of the new value, as in the model.
+then uses the updated parameter. As in the model, the gradient is with respect to the updated value.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _RENORM = "aten::embedding_renorm"
 
 
 def with_weight_updates(traced: Trace, name: str) -> Trace:
-    """Return the trace with the updates of trained parameters moved before its graph. Raises TraceError.
+    """Return a trace in which updates of trained parameters are separate from the graph.
+
+    Raises TraceError.
 
     Args:
-        name: name of the model.
+        name: name of the model, for errors.
     """
     changed = {n: new for n, new in traced.buffer_updates.items() if n in traced.parameters}
     updates = {parameter: _taken_out(traced.graph, parameter, new, name) for parameter, new in changed.items()}
@@ -44,7 +46,7 @@ def with_weight_updates(traced: Trace, name: str) -> Trace:
 
 
 def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> WeightUpdate:
-    """Remove the computation of a parameter's new value from the graph, and return it."""
+    """Remove the computation of a parameter's new value from the graph, and return it as a WeightUpdate."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
     if (scaled := _row_norms(graph, weight, new)) is not None:
@@ -67,9 +69,10 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 
 
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
-    """Return the update of an embedding table by `max_norm=` alone; None for another update.
+    """Return the update of an embedding table that only `max_norm=` changes; None for any other update.
 
-    Look-ups scale only rows above the norm, so a row is scaled once, and all look-ups can scale before the graph runs.
+    A look-up rescales only rows whose norm is above `max_norm`. A row is thus rescaled once, and all look-ups can
+    rescale before the graph runs.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:
@@ -93,7 +96,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
 
 
 def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.GraphModule:
-    """Return the subgraph from given values to the output, a node or a tuple of nodes."""
+    """Return the subgraph that computes `output` (a node or a tuple of nodes) from the nodes `given`."""
     part = fx.Graph()
     values = {node: part.placeholder(node.name) for node in given}
     made = ancestors_of(output if isinstance(output, tuple) else [output])
@@ -110,7 +113,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Return True if all uses of a rescaled table look up only rows that were rescaled."""
+    """Return True if all uses of a rescaled embedding table look up only rows that were rescaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

@@ -1,1 +1,1 @@
-"""Repeated blocks: traced once, and deduplicated for planning."""
+"""Repeated blocks (layers): traced once, and deduplicated for planning."""

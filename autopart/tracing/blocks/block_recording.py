@@ -1,8 +1,8 @@
-"""Recording of one call of a block in a trace, and comparison of another call with it.
+"""Recording of one call of a block (a repeated layer) in a trace, to compare later calls with it.
 
-A compared block runs its own Python on tensors with the recorded metadata. Both calls are refused if they have side
-effects that inputs and outputs do not show: writes to inputs, changed attributes, Python's random numbers (`State`),
-and tensors that are stored elsewhere (`leaked`).
+The compared block runs its own Python on tensors with the recorded metadata. A block cannot be recorded or compared if
+it has side effects that its inputs and outputs do not show: writes to inputs, changed attributes, Python's random
+numbers (`State`), or tensors stored outside of the block (`leaked`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Ref = tuple[bool, int]
 
 
 class Differs(Exception):
-    """Raised if a block differs from the recorded one, or cannot be compared."""
+    """Raised if a block differs from the recorded block, or cannot be recorded or compared."""
 
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """One call of an operator: its comparison key, and its results by index.
+    """One operator call of a recorded block: its comparison `key`, and `made`, its results by index.
 
-    `is_factory`: it reads no tensor.
+    `is_factory`: the call reads no tensor.
     """
 
     key: tuple
@@ -51,10 +51,10 @@ class _RecordedStep:
 
 @dataclass
 class Template:
-    """A recorded block.
+    """A recorded block, with which later blocks are compared.
 
-    `reads`: for every node, the tensors among its arguments. `leaves`: the results of the block. `parts`: references
-    to tensors that are used after the block, its results first.
+    `reads`: for every operator call, references to the tensors among its arguments. `leaves`: the results of the block.
+    `parts`: references to the tensors that are used after the block, the results first.
     """
 
     number: int
@@ -72,13 +72,13 @@ class Template:
 
     @property
     def used(self) -> list[int]:
-        """Indices of the block's inputs that its nodes read."""
+        """Indices of the block's inputs that its operators read."""
         refs = [*(ref for refs in self.reads for ref in refs), *(ref for _, ref in self.parts)]
         return sorted({place for is_own, place in refs if not is_own})
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """Return {id of a tensor that stands in for a result: its index}."""
+        """Map the id of each stand-in tensor, which replaces a result of an operator, to the result's index."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
@@ -87,9 +87,9 @@ class Template:
 
 
 class RecordedCall:
-    """One call of a block: its tensors in order (arguments, then own parameters and buffers).
+    """One call of a block. `given`: its distinct tensors (arguments, parameters, buffers).
 
-    `key`: what must be equal in another call that repeats it.
+    `key`: everything that must be equal in another call that repeats this one.
     """
 
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
@@ -115,13 +115,13 @@ class RecordedCall:
         return (type(leaf), *_metadata(leaf), leaf.is_leaf, self.tracing.node_of(leaf) is not None)
 
     def is_intact(self) -> bool:
-        """Return True if its arguments are still the same objects."""
+        """Return True if the arguments of the call are still the same objects."""
         leaves = tree_flatten(self.arguments)[0]
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 
 
 class _Comparing:
-    """Calls of the running block in a form that can be compared with another block."""
+    """Conversion of the operator calls of a running block to keys that can be compared between blocks."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         self.call, self.stop, self.failed = call, stop, False
@@ -137,7 +137,7 @@ class _Comparing:
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Record the index of a result without a reference to it: torch would then copy the tensor."""
+        """Record the index of a result. Only its id is stored: with a reference, torch would copy the tensor."""
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
 
@@ -150,7 +150,7 @@ class _Comparing:
 
 
 class Recording(_Comparing):
-    """A block that is traced as usual, and recorded."""
+    """A block that is traced as usual while its operator calls are recorded."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)
@@ -178,7 +178,7 @@ class Recording(_Comparing):
         return output
 
     def _check(self, function: Any, args: Any) -> None:
-        """Raise Differs for a call with side effects, except writes to the block's own tensors."""
+        """Raise Differs for a call with side effects, except writes to tensors that the block created."""
         if not is_operator(function):
             if function is not GRAD_MODE:
                 raise Differs
@@ -247,7 +247,7 @@ class Recording(_Comparing):
 
 
 class Replay(_Comparing):
-    """A block that runs on stand-in tensors and is compared with a recorded block, call by call."""
+    """A block that runs on stand-in tensors; each operator call is compared with the recorded block's."""
 
     def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)
@@ -287,14 +287,14 @@ class Replay(_Comparing):
         return type(recorded)(self._given_back(part, is_factory) for part in recorded)
 
     def leaked(self) -> bool:
-        """Return True if anything else still refers to a result."""
+        """Return True if anything outside of the block refers to a result that is used only inside it."""
         if not any(ref() is not None for ref in self.own) and not self.template.leaked():
             return False
         gc.collect()
         return any(ref() is not None for ref in self.own) or self.template.leaked()
 
     def is_alike(self, output: Any) -> bool:
-        """Return True if the block's calls and results equal the recorded ones."""
+        """Return True if all operator calls and results of the block equal the recorded ones."""
         leaves, spec = tree_flatten(output)
         try:
             spelt = [_spelt(leaf, self.place_of) for leaf in leaves]
@@ -304,7 +304,7 @@ class Replay(_Comparing):
         return done and spec == self.template.spec and spelt == self.template.leaves
 
     def finish(self, target: Any, meta: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Add one call of `target` for the entire block to the graph. Returns {index: tensor} of its results."""
+        """Add one call of `target`, which represents the block, to the graph. Returns {index: result tensor}."""
         nodes = [node for p in self.template.used if (node := self.tracing.node_of(self.call.given[p])) is not None]
         num_given = self.template.num_given
         with self.tracing.apart():
@@ -329,7 +329,7 @@ def _ref(refs: Mapping[fx.Node, Ref], node: fx.Node | None) -> Ref:
 
 
 def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple:
-    """Return a comparison key of a value: tensors by index, the rest by type and value."""
+    """Return a comparison key of a value: tensors by index, everything else by type and value."""
     kind = type(value)
     if kind in _PLAIN:
         return (kind, value)
@@ -348,7 +348,7 @@ def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple
 
 
 def frames_to(frame: Any, stop: Any) -> tuple:
-    """Return the Python stack up to the frame of `stop`: code and position of every frame."""
+    """Return (code, position) of each frame of the Python stack, up to the frame of the function `stop`."""
     places: list[Any] = []
     while frame is not None and frame.f_code is not stop:
         places += (frame.f_code, frame.f_lasti)
@@ -357,7 +357,7 @@ def frames_to(frame: Any, stop: Any) -> tuple:
 
 
 def _ambient(tensors: Sequence[Tensor]) -> tuple:
-    """Return the global modes that change how operators run."""
+    """Return the global modes that change how operators run, such as grad mode and autocast."""
     kinds = sorted({"cpu", "cuda", *(tensor.device.type for tensor in tensors)})
     casts = [
         (kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
@@ -375,7 +375,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """Return a new fake tensor with the metadata of another."""
+    """Return a new fake tensor with the metadata of another tensor."""
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     alike = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
     if offset:
@@ -390,7 +390,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class State:
-    """State of a block's modules, and of Python's random numbers."""
+    """Attributes of a block's modules, and the state of Python's random numbers, to detect side effects."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules

@@ -1,9 +1,10 @@
 """Deduplication of equal blocks in the trace of a deep model.
 
-Equal blocks found by `RepeatedBlocks` form a chain: each reads the result of the previous one, its own parameters, and
-values that all of them read. The first three, the last three and one between are left in the graph. The one between
-represents all removed blocks: layouts, programs and counts of it hold for them. If pipeline stages begin inside a
-chain, the blocks around each boundary stay too, and each stage has its own representative.
+Equal blocks that `RepeatedBlocks` found form a chain: each reads the result of the previous block, its own parameters,
+and values that all blocks read. Of a chain, the first three blocks, the last three and one between stay in the graph.
+The one between is the representative of all removed blocks: its layouts, programs and counts apply to each of them. If
+pipeline stages begin inside a chain, the blocks around each boundary stay too, and each stage has its own
+representative.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BEHIND = 2
 
 
 class _Block(NamedTuple):
-    """One of a chain of equal blocks: its container and number, and its calls in order."""
+    """One block of a chain of equal blocks: path of the module list, index in it, and the block's nodes."""
 
     path: str
     number: int
@@ -43,11 +44,11 @@ class _Block(NamedTuple):
 
 
 def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
-    """Return the trace with deduplicated blocks, if it has enough equal ones; else the trace itself.
+    """Return the trace with all but a few of its equal blocks removed; the trace itself if it has too few.
 
     Args:
-        apart: names of operators at which stages begin. Their blocks stay, and no block represents blocks on both
-            sides.
+        apart: names of operators at which stages begin. Blocks around these operators stay. No block represents blocks
+            of several stages.
     """
     if traced.weight_updates or traced.checkpointed or traced.has_random_branches:
         return traced
@@ -80,7 +81,7 @@ def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
 
 
 def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
-    """Yield runs of blocks of a chain; in each run one block can represent all."""
+    """Yield sequences of consecutive blocks of a chain. One block of a sequence can represent all of them."""
     path = chain[0].path
     touched = {DeduplicatedBlock(path, 0, 1).block(name) for name in apart}
     run: list[_Block] = []
@@ -94,7 +95,7 @@ def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequenc
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a traced graph, to run passes on."""
+    """Return a copy of a traced graph, so that passes leave the original unchanged."""
     other, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = other.node_copy(node, copies.__getitem__)
@@ -102,7 +103,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
-    """Return a predicate for names that begin with one of these prefixes (each ends with a block's name)."""
+    """Return a function that is True for names inside one of these blocks (given as `layers.3.`)."""
     prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
 
     def is_within(name: str) -> bool:
@@ -113,7 +114,7 @@ def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
-    """Return the runs of blocks with consecutive numbers that were traced as one."""
+    """Yield the sequences of consecutive blocks of a module list that were traced once and copied."""
     calls: dict[int, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
         if (place := (facts(node).get("custom") or {}).get("copied")) is not None:
@@ -129,7 +130,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
 
 
 def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
-    """Return the copies of one block, named by the first numbered module in which their stacks differ."""
+    """Return copies of one traced block as `_Block`s: finds the index of each in its module list."""
     stacks = [[path for path, _ in (facts(calls[0]).get("nn_module_stack") or {}).values()] for calls in copies]
     blocks: list[_Block] = []
     for stack, other, calls in zip(stacks, [*stacks[1:], *stacks[-2:-1]], copies, strict=False):
@@ -141,7 +142,7 @@ def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
 
 
 def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
-    """Return True if blocks of a chain can be left out."""
+    """Return True if blocks of a chain can be removed from the graph."""
     if len(chain) < 2 * _ENDS + 2 or not _is_in_one_piece(traced.graph, chain):
         return False
     place = {node: (k, i) for k, block in enumerate(chain) for i, node in enumerate(block.calls)}
@@ -160,7 +161,7 @@ def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
 
 
 def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
-    """Return True if the calls of its blocks are consecutive."""
+    """Return True if the operators of all blocks of a chain are consecutive in the graph."""
     calls = [node for block in chain for node in block.calls]
     order = [node for node in graph.nodes if node.op == "call_function"]
     start = order.index(calls[0])
@@ -168,7 +169,7 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """Return a key of a call's arguments, with values of this and the previous block given by position."""
+    """Return a comparison key of a node's arguments: values of this and the previous block by position."""
     index = place[node][0]
     prefix = chain[index].prefix
 
@@ -183,7 +184,7 @@ def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tupl
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """Return True if two calls have results with equal metadata."""
+    """Return True if two nodes have results with equal metadata."""
     if node.meta.get("val") is other.meta.get("val"):
         return True
     pairs = zip(tuple_values(node), tuple_values(other), strict=False)
@@ -199,7 +200,7 @@ def _form(value: Any) -> Any:
 def _have_like_parameters(
     traced: Trace, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]
 ) -> bool:  # fmt: skip
-    """Return True if the blocks' parameters have equal names and metadata, and no use outside of a block."""
+    """Return True if all blocks have equal parameters (names, metadata), each used in its block only."""
     container = f"{chain[0].path}."
     held: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for name, parameter in traced.parameters.items():

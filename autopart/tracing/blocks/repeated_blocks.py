@@ -1,11 +1,12 @@
-"""Repeated blocks of a model, traced once.
+"""Repeated blocks (equal layers) of a model, traced once.
 
 While `torch.export` runs a model's forward, the first call of a block (`RepeatedBlocks`) is traced as usual and
-recorded. A later block of its kind also runs its own Python, but each operator call is only compared with the recorded
-one (`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs, own parameters,
-earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the entire block, and
-`RepeatedBlocks.expand` replaces it by copies of the first block's operators. If anything differs, the block is traced
-as usual; if that is detected too late, the entire model is (`NotARepeat`).
+recorded. A later block of the same class and shapes also runs its own Python, but each operator call is only compared
+with the recorded one (`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs,
+own parameters, earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the
+entire block, and `RepeatedBlocks.expand` replaces this node by copies of the first block's operators. If anything
+differs, the block is traced as usual. If the difference is detected too late for that, the entire model is traced again
+(`NotARepeat`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotARepeat(Exception):
-    """Raised if a block was treated as a repeat but differs."""
+    """Raised if a block that was represented by one node turns out to differ from the recorded block."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """The blocks of one model that can be equal, during its trace."""
+    """The possibly equal blocks of one model, while the model is traced."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
@@ -78,7 +79,7 @@ class RepeatedBlocks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Add one node to the current trace for each call of a repeated block, for a `with` block."""
+        """Trace each call of a repeated block as one node, inside a `with` block."""
         watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
         with attributes(watched), intercepted(self._meet):
             yield
@@ -132,7 +133,7 @@ class RepeatedBlocks:
         return output
 
     def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Return whether a call repeats a recorded one, and its results."""
+        """Compare a call with the recorded ones. Return whether it repeats one, and its results."""
         self.tried = True
         state, counts = State(call.block), call.tracing.counts()
         self._active = replay = Replay(call, run.__code__, template)
@@ -162,9 +163,9 @@ class RepeatedBlocks:
         return True, tree_unflatten(leaves, template.spec)
 
     def expand(self, graph: fx.Graph) -> None:
-        """Replace every node of a block by its operators.
+        """Replace each node that represents a block by the block's operators.
 
-        Raises NotARepeat if operators of the recorded block are no longer in the graph.
+        Raises NotARepeat if operators of the recorded block were removed from the graph.
         """
         if self.lost:
             raise NotARepeat
@@ -218,13 +219,13 @@ class RepeatedBlocks:
 
 
 def base_name(node: fx.Node) -> str:
-    """Return a node's name without its number."""
+    """Return a node's name without its numeric suffix."""
     stem, _, number = node.name.rpartition("_")
     return stem if stem and number.isdigit() else node.name
 
 
 def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str, tuple[str, str]]:
-    """Return the module stack of a node in one block, translated to another block."""
+    """Return a node's module stack with the path of one block replaced by the path of another block."""
     return {
         key.replace(old, new) if relative_path(path, old) != path else key: (relative_path(path, old, new), kind)
         for key, (path, kind) in stack.items()
@@ -232,7 +233,7 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 
 
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Return the outermost modules with children that have an equal sibling, and their kinds."""
+    """Yield (module, kind) of the outermost modules with children that have a sibling of equal kind."""
     kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
     counts = Counter(kinds.values())
     for child, kind in kinds.items():

@@ -1,1 +1,1 @@
-"""Data-dependent Python in a forward: sizes, scalars, branches and index lists."""
+"""Python that depends on tensor values in a forward: sizes, scalars, branches and index lists."""

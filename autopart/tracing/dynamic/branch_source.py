@@ -1,9 +1,9 @@
 """Source analysis of code that a data-dependent condition skips.
 
 Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no such branch. It needs none if
-the skipped code only writes to elements of tensors: then the code always runs, and writes to no element when the model
-would skip it (`data_dependent_branches.py`). This file decides it from the source: the skipped statements must write to
-elements of tensors, and their other results must not be read by later code.
+the skippable code only writes to elements of tensors: the program then always runs the code, and writes to no element
+when the model would skip it (`data_dependent_branches.py`). This file decides that from the source: the skippable
+statements must write to elements of tensors, and later code must not read other variables that they assign.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A condition in lines `first` to `last`, the statements that it skips, and the names they write."""
+    """A condition in lines `first` to `last`, the lines that it skips, and the names to which these write."""
 
     first: int
     last: int
@@ -47,18 +47,18 @@ class _Condition(NamedTuple):
     written: frozenset[str]
 
     def holds(self, frame: FrameType) -> bool:
-        """Return True if a frame is at this condition, and the code under it writes only to tensors."""
+        """Return True if a frame evaluates this condition, and the written names are tensors in the frame."""
         return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
 def skipped_code_of(frame: FrameType | None) -> Skipped | None:
-    """Return the code that a frame's condition skips; None if it controls more than writes."""
+    """Return the code that a frame's condition skips; None if that code does more than write to tensors."""
     condition = _condition(frame) if frame is not None else None
     return condition.skipped if condition is not None else None
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if the length controls more than writes."""
+    """Return the code that a frame skips if a length is 0; None if it does more than write to tensors."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -68,7 +68,7 @@ def _condition(frame: FrameType) -> _Condition | None:
 
 
 def _is_tensor(frame: FrameType, name: str) -> bool:
-    """Return True if a name, or an attribute of one, is a tensor in a frame."""
+    """Return True if a name such as `y` or `self.cache` is a tensor in a frame."""
     first, *attributes = name.split(".")
     thing = frame.f_locals.get(first, frame.f_globals.get(first))
     for attribute in attributes:
@@ -78,7 +78,7 @@ def _is_tensor(frame: FrameType, name: str) -> bool:
 
 @functools.lru_cache(64)
 def _conditions(code: CodeType) -> list[_Condition]:
-    """Return the conditions of a function that control only writes."""
+    """Return the conditions of a function whose skippable code only writes to tensors."""
     function, above = _source(code)
     conditions = []
     for statement, path in _ifs(function.body, ()) if function is not None else ():
@@ -101,7 +101,7 @@ def _conditions(code: CodeType) -> list[_Condition]:
 
 
 def _source(code: CodeType) -> tuple[Any, int]:
-    """Return the syntax tree of a function and the number of lines above it; None without source."""
+    """Return a function's syntax tree, and the number of lines before it in its file; None without source."""
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -112,11 +112,11 @@ def _source(code: CodeType) -> tuple[Any, int]:
 
 
 _Path = tuple[tuple[ast.AST | None, Sequence[ast.stmt]], ...]
-"""The statements that follow one, of every block around it from the outermost on, and whose block it is."""
+"""For every block that encloses a statement, outermost first: (owner of the block, statements that follow)."""
 
 
 def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -> Iterator[tuple[ast.If, _Path]]:
-    """Yield the conditions in a block."""
+    """Yield the `if` statements in a list of statements, including nested ones."""
     for i, statement in enumerate(block):
         here = (*path, (owner, block[i + 1 :]))
         if isinstance(statement, ast.If):
@@ -128,7 +128,7 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """Return the statements that run for one outcome of a condition; [] if both outcomes have statements."""
+    """Return the statements that only one outcome of an `if` runs; [] if each outcome runs some."""
     if statement.orelse:
         return []
     leaves = statement.body[0]
@@ -146,7 +146,7 @@ def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
 
 
 class _OnlyWrites:
-    """Analysis of skipped statements: `only` is True if their only effect is writes to tensors."""
+    """Analysis of skippable statements: `only` is True if their only effect is writes to tensor elements."""
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
         self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
@@ -161,7 +161,7 @@ class _OnlyWrites:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """Analyze statements that run only in some iterations: their results can be from an earlier iteration."""
+        """Analyze statements that some iterations skip: their variables can be from an earlier iteration."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before
@@ -208,7 +208,7 @@ class _OnlyWrites:
         return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
 
     def _makes(self, target: ast.expr) -> bool:
-        """Return True if only the skipped statements read the assigned name."""
+        """Return True if no code outside of the skippable statements reads the assigned name."""
         names = _names(target, ast.Store)
         self.made |= names
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
@@ -216,14 +216,14 @@ class _OnlyWrites:
         return are_names and not names & self.read_elsewhere
 
     def _reads(self, value: ast.expr) -> bool:
-        """Return True if an expression reads no result of an earlier run of these statements."""
+        """Return True if an expression reads no variable that an earlier run of these statements assigned."""
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
 
 
 class _Behind:
-    """Finds whether code that follows skipped statements reads variables that these assign.
+    """Analysis of the code after skippable statements: finds variables of these statements that it reads.
 
-    `reads`: the names of such variables.
+    `reads`: the names of these variables.
     """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
@@ -232,10 +232,10 @@ class _Behind:
         self._block(function.body, assigned)
 
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
-        """Analyze statements in order.
+        """Analyze a list of statements in order.
 
-        `others`: the names that were assigned outside of the skipped statements, before this block. Returns those
-        after it.
+        `others`: names that code outside of the skippable statements has assigned before this list. Returns these names
+        plus those that the list assigns.
         """
         for statement in block:
             if id(statement) in self.skipped:
@@ -276,7 +276,7 @@ class _Behind:
 
 
 def _method(value: ast.expr) -> str:
-    """Return the name of the method that an expression calls; "" for another expression."""
+    """Return the method name of a call expression such as `x.add_(y)`; "" for another expression."""
     return value.func.attr if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else ""
 
 

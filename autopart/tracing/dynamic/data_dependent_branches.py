@@ -1,9 +1,10 @@
 """Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
-A graph has no branches. If the skipped code only writes to parts of tensors (`branch_source.py`), it is traced as if it
-ran, between two markers; the first has the condition. In the graph, selections in that code are empty when the model
-skips it: either the condition implies it, or the mask is combined with the condition. Finally a check makes sure that
-no other effect of skipped code remains: later code reads only the written tensors.
+A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), it is traced as
+if it ran, between two marker nodes; the first marker has the condition as an argument. When the model would skip the
+code, the program selects no elements in it: either the condition implies that the mask is false everywhere, or the mask
+is combined with the condition. A final check makes sure that the skippable code has no other effect: later code must
+read only the written tensors.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ _NO_FINITE_SLOPE = {"div", "reciprocal", "rsqrt", "sqrt", "pow", "log", "log2", 
 
 
 class DataDependentBranches:
-    """The lines of a model that skip writes, during its trace."""
+    """The source lines of a model that conditionally skip writes, recorded during its trace."""
 
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
         self.running: dict[tuple[FrameType, Skipped], int] = {}
-        """By the frame that runs such code and its lines, which turn it is."""
+        """{(frame, lines of skippable code): number of the current execution}."""
         self.turns = 0
 
     def go_on(self) -> None:
-        """Mark the end of code that no longer runs. Must be called before every call of a torch function."""
+        """Insert the end marker of skippable code that Python has left. Call it before every torch function."""
         if not self.running:
             return
         alive = set(_frames())
@@ -67,11 +68,11 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the value of a condition that a frame evaluates; None if it controls more than writes."""
+        """Return the truth value that runs the code under a condition; None if that code does more than write."""
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True for the data-dependent length in `if len(x) > 0:` if the branch only writes."""
+        """Return True for a data-dependent length in `if len(x) > 0:` whose branch does nothing but write."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -99,7 +100,7 @@ class DataDependentBranches:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first."""
+    """Yield the Python frames that are running, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -107,24 +108,25 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Marks:
-    """The markers of a graph, and the masks of the code after each.
+    """The marker nodes of a graph, and for each the masks that select nothing if the model skips its code.
 
-    A marker is the node at which skippable code begins. Its first argument is the condition.
+    A begin marker is inserted before skippable code, an end marker after it. The first argument of a begin marker is
+    the condition.
 
-    `same`: returns True for equal computations.
+    `same`: function that returns True for two nodes that compute equal values.
     """
 
     def __init__(self, lines: Sequence[Skipped], same: Callable[[fx.Node, fx.Node], bool]) -> None:
         self.lines, self.same = lines, same
         self.around: list[fx.Node] = []
-        """The markers whose code contains the present node, outermost first."""
+        """The markers whose code contains the current node, outermost first."""
         self.empty: dict[fx.Node, set[fx.Node]] = {}
         """{marker: masks that are false everywhere if the model skips its code}."""
 
     def pass_by(self, node: fx.Node) -> bool:
         """Advance to the next node of the graph.
 
-        Returns True if it marks the begin or end of code that the model can skip.
+        Returns True if the node is a marker: the begin or end of code that the model can skip.
         """
         if node.target is _BEGINS:
             self.around.append(node)
@@ -134,10 +136,10 @@ class Marks:
         return node.target in (_BEGINS, _ENDS)
 
     def guarded(self, mask: fx.Node, combine: Callable[[fx.Node, fx.Node], fx.Node]) -> fx.Node:
-        """Return a mask of the present node that is false everywhere if the model skips it.
+        """Return a mask for the current node that is also false everywhere if the model skips the node.
 
         Args:
-            combine: adds the conjunction of two masks.
+            combine: function that adds the logical AND of two masks to the graph.
         """
         for mark in self.around:
             if not self.is_empty(mark, mask):
@@ -147,7 +149,7 @@ class Marks:
         return mask
 
     def is_empty(self, mark: fx.Node, mask: fx.Node) -> bool:
-        """Return True if a mask is false everywhere when the model skips the code after a marker."""
+        """Return True if a mask is false everywhere whenever the model skips the code after a marker."""
         counted = _asked_of(mark.args[0])
         parts = _conjuncts(mask)
         if isinstance(counted, fx.Node):
@@ -162,14 +164,14 @@ class Marks:
 
 
 class _CountOf(NamedTuple):
-    """The number of occurrences of a number in a tensor."""
+    """The number of times that a value occurs in a tensor, as an entry of `bincount` counts it."""
 
     of: fx.Node
     number: int
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return a value that is nonzero somewhere exactly if the given one is."""
+    """Follow casts, views and the like back to a value that is nonzero somewhere iff this value is."""
     while True:
         name = operator_name(node).removeprefix("aten::")
         is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
@@ -180,7 +182,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
-    """Return the masks that are implied by this one."""
+    """Return the mask and, if it is a logical AND, its operands: all are true wherever the mask is true."""
     root = _root(mask)
     if operator_name(root) in ("aten::logical_and", "aten::bitwise_and"):
         return [root, *(part for of in root.args if isinstance(of, fx.Node) for part in _conjuncts(of))]
@@ -188,7 +190,7 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
 
 
 def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask of a condition `mask.any()`, or the count that it compares with 0; else None."""
+    """Return the mask of a condition `mask.any()`, or the count in `count > 0`; None for other conditions."""
     node, positive = _root(runs), True
     while operator_name(node) in ("aten::logical_not", "aten::bitwise_not"):
         node, positive = _root(node.args[0]), not positive
@@ -201,7 +203,7 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose number of true elements, or a multiple of it, this value is; None for others."""
+    """Return the mask whose number of true elements this value is (or a multiple of it); else None."""
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")
     if name == "mul" and _is_positive(node.args[0]):
@@ -237,10 +239,12 @@ def _is_positive(factor: object) -> bool:
 
 
 def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]) -> None:
-    """Raise TraceError if an effect of skipped code remains. Removes the markers.
+    """Raise TraceError if skippable code can affect more than the elements that it writes.
+
+    Removes the markers.
 
     Args:
-        selected: {selection: all values with a dim of its elements}.
+        selected: {selection: all values that have a dim of the selected elements}.
     """
     inside: dict[fx.Node, list[fx.Node]] = {}
     marks.around.clear()
@@ -285,15 +289,16 @@ class _SkippedCode:
                 raise self._refused(node)
 
     def _is_told(self, node: fx.Node) -> bool:
-        """Return True if a value depends on the branch condition.
+        """Return True if a value is computed from the condition of this code, or from a mask of it.
 
-        The code is always computed. In a call that would skip it, such a value can be inf or NaN.
+        The program always computes the skippable code. In a call that the model would skip, such a value can be one at
+        which the operator that reads it (a division, a root) gives inf or NaN.
         """
         made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
-        """Return True for a write to selected elements only, which changes nothing if the code is skipped."""
+        """Return True for a write to selected elements only: it changes nothing if no element is selected."""
         if operator_name(node).removeprefix("aten::") not in OUT_OF_PLACE:
             return False
         places = [argument(node, name) for name in ("indices", "index", "mask")]
@@ -301,7 +306,7 @@ class _SkippedCode:
         return any(one in self.nothing or one in self.masks for one in written)
 
     def _is_as_before(self, node: fx.Node) -> bool:
-        """Return True if a value equals its value without this code."""
+        """Return True if a value is the same whether or not the model skips this code."""
         while node in self.inside:
             if operator_name(node).removeprefix("aten::") not in _SAME_TRUTHS and not self._writes_nothing(node):
                 return False

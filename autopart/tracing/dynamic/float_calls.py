@@ -1,7 +1,8 @@
 """`float(tensor)` in a model's code, traced as `tensor.item()`.
 
-Python requires `float()` to return a float, which a trace does not have. So Python modules that call it get another
-`float` under that name during a trace. It differs only for traced tensors and scalars.
+Python requires `float()` to return a float, but a trace has only a symbolic scalar. So during a trace, Python modules
+that call `float(tensor)` get a replacement of `float` as a global. It differs from `float` only for traced tensors and
+symbolic scalars.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class _Float(builtins.float, metaclass=_FloatMeta):
 
 
 class Floats:
-    """The Python modules whose functions call `float(tensor)`, for the trace to record these calls."""
+    """Records the Python modules whose functions call `float(tensor)`."""
 
     def __init__(self) -> None:
         self.modules: list[dict[str, Any]] = []
 
     def may_be_added(self, frame: FrameType) -> bool:
-        """Return True if a frame's module can get the replacement of `float`, and record the module."""
+        """Record the Python module of a frame. Return True if the module can get the replacement of `float`."""
         names = frame.f_globals
         if "float" in names or any(names is known for known in self.modules) or "/torch/" in frame.f_code.co_filename:
             return False
@@ -59,7 +60,7 @@ class Floats:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Replace `float` in these modules, for a `with` block."""
+        """Replace `float` in the recorded modules inside a `with` block."""
         for names in self.modules:
             names["float"] = _Float
         try:
@@ -70,4 +71,4 @@ class Floats:
 
 
 class ReadsFloat(Exception):
-    """Raised if the model's code calls `float(tensor)`, so that it must be traced again."""
+    """Raised if the model's code calls `float(tensor)`: the model is traced again with `float` replaced."""

@@ -1,7 +1,7 @@
-"""`tensor.tolist()` of a selection, which mixtures use as an index: `x[None, top_x.tolist()]`.
+"""Lists of indices that MoE code makes with `tolist()` and indexes by: `x[None, top_x.tolist()]`.
 
-The length of the list is data-dependent, so a trace has no such list. A stand-in replaces it, which only indexing
-accepts; indexing then uses the tensor itself.
+The length of such a list is data-dependent, so a trace has no Python list. `tolist()` returns a stand-in that accepts
+only indexing; the indexing call then uses the tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__, torch.tensor, tor
 
 
 class IndexList:
-    """Stand-in for the list of a tensor's integers.
+    """Stand-in for the list that `tensor.tolist()` returns for a tensor of integers.
 
-    It is not a subclass of list, because C code reads lists without a call. Any use but indexing raises LostInTrace.
+    It is not a subclass of list, because C code would read the list's storage directly. Any use except indexing raises
+    LostInTrace.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -30,9 +31,9 @@ class IndexList:
 
     def lost(self, *_: Any) -> Any:
         raise LostInTrace(
-            "tolist() makes a list that is as long as the values in a tensor say",
-            "a trace knows neither how many places there are nor which, and can only index by them",
-            "the tensor itself in the place of its list",
+            "the length of the list that tolist() returns depends on tensor values",
+            "a trace has neither its length nor its entries, so it can only be used as an index",
+            "the tensor itself instead of the list",
             Refusal.SIZE,
         )
 
@@ -45,15 +46,15 @@ class IndexList:
 
 
 def as_places(tensor: Tensor) -> IndexList | None:
-    """Return the stand-in for `tolist()` of 1-d integers of data-dependent length, or None."""
+    """Return a stand-in for `tolist()` of 1-d integers of data-dependent length; None for other tensors."""
     is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
     return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 
 
 def indexed(func: Callable[..., Any], args: tuple) -> tuple:
-    """Return the arguments of an indexing call with tensors in place of stand-ins.
+    """Return the arguments of an indexing call, with each stand-in list replaced by its tensor.
 
-    Raises LostInTrace for another call with one.
+    Raises LostInTrace for any other call with a stand-in.
     """
     if func in _INDEXING:
         return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, IndexList) else leaf, args)

@@ -1,11 +1,12 @@
-"""Branches by a random number, such as LayerDrop and stochastic depth.
+"""Branches on a random number, as in LayerDrop and stochastic depth.
 
 Example: `if torch.rand([]) < self.layerdrop: continue`.
 
-During a trace each condition needs one fixed outcome. So the forward is traced several times: with all outcomes equal,
-with each outcome changed alone, and once with random outcomes. The difference between two traces is what a branch
-affects. The graph computes both sides, and the random number, equal on all ranks, selects. Every trace must equal the
-graph with its outcomes; otherwise the forward depends on more than these numbers.
+A single trace fixes the outcome of each condition. So the forward is traced several times: with all outcomes equal,
+with each outcome changed alone, and once with random outcomes. The difference between two traces is the code that one
+branch affects. The final graph computes both sides of each branch, and a random number, equal on all ranks, selects a
+side. Every trace must equal the final graph with the outcomes of that trace. Otherwise the forward depends on more than
+these random numbers, and is refused.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _DEFINED.define("decided(Tensor condition) -> Tensor")
 _DEFINED.impl("decided", torch.clone, "CompositeExplicitAutograd")
 _DECIDED = torch.ops.autopart_chance.decided.default
 keep_calls(_DECIDED)
-_INEXACT = "a decision by a random number leaves out others that are drawn here"
+_INEXACT = "a branch on a random number can skip this random operator"
 
 
 class RandomBranches:
-    """The random branches of one forward.
+    """The branches of one forward whose conditions are random numbers.
 
-    `answers`: outcomes of the first conditions; later ones get False. `lines`: their source lines. `skips_draws`:
-    whether the skipped code draws random numbers.
+    `answers`: outcomes of the first conditions; all further conditions get False. `lines`: source lines of the
+    branches. `skips_draws`: True if a branch skips code that draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class RandomBranches:
         self.skips_draws = False
 
     def answer(self, condition: Tensor) -> bool | None:
-        """Return the outcome for a condition; None if it depends on more than random numbers."""
+        """Return the fixed outcome for a condition; None if the condition depends on more than random numbers."""
         tracing = Tracing.current()
         node = tracing.node_of(condition) if tracing is not None else None
         if node is None or not depends_only_on_random(node):
@@ -59,16 +60,16 @@ class RandomBranches:
 
 
 def depends_only_on_random(node: fx.Node) -> bool:
-    """Return True if a value depends on random numbers, and on nothing that differs between calls."""
+    """Return True if a value depends on random numbers and constants, but not on inputs or parameters."""
     nodes = ancestors_of([node])
     drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
     return drawn and all(made.op == "call_function" for made in nodes)
 
 
 def with_random_branches(program: Any, chances: RandomBranches, again: Callable[[], Any]) -> Any:
-    """Return an exported program with both sides of every random branch. `again`: traces once more.
+    """Return an exported program with both sides of every random branch. `again`: traces the call again.
 
-    Raises LostInTrace if the branches do not affect separate parts.
+    Raises LostInTrace if two branches affect the same operators.
     """
     lines = next(iter(chances.lines), "")
     try:
@@ -84,7 +85,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
         chances.answers, chances.count = tuple(answers), 0
         result = again()
         if chances.count != count:
-            raise _lost("how many decisions there are depends on the others")
+            raise _lost("the number of random branches depends on the outcome of another one")
         return result
 
     none, every = traced([False] * count), traced([True] * count)
@@ -96,7 +97,7 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
     mixed = [bool(draws.getrandbits(1)) for _ in range(count)]
     for answers, trace in (([not most] * count, least), (mixed, traced(mixed))):
         if not _same(_built(program.graph, sides, most, answers), trace.graph):
-            raise _lost("what one decides depends on another")
+            raise _lost("the effect of one random branch depends on the outcome of another")
     merged = _built(program.graph, sides, most, None)
     chances.skips_draws = any(draws_random_numbers(node) for side in sides for node in (*side.here, *side.there))
     for spec, node in zip(program.graph_signature.output_specs, merged.output_node().args[0], strict=True):
@@ -108,17 +109,18 @@ def _with_chances(program: Any, chances: RandomBranches, again: Callable[[], Any
 
 def _lost(why: str) -> LostInTrace:
     return LostInTrace(
-        "the forward decides by random numbers in a way that no graph holds", why,
+        "the branches of the forward on random numbers cannot be traced", why,
         "torch.where(torch.rand(()) < p, a, b), or the decision outside of forward()", Refusal.RANDOM,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Side:
-    """Difference between the full trace and a trace in which branch `number` has the other outcome.
+    """Difference between the full trace and a trace in which the outcome of branch `number` is changed.
 
-    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: the arguments of
-    these in the full trace. `instead`: {value of the full trace: its replacement in later code}.
+    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: nodes before the
+    branch, {node of the other trace: node of the full trace}. `instead`: {value of the full trace: value that later
+    code reads in its place in the other trace}.
     """
 
     number: int
@@ -130,13 +132,13 @@ class _Side:
 
     @classmethod
     def of(cls, number: int, graph: fx.Graph, other: fx.Graph) -> _Side:
-        """Compare the graph of the full trace with `other`, that of the trace with the other outcome."""
+        """Compare two graphs: `graph` is the full trace, `other` has branch `number` changed."""
         ours, theirs = list(graph.nodes), list(other.nodes)
         start = 1 + ours.index(_decided(graph)[number])
         known = dict(zip(theirs[:start], ours[:start], strict=False))
         if any(_form(theirs) != _form(ours) or _slots(ours) != [known[n] for n in _slots(theirs)]
                for theirs, ours in known.items()):  # fmt: skip
-            raise _lost("what comes before a decision depends on it")
+            raise _lost("code before a random branch differs with the branch's outcome")
         behind, most = 0, min(len(ours), len(theirs)) - start
         while behind < most and _form(ours[-1 - behind]) == _form(theirs[-1 - behind]):
             behind += 1
@@ -147,39 +149,41 @@ class _Side:
             for b, a in zip(_slots(their), _slots(our), strict=True):
                 replacement = common.get(b) or known.get(b) or b
                 if instead.setdefault(a, replacement) is not replacement:
-                    raise _lost("what is decided is felt in one place and not in another")
+                    raise _lost("a random branch changes some uses of a value and not all")
         instead = {a: b for a, b in instead.items() if a is not b}
         if any(a in common.values() or b in common.values() for a, b in instead.items()):
-            raise _lost("what comes behind a decision is in another order")
+            raise _lost("code after a random branch runs in another order with the other outcome")
         return cls(number, ours[start:first], theirs[start:second], known, instead, ours[first])
 
 
 def _check_apart(sides: Sequence[_Side]) -> None:
-    """Raise LostInTrace for nested branches, writes, or values of different metadata."""
+    """Raise LostInTrace for nested branches, in-place writes, or sides of different shapes or dtypes."""
     seen: set[fx.Node] = set()
     for side in sides:
         if seen & {*side.here}:
-            raise _lost("a decision lies in what another one leaves out")
+            raise _lost("a random branch is nested in another one")
         seen |= {*side.here}
         for node in (*side.here, *side.there):
             schema = getattr(node.target, "_schema", None)
             if node.target is _DECIDED:
-                raise _lost("a decision lies in what another one leaves out")
+                raise _lost("a random branch is nested in another one")
             if schema is not None and schema.is_mutable and node.all_input_nodes[0] not in (*side.here, *side.there):
                 raise _lost(f"{schema.name.removeprefix('aten::')} writes to a tensor that is read elsewhere")
         for a, b in side.instead.items():
             one, other = value(a), value(b)
             if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise _lost("the two sides of a decision give tensors of unlike shapes or types")
+                raise _lost("the two sides of a random branch give tensors of different shapes or dtypes")
             if any(getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in a.users):
-                raise _lost("what is decided is written in place")
+                raise _lost("the result of a random branch is written in place")
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """Build the graph for fixed outcomes, or, for None, with both sides and a `where` per condition.
+    """Build the graph for fixed outcomes of all branches, or (for None) with both sides of every branch.
+
+    In the second case, a `where` selects the side for each condition.
 
     Args:
-        most: the outcome in the longer trace.
+        most: the outcome of the longer trace.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
@@ -211,7 +215,7 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
 
 
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
-    """Return True if two graphs are equal without their unused calls."""
+    """Return True if two graphs are equal after their unused calls are removed."""
     for graph in (one, other):
         graph.eliminate_dead_code()
     pairs = list(zip(one.nodes, other.nodes, strict=False))
@@ -233,7 +237,7 @@ def _slots(node: fx.Node) -> list[fx.Node]:
 
 
 def _form(node: fx.Node) -> Any:
-    """Return a key of a node without the nodes that it reads."""
+    """Return a comparison key of a node: its operator and arguments, except nodes among the arguments."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: _SLOT)
     return node.op, node.target if node.op == "call_function" else "", repr(args)
 
@@ -242,9 +246,9 @@ _SLOT: Any = "a value of the graph"
 
 
 def random_branch_notes(chances: RandomBranches, graph: fx.Graph) -> list[str]:
-    """Return notes on the random branches of a trace, and mark draws that the model would not repeat."""
+    """Return notes on the random branches of a trace. Also marks random draws that the model can skip."""
     for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
-    text = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"
+    text = "code that a random branch skips is computed too: its parameters get a gradient of zero instead of None"
     return [f"{text}: {few}"] * bool(chances.count)

@@ -45,7 +45,10 @@ def is_number(node: fx.Node) -> bool:
 
 
 def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call before the insertion point, with the source line of `like` and its value on fake tensors."""
+    """Insert a call before the current insertion point.
+
+    It gets the source line of `like` and a fake result.
+    """
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
     near = [v for used in (*node.all_input_nodes, like) for v in tuple_values(used)]
@@ -56,18 +59,18 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 class SymbolicScalars:
-    """The scalars of a graph as tensors, written on first use.
+    """The data-dependent scalars of a graph as 0-d tensors, which are added to the graph on first use.
 
-    `count`: returns the tensor for a torch symbol that represents a size.
+    `count`: function that returns the tensor for a torch symbol of a data-dependent size.
     """
 
     def __init__(self, graph: fx.Graph, count: Callable[[fx.Node, Any], fx.Node | None]):
         self.graph, self.count = graph, count
 
     def call_with_tensors(self, node: fx.Node) -> fx.Node:
-        """Return the call with a tensor in place of each data-dependent scalar.
+        """Return a call in which each data-dependent scalar argument is replaced by a tensor.
 
-        Raises TraceError if the operator takes no tensor there.
+        Raises TraceError if the operator accepts no tensor for such an argument.
         """
         name = operator_name(node)
         if name == "aten::select" and is_number(node.args[2]):
@@ -93,9 +96,9 @@ class SymbolicScalars:
         )  # fmt: skip
 
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
-        """Return the call with an overload that takes tensors; None if its result differs.
+        """Return the call with an overload that accepts tensors; None if the results would differ.
 
-        As in Python, a scalar never changes the dtype of a result.
+        The dtype of the result stays: in Python, a scalar operand does not change it.
         """
         wanted = value(node)
         declared = target._schema.arguments
@@ -127,7 +130,7 @@ class SymbolicScalars:
         return added(self.graph, line, aten.full.default, [], number, dtype=_dtype(type(number)))
 
     def tensor(self, number: fx.Node, line: fx.Node) -> fx.Node:
-        """Return a scalar as a 0-d tensor: float64, int64 or bool, as Python's."""
+        """Return a scalar as a 0-d tensor of dtype float64, int64 or bool, the precision of Python's numbers."""
         dtype = _dtype(_KINDS[type(value(number))])
         name = operator_name(number)
         if name in _ITEMS:
@@ -160,7 +163,7 @@ class SymbolicScalars:
         return node if value(node).dtype == dtype else added(self.graph, line, aten._to_copy.default, node, dtype=dtype)
 
     def size(self, size: Any, line: fx.Node) -> fx.Node:
-        """Return a size, given in torch's symbols (a sum of products of counts), as a tensor."""
+        """Return a data-dependent size, given as a formula in torch's symbols, as a tensor."""
         if isinstance(size, int) or size.is_Integer:
             return self._constant(int(size), line)
         counted = self.count(line, size) if size.is_Symbol else None
@@ -168,7 +171,7 @@ class SymbolicScalars:
             return counted
         if not (size.is_Add or size.is_Mul):
             raise TraceError(
-                "a size that depends on values is used as a number", refusal=Refusal.SIZE,
+                "a data-dependent size is used as a number", refusal=Refusal.SIZE,
                 why=f"autopart has no formula for it: {size}", where=source_text(line),
                 hint="the same number from the mask: mask.sum()",
             )  # fmt: skip
@@ -190,7 +193,7 @@ def _is_number(argument: Any) -> bool:
 
 
 def _holds_number(argument: Any) -> bool:
-    """Return True for a scalar, or a list with one (sizes)."""
+    """Return True for a symbolic scalar, or a list that contains one (such as sizes)."""
     return any(map(_is_number, argument)) if isinstance(argument, (list, tuple)) else _is_number(argument)
 
 
@@ -203,13 +206,16 @@ def _takes_tensor(argument: Any) -> bool:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the given arguments of a call by name."""
+    """Return {name: value} of the arguments that a call passes."""
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _forms(target: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """Return the overloads of an operator that take a tensor for every given scalar, the called one first."""
+    """Return the overloads of an operator that accept tensors for all scalars of a call.
+
+    The overload of the call itself comes first.
+    """
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
     forms = [target, *(getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))]
     return [form for form in forms if is_operator(form) and _fits(form, arguments)]

@@ -1,9 +1,9 @@
-"""Data-dependent sizes in a form that needs no value at planning time.
+"""Data-dependent sizes in a form for which planning needs no values.
 
-`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every selection becomes
-`autopart::positions`, whose size in the trace is its maximum. Values derived from it have the derived sizes (`counted`
-in their facts), and a mean over them is a sum over the actual number. Data-dependent scalars become tensors
-(`symbolic_scalars.py`).
+`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every such selection
+becomes `autopart::positions`, whose size in the trace is the maximum. Values that depend on this size get sizes
+computed from the maximum (`counted` in their facts). A mean over such values becomes a sum divided by the actual
+number. Data-dependent scalars become tensors (`symbolic_scalars.py`).
 
 The caller must refuse values whose size remains unknown (`bincount`, a slice up to a scalar).
 """
@@ -41,12 +41,12 @@ _NONE, _MEAN = 0, 1
 
 
 def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
-    """Give every selection of a traced graph its maximum size, and make scalars tensors.
+    """Replace data-dependent sizes of a graph by their maxima, and data-dependent scalars by tensors.
 
     Args:
-        skipped: data-dependent branches that were traced as if they ran.
-    Raises TraceError if a data-dependent scalar is used where no tensor is possible, or skipped code does more than
-    write to selections.
+        skipped: data-dependent branches that were traced as if their code ran.
+    Raises TraceError if a data-dependent scalar is used where an operator accepts no tensor, or if skippable code does
+    more than write to selected elements.
     """
     if skipped or any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
         rewriter = _Rewriter(graph, skipped)
@@ -55,7 +55,7 @@ def with_bounded_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None
 
 
 class _Rewriter:
-    """Rewriter of a graph's nodes in topological order, each after its inputs."""
+    """Rewriter of a graph's data-dependent sizes and scalars, node by node in topological order."""
 
     def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph
@@ -118,7 +118,7 @@ class _Rewriter:
     # Selections
 
     def _selection(self, node: fx.Node) -> fx.Node | None:
-        """Return the replacement of a selection by `positions`; None for another call."""
+        """Return the replacement of a selection by `autopart::positions`; None if the call selects nothing."""
         name = operator_name(node)
         if node.target is aten.where.default or name == "aten::nonzero_numpy":
             return self._positions(node, node.args[0])
@@ -140,7 +140,7 @@ class _Rewriter:
         return None
 
     def _places(self, node: fx.Node, mask: fx.Node) -> list[fx.Node]:
-        """Return the indices of the selected elements for every dim of a mask."""
+        """Return one index tensor per dim of a mask, with the indices of its true elements."""
         return self._parts(node, self._positions(node, mask))
 
     def _parts(self, node: fx.Node, positions: fx.Node) -> list[fx.Node]:
@@ -153,7 +153,7 @@ class _Rewriter:
         return place
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return the flat indices at which a mask is true, computed once for equal masks."""
+        """Return the flat indices of a mask's true elements; equal masks share one computation."""
         size = self._selected(node, mask)
         if not isinstance(size, int):
             mask = self._guarded(node, mask)
@@ -170,11 +170,11 @@ class _Rewriter:
         return positions
 
     def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return a mask of a node that is false everywhere if the model skips the node."""
+        """Return a mask for a node, changed so that it is false everywhere if the model skips the node."""
         return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
-        """Return the number of elements that a mask selects in a call: a torch symbol, or a known number."""
+        """Return the number of elements that a mask selects: an integer if known, else a torch symbol."""
         sizes = next(tensors_in(value(node))).shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
@@ -186,7 +186,7 @@ class _Rewriter:
         return expression(sizes[before]) if alone else opened[0] if opened else sizes[0]
 
     def _number(self, node: fx.Node) -> int:
-        """Return a value number: equal for equal computations."""
+        """Return a value number of a node: nodes that compute equal values get equal numbers."""
         for source in self._made_of(node):
             random = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
             key: Hashable = source
@@ -196,7 +196,7 @@ class _Rewriter:
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return the ancestors of a value that have no value number yet, in order."""
+        """Return a node and its ancestors, without those that have a value number already, in graph order."""
         todo, unknown = [node], set[fx.Node]()
         while todo:
             source = todo.pop()
@@ -215,7 +215,7 @@ class _Rewriter:
     # Sizes
 
     def _sized(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a view or factory call of which a size argument is now known."""
+        """Rewrite a view or factory call with a data-dependent size argument whose maximum is known."""
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
             sizes = fx.map_arg(node.args[1], self._known)
@@ -242,7 +242,10 @@ class _Rewriter:
         return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
-        """Return a tensor whose sizes are partly those of other values, or None."""
+        """Return a tensor of these sizes, of which some are those of existing values; else None.
+
+        It is expanded from these values, so that it has their actual sizes at run time.
+        """
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
             return None
@@ -256,26 +259,26 @@ class _Rewriter:
         return self._call(node, aten.expand.default, like, whole)
 
     def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
-        """Return one dim of a value as a 1-d tensor, at index 0 of all other dims."""
+        """Return one dim of a value as a 1-d tensor, taking index 0 of all other dims."""
         vector = self._call(line, aten.detach.default, source)
         for other in reversed([i for i in range(value(source).dim()) if i != dim]):
             vector = self._call(line, aten.select.int, vector, other, 0)
         return vector
 
     def _known(self, number: fx.Node) -> Any:
-        """Return the maximum of a symbolic size, or the size itself if its maximum is unknown."""
+        """Return the maximum of a symbolic size as an integer; the size's node if the maximum is unknown."""
         known = with_sizes(value(number), self.sizes)
         return known if isinstance(known, int) else number
 
     def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
-        """Return the number of elements of a selection as a tensor."""
+        """Return the number of selected elements as a tensor."""
         selection = self.selections.get(symbol)
         if selection is None:
             return None
         return self._call(line, aten.sum.default, selection.args[0])
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:
-        """Return for every selection the values with a dim of its elements."""
+        """Return {selection: all values that have a dim of the selected elements}."""
         values_of: dict[fx.Node, set[fx.Node]] = {
             selection: set(selection.users) for selection in self.positions.values()
         }
@@ -288,7 +291,7 @@ class _Rewriter:
     # Means
 
     def _mean(self, node: fx.Node) -> fx.Node | None:
-        """Rewrite a mean over a data-dependent number of elements as a sum over the number."""
+        """Rewrite a mean over a data-dependent number of elements as their sum divided by that number."""
         name = operator_name(node)
         reduces = is_operator(node.target) and name not in _BY_LABELS and argument(node, "reduction") == _MEAN
         if name != "aten::mean" and not reduces:
@@ -328,7 +331,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _check_open(node: fx.Node, traced: Any) -> None:
-    """Raise TraceError if the model used a selection as if its size were known."""
+    """Raise TraceError if the model used a selection as if it had a fixed number of elements."""
     for tensor, largest in zip(tensors_in(traced), tensors_in(value(node)), strict=True):
         for size, most in zip(tensor.shape, largest.shape, strict=False):
             taken = expression(size)

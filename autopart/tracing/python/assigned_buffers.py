@@ -1,7 +1,8 @@
-"""Assignments to buffer names in a forward: a trace sees in-place writes, but no assignments.
+"""Assignments to buffers in a forward (`self.cache = ...`), which a trace would not record.
 
-A buffer that was None is a cache, filled in the first call and read in the next. It is allowed if every call would
-compute the same value. Then the program computes it in every call, and the model's own buffer stays None.
+A buffer that is None before the first call is a cache: the first call fills it and later calls read it. This is
+allowed if every call would compute the same value. The program then computes the value in every call, and the model's
+own buffer stays None.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class _BufferMetadata(NamedTuple):
 
 
 class AssignedBuffers:
-    """The buffers of a model around its forward.
+    """Records the buffers that a forward assigns.
 
-    `caches`: the buffers that it fills. `are_filled`: start the forward with filled caches.
+    `caches`: buffers that were None and that the forward filled. `are_filled`: run the forward with filled caches.
     """
 
     def __init__(self, model: nn.Module):
@@ -36,10 +37,10 @@ class AssignedBuffers:
 
     @contextmanager
     def written(self, known: ConcreteConstants | None) -> Iterator[None]:
-        """Turn assignments to buffer names into in-place writes, around a forward.
+        """Convert assignments to buffers into in-place writes, for a forward inside this `with` block.
 
         Args:
-            known: constants of the trace; None outside of one.
+            known: constants of the trace; None outside of a trace.
         """
         before = [
             (module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in self.model.modules()
@@ -87,8 +88,9 @@ class AssignedBuffers:
                 f"{type(module).__name__} fills its buffer '{name}' in its forward",
                 refusal=Refusal.STATE,
                 why="it was None, and its new value depends on more than constants and unchanged buffers: the next "
-                "call would find the value of this one",
-                hint=f"register_buffer('{name}', ...) with a value in __init__; or a call of the model before",
+                "call would reuse this call's value",
+                hint=f"register_buffer('{name}', ...) with a value in __init__; "
+                "or call the model once before parallelize()",
             )
         self.caches[module, name] = _BufferMetadata(new.shape, new.dtype, new.device)
 
@@ -98,9 +100,10 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raise TraceError if a forward with filled caches differs from one that fills them.
+    """Raise TraceError if a forward that finds its caches filled differs from one that fills them.
 
-    `again` traces once more with filled caches. Calls that depend on inputs or parameters must be equal.
+    `again` traces the call again with filled caches. Both traces must have equal calls that depend on inputs or
+    parameters.
     """
     if not buffers.caches:
         return
@@ -115,7 +118,7 @@ def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again
 
 
 def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
-    """Trace once more, with the buffers that the forward fills on its first call already filled."""
+    """Trace the call again, with the caches filled before the forward starts."""
     buffers.are_filled = True
     try:
         return again()
@@ -124,7 +127,7 @@ def again_filled(buffers: AssignedBuffers, again: Callable[[], Any]) -> Any:
 
 
 def computed(program: Any) -> Counter[tuple]:
-    """Return the calls that depend on inputs or parameters, with constant arguments and shapes."""
+    """Count the calls that depend on inputs or parameters, by operator, constants and result shape."""
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
     depending: dict[fx.Node, bool] = {}
@@ -138,5 +141,4 @@ def computed(program: Any) -> Counter[tuple]:
 
 
 def _others(node: fx.Node) -> str:
-    """Return the arguments of a call that are not values of the graph."""
     return str(fx.map_arg((node.args, node.kwargs), lambda _: "value"))

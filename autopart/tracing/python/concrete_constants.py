@@ -1,11 +1,11 @@
 """Constant tensors of a trace, whose values are computed when Python code needs them.
 
 `nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
-`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that only read the
-metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) give constants, too.
+`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that read only the
+metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
 
-A tensor of the user's code that is no parameter, buffer or input is also a constant of the trace. A forward that writes
-to it is refused.
+A tensor in the user's code that is not a parameter, buffer or input is a constant of the trace, too. A forward that
+writes to such a tensor is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ UNKNOWN = object()
 
 
 Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
-"""A function, its arguments, and its keyword arguments."""
+"""A call: the function, its arguments, and its keyword arguments."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """The call that created a tensor, as its output number `place`.
+    """Result number `place` of a recorded call that created a constant tensor.
 
-    Constant tensors among its arguments are replaced by the calls that created them.
+    Constant tensors among the call's arguments are replaced by their own `_Made` objects.
     """
 
     func: Callable[..., Any]
@@ -55,17 +55,17 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Metadata:
-    """Metadata of a tensor whose values are not read."""
+    """Shape and dtype of a tensor, in place of a tensor whose values are not needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class ConcreteConstants:
-    """The constant tensors of a trace, and how they were created.
+    """The constant tensors of a trace, each with the recorded calls that recompute it.
 
     `of_model`: parameters, buffers and inputs, whose values can differ in the next call. `read`: the constants whose
-    values Python read.
+    values Python has read.
     """
 
     def __init__(self, of_model: Iterable[Tensor] = ()) -> None:
@@ -84,7 +84,7 @@ class ConcreteConstants:
         return is_real and memory_of(tensor) not in self._changing
 
     def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
-        """Record a call of the tensors `inputs` that returned `output`."""
+        """Record a torch call that returned `output`. `inputs`: the tensors among its arguments."""
         func, args, kwargs = call
         name = getattr(func, "__name__", "")
         if name in _SHAPED_LIKE or name in _TYPED_LIKE:
@@ -104,21 +104,24 @@ class ConcreteConstants:
         return self._made[leaf] if isinstance(leaf, Tensor) else leaf
 
     def forget(self, written: Sequence[Tensor]) -> None:
-        """Record that tensors are written: constants in the same memory have other values from now on.
+        """Record that tensors are written in place: constants that share their memory are no longer constant.
 
-        Values computed from them earlier stay constant.
+        Tensors that were computed from these constants earlier stay constant.
         """
         memory = {memory_of(tensor) for tensor in written}
         self._changing |= memory
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget how tensors were created."""
+        """Forget all recorded calls."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
     def sized(self, call: Call) -> Mapping[str, Any]:
-        """Return the keyword arguments of a call, with the output size of `repeat_interleave` if known."""
+        """Return a call's keyword arguments.
+
+        For `repeat_interleave`, adds the output size if it can be computed.
+        """
         func, args, kwargs = call
         if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
             return kwargs
@@ -134,7 +137,7 @@ class ConcreteConstants:
         return {**kwargs, "output_size": total}
 
     def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
-        """Return the Python value of a call on `inputs` if all of them are constant; else UNKNOWN."""
+        """Return the result of a call such as `item()` if its tensors `inputs` are constant; else UNKNOWN."""
         func, args, kwargs = call
         asks = getattr(func, "__name__", "") in _ANSWERS
         if not asks or not inputs or not all(map(self._is_known, inputs)):
@@ -148,7 +151,7 @@ class ConcreteConstants:
         return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
 
     def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
-        """Return `compute` of a recipe's value; UNKNOWN if the recipe draws random numbers."""
+        """Return `compute(value)` of a recorded constant; UNKNOWN if its calls draw random numbers."""
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
             result = compute(self._real(recipe, {}))
@@ -159,13 +162,13 @@ class ConcreteConstants:
         return UNKNOWN
 
     def hold(self, buffers: Sequence[Tensor]) -> None:
-        """Record tensors with unknown values that are equal in every call until one is written."""
+        """Record buffers as constant in every call until they are written. Their values stay unknown."""
         self._held = [(buffer, _Metadata(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
         for buffer, form in self._held:
             self._made[buffer] = form
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is equal in every call."""
+        """Return True if a tensor has equal values in every call."""
         if not self._is_known(tensor):
             return False
         recipe = self._made[tensor]
@@ -177,7 +180,7 @@ class ConcreteConstants:
             return False
 
     def _forms_of(self, recipe: Any) -> set[int]:
-        """Return the ids of the tensors of which only metadata is needed to repeat these recorded calls."""
+        """Return the ids of all `_Metadata` objects among the arguments of these recorded calls."""
         forms, seen, todo = set[int](), set[int](), [recipe]
         while todo:
             leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
@@ -187,7 +190,7 @@ class ConcreteConstants:
         return forms
 
     def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
-        """Return a call's arguments with real tensors, all on the CPU."""
+        """Replay recorded calls on the CPU. Return the arguments of a call with real tensors."""
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
@@ -210,7 +213,10 @@ class ConcreteConstants:
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-    """Return arguments in which a tensor is replaced by its metadata, if the call reads no more."""
+    """Replace the tensor of which a call such as `ones_like` reads only metadata by that metadata.
+
+    Returns the new arguments and keyword arguments.
+    """
     place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
     like = args[place] if place < len(args) else kwargs.get(keyword)
     if not isinstance(like, Tensor):
@@ -233,7 +239,7 @@ def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in a value and its containers, in order."""
+    """Return the tensors in a value, including those in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, dict)):
@@ -242,7 +248,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return a key that is equal for tensors in the same memory; None if torch has none for this tensor."""
+    """Return a key of a tensor's memory, equal for tensors that share storage; None without storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse tensors have several

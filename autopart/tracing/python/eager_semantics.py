@@ -1,9 +1,10 @@
-"""Semantics of eager Python that `torch.export` loses, written into the trace while it runs.
+"""Effects of eager Python that `torch.export` would lose, written into the trace while it runs.
 
-Export marks `torch.no_grad()` regions, but loses the marks inside autocast regions and when writes are functionalized;
-and it cannot trace through `.data`. `EagerSemantics` writes both as `detach`, which stays.
+Export marks `torch.no_grad()` regions. It loses these marks inside autocast regions and when it functionalizes writes,
+and it cannot trace `.data`. `EagerSemantics` writes both `no_grad` and `.data` as `detach` calls, which stay in the
+graph.
 
-`traceable` replaces the few modules of torch that cannot be traced by code that can.
+`traceable` replaces the few torch modules that cannot be traced by equivalent code.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _ASKING = frozenset(
     {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
     | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
 )
-"""Functions that return the values of a tensor to Python, or a number of items that depends on them."""
+"""Functions that return tensor values to Python, or a number of items that depends on tensor values."""
 _TENSOR: Any = Tensor
 _OF_METADATA = frozenset(
     getattr(_TENSOR, name).__get__
@@ -64,13 +65,13 @@ _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _SIZED_BY_VALUES = {
     "_pack_padded_sequence": (
-        "pack_padded_sequence leaves as much of every row as its length says",
-        "lengths are values, and a graph has sizes",
-        "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
+        "the size of pack_padded_sequence's result depends on the values of the lengths",
+        "sizes in a graph cannot depend on tensor values",
+        "padded sequences as input of the recurrent layer, and a mask of the positions after each end",
     ),
     "ctc_loss": (
-        "torch.ctc_loss makes tables that are as large as the lengths of its targets say",
-        "lengths are values, and a graph has sizes",
+        "torch.ctc_loss allocates tables whose sizes depend on the values of the target lengths",
+        "sizes in a graph cannot depend on tensor values",
         "torch.nn.functional.ctc_loss, or nn.CTCLoss",
     ),
 }
@@ -80,12 +81,12 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
-    """Dispatch mode around a forward that keeps the meaning of grad mode and `.data`.
+    """Torch function mode around a forward: writes the effects of grad mode and `.data` into the trace.
 
-    `tensors`: the model's parameters, buffers and inputs, as they are outside of the trace.
+    `tensors`: the model's parameters, buffers and inputs outside of the trace.
 
-    Raises TraceError for parts of a forward that a trace would lose: hooks on tensors, and in-place writes without
-    grad mode to a value with a gradient.
+    Raises TraceError for hooks on tensors, and for in-place writes without grad mode to a value with a gradient,
+    because a trace would lose both.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -149,7 +150,7 @@ class EagerSemantics(TorchFunctionMode):
         return output
 
     def spend(self, tensor: Tensor) -> bool:
-        """Record that a tensor was overwritten, so that later reads are refused.
+        """Record that an autograd.Function overwrote a tensor, so that later reads of it are refused.
 
         Returns False for a tensor from outside the trace.
         """
@@ -161,17 +162,17 @@ class EagerSemantics(TorchFunctionMode):
         return True
 
     def check_unspent(self, tensors: Iterable[Tensor]) -> None:
-        """Raise LostInTrace if one of the tensors was overwritten (`spend`)."""
+        """Raise LostInTrace if one of these tensors was recorded by `spend`."""
         if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
             raise LostInTrace(
-                "a tensor is read that an autograd.Function has written to",
-                "the Function does not say so (ctx.mark_dirty), and its gradient would be that of the value before",
+                "a tensor is read after an autograd.Function has written to it",
+                "the Function does not declare the write (ctx.mark_dirty): the gradient would be that of the old value",
                 "a Function that writes to a copy: x = x.clone()",
                 Refusal.WRITE,
             )
 
     def named(self, value: Any, name: str) -> None:
-        """Record the names of the tensors in a value, for errors."""
+        """Record names for the tensors in a value, which error messages use."""
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor):
                 self.origins[leaf] = (name,)
@@ -194,9 +195,8 @@ class EagerSemantics(TorchFunctionMode):
         if func == Tensor.register_hook and args[0].requires_grad:
             return self._hook(*args, **kwargs)
         if func == Tensor.detach_ and args[0].requires_grad:
-            raise LostInTrace("detach_() cuts a tensor off in place", "a trace loses that: what was made of it "
-            "before would "
-                       "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
+            raise LostInTrace("detach_() detaches a tensor in place", "a trace loses that: values computed "
+                       "from it earlier would keep their gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
             _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
@@ -218,7 +218,7 @@ class EagerSemantics(TorchFunctionMode):
             if target.requires_grad and not target.is_leaf:
                 raise LostInTrace(
                     f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
-                    "its gradient would be that of the value before",
+                    "its gradient would be that of the value before the write",
                     f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
                     Refusal.WRITE,
                 )
@@ -226,7 +226,10 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """Return the outcome of a Python branch on this tensor in the trace; None if it cannot be traced."""
+        """Return the outcome that the trace assumes for a Python branch on a tensor; None if unsupported.
+
+        Supported are branches on random numbers, and branches that skip only writes.
+        """
         answer = self.chances.answer(condition)
         if answer is None:
             return self.skipped.answer(asking_frame(frame), lambda: condition)
@@ -241,7 +244,7 @@ class EagerSemantics(TorchFunctionMode):
         return node is not None and depends_only_on_random(node)
 
     def condition(self, *arguments: Any) -> Any:
-        """Return the result of `torch.cond` in a trace."""
+        """Trace both branches of a `torch.cond` call and return the selected result."""
         if not self.may_rewrite:
             raise Rewrites
         self.both = True
@@ -259,11 +262,11 @@ class EagerSemantics(TorchFunctionMode):
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
-    """Raise LostInTrace if `requires_grad` of a parameter changes."""
+    """Raise LostInTrace if a forward changes `requires_grad` of a parameter."""
     if parameter.requires_grad != requires_grad:
         raise LostInTrace(
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
-            "a program has one answer for the whole call: whether it needs a gradient",
+            "in a program, a parameter needs a gradient for the whole call or not at all",
             "requires_grad_() outside of forward(), or weight.detach() in it",
             Refusal.WRITE,
         )  # fmt: skip
@@ -276,11 +279,11 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 
 @contextmanager
 def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
-    """Replace norms of the model that cannot be traced by equivalent code, for a `with` block.
+    """Replace modules and functions that cannot be traced by equivalent code, inside a `with` block.
 
-    A SyncBatchNorm becomes a plain one: in a trace the batch is the global batch. A user's autograd.Function becomes
-    one operator (`apply` receives torch's own `apply`, the class, args and kwargs). A cast of a module to its own
-    dtype becomes a no-op.
+    A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
+    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). A cast of a module to the
+    dtype that it already has becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
@@ -300,9 +303,9 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace `module.to(device, dtype)` in a forward by a no-op if the module has both.
+    """Replace `module.to(device, dtype)` in a forward by a no-op if the module already has both.
 
-    Export could not replace the module's parameters.
+    torch.export could not replace the module's parameters.
     """
     options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
     targets = [*args, *options.values()]
@@ -336,9 +339,9 @@ def ambient_autocast(device_type: str) -> torch.dtype | None:
 
 
 def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
-    """Compute a batch norm whose running statistics are the mean over all batches (`momentum=None`).
+    """Compute a batch norm with `momentum=None`, whose running statistics are means over all batches.
 
-    Torch reads the number of batches as a Python number, which a trace would make a constant.
+    Torch's own code reads the number of batches as a Python number, which would be a constant of the trace.
     """
     module._check_input_dim(source)
     module.num_batches_tracked.add_(1)
@@ -350,7 +353,7 @@ def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
 def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
     """Compute an instance norm that updates its running statistics.
 
-    Torch hides the update in an operator that looks functional.
+    Torch's operator writes the statistics, but its schema does not declare the write, so that export loses it.
     """
     module._check_input_dim(source)
     if source.dim() == module._get_no_batch_dim():
@@ -361,7 +364,7 @@ def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
-    """Move the running mean and unbiased variance towards those of this batch by `share`."""
+    """Move the running mean and unbiased variance by the fraction `share` towards those of this batch."""
     rows = source.to(module.running_mean.dtype)
     mean = rows.mean(dims, keepdim=True)
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)

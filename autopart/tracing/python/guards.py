@@ -1,4 +1,4 @@
-"""Guards: compare Python values that a trace holds as constants, as `torch.compile` does."""
+"""Guards: compare, at each call, the Python values that a trace holds as constants (as torch.compile)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ from autopart.tracing.python.recorded_reads import (
 from autopart.tracing.with_loss import users_model, users_modules
 
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
-"""Attributes that every module has. The mode is a part of the call."""
+"""Attributes that every module has; not guarded. (The cache key of a call has the train/eval mode.)"""
 
 _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
 
 class Change(NamedTuple):
-    """A value that differs from the trace. `slot`: where a new number can be written."""
+    """A Python value that differs from its value in the trace.
+
+    `slot`: where the user's code reads a number.
+    """
 
     path: str
     before: Any
@@ -53,15 +56,15 @@ class Change(NamedTuple):
 
 
 class Guards:
-    """Comparison of all values that a trace depends on, apart from tensors and the arguments of its call.
+    """Guards of one trace: all Python values that it depends on, except tensors and the call's arguments.
 
     Args:
         reads: the names that the user's code read in the trace.
-        model: what was traced, the user's model or a `WithLoss` around it.
-        others: a loss function and options, whose attributes are read too.
-        inputs: identities of the numbers that are inputs of the program, which are not compared.
-        device: where the program runs; None if it casts what it reads. It reads tensors on that device itself, so only
-            copies of other tensors are compared.
+        model: the traced module: the user's model, or a `WithLoss` around it.
+        others: the loss function and other options, whose attributes are guarded too.
+        inputs: identities of the numbers that are inputs of the program; they are not guarded.
+        device: device of the program; None if the program casts the tensors that it reads. The program uses tensors on
+            this device directly, so only tensors that it has copied from other devices are guarded.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Guards:
         self._reads, self._device = reads, device
         self._inputs = {slot.identity for slot in inputs}
         self.unstable: list[str] = []
-        """Paths of values that the user's code changes in a call and reads in the next."""
+        """Paths of values that the user's code changes in one call and reads in the next call."""
         self._containers: list[_Entries] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
@@ -103,17 +106,17 @@ class Guards:
 
     @property
     def num_values(self) -> int:
-        """Number of values that a call compares."""
+        """Number of values that are compared at each call."""
         of_others = sum(len(group.values or ()) for group in self._others)
         return len(self._flat) + of_others + len(self._tensors)
 
     def _flatten(self) -> None:
-        """Collect the values of all modules in one list: a call compares hundreds of them."""
+        """Collect the guarded values of all modules in one list, because hundreds are compared at each call."""
         self._getters = [(group.mapping, group.get) for group in self._of_modules]
         self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
     def _layers(self) -> list[Any]:
-        """List the children of all modules; nothing if the user no longer holds the model."""
+        """List the children of all modules; [] if the user has dropped the model."""
         try:
             return [*chain.from_iterable([parent()._modules.values() for parent in self._parents])]
         except AttributeError:
@@ -143,9 +146,9 @@ class Guards:
         return all([version(tensor) == then for _, tensor, then in self._tensors])
 
     def _has_other_layers(self) -> bool:
-        """Return True unless the layers differ because the user no longer holds the model.
+        """Return True if the user replaced a layer of the model; False if the user has dropped the model.
 
-        Raises UsageError if another layer has parameters of its own: the partitioned model has those of the trace.
+        Raises UsageError if a new layer has parameters that the traced model does not have.
         """
         parents = [parent() for parent in self._parents]
         if any(parent is None for parent in parents):
@@ -155,13 +158,13 @@ class Guards:
         if others:
             raise UsageError(
                 f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
-                why="the partitioned model trains the parameters that the model had then",
+                why="the partitioned model trains the parameters that the model had when it was traced",
                 hint="change layers before parallelize()",
             )
         return True
 
     def changes(self) -> Iterator[Change]:
-        """Yield everything that differs from the trace."""
+        """Yield a Change for every value that differs from the trace."""
         if not self._has_same_layers() and self._has_other_layers():
             yield Change("the model's list of layers", "the traced one", "another", None)
         for group in (*self._of_modules, *self._others):
@@ -171,7 +174,7 @@ class Guards:
                 yield Change(path, "a tensor", "other values", None)
 
     def changed_numbers(self) -> dict[str, NumberSlot]:
-        """Return {path: slot} of the numbers that changed; {} if any other value changed too."""
+        """Return {path: slot} of the numbers that changed; {} if a value that is not a number changed too."""
         changes = [*self.changes()]
         if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
             return {}
@@ -183,7 +186,7 @@ class Guards:
             self._todo.append((path, thing))
 
     def _argument(self, thing: Any) -> None:
-        """Guard a loss function or option: its attributes, a method's object, a function's closure."""
+        """Guard a loss function or option: its attributes, the object of a method, the closure of a function."""
         if isinstance(thing, functools.partial):
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._argument(part)
@@ -227,7 +230,7 @@ class Guards:
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
-        """Guard a value that was read, and the attributes that were read from it."""
+        """Guard a value that the user's code read, and the attributes that the code read from it."""
         if value is MISSING or (isinstance(value, _CODE) and not isinstance(holder, nn.Module)):
             return
         if isinstance(value, types.ModuleType):
@@ -275,11 +278,11 @@ class Guards:
 
 
 def _no_layer() -> None:
-    """Return None: replaces the weak reference to a child that is None."""
+    """Return None. Used like a dead weak reference, for a child module that is None."""
 
 
 class _GuardedValues:
-    """Guarded values that are read from one mapping, by name."""
+    """Guarded values that are read, by name, from one mapping such as an object's `__dict__`."""
 
     def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):
         self.mapping, self.names = mapping, [*found]
@@ -309,7 +312,7 @@ class _GuardedValues:
         return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: Sequence[Any]) -> bool:
-        """Compare by value after the identities differ, and remember the current objects."""
+        """Return True if the values are equal although they are new objects, and remember the new objects."""
         if [_identity_key(value) for value in now] != self.keys:
             return False
         self.values = tuple(now)
@@ -329,10 +332,10 @@ class _GuardedValues:
 
 
 class _Entries:
-    """Guarded entries of a list, dict or set.
+    """Guards of the entries of one list, dict or set.
 
     Args:
-        inputs: identities of the numbers that are inputs of the program, which are not compared.
+        inputs: identities of the numbers that are inputs of the program; they are not guarded.
     """
 
     def __init__(self, container: Any, path: str, inputs: Collection[tuple[int, Any]] = ()):
@@ -383,7 +386,7 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return where a value that is read from a mapping can be replaced; None for a class."""
+    """Return a slot with which a number in a mapping can be replaced; None if it cannot be replaced."""
     if isinstance(mapping, Cell):
         return cell_slot(mapping.cell)
     if isinstance(mapping, Computed):
@@ -392,13 +395,13 @@ def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
 
 
 def _identity_key(value: Any) -> Hashable:
-    """Return `value_key` of plain values, and the identity of tensors, containers and other objects."""
+    """Return a comparison key: `value_key` of plain values, the identity of tensors and other objects."""
     is_object = isinstance(value, (Tensor, dict, list, set)) or not is_terminal(value)
     return id(value) if is_object else value_key(value, tensors=False)
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value, without tensor values: a sharded parameter has no memory here."""
+    """Return a short text of a value. It has no tensor values, because sharded parameters have none here."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in list(value.items())[:4]) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -411,7 +414,7 @@ def shown(value: Any) -> str:
 
 
 def warn_of_change(change: Change) -> None:
-    """Warn that a value changed that the program holds as a constant."""
+    """Warn that a Python value changed that the program holds as a constant: the call is traced again."""
     warnings.warn(
         f"{change.path} changed from {shown(change.before)} to {shown(change.now)} since it was traced: autopart "
         "traces the call again for each new value. Pass a value that changes often as a tensor input.",
@@ -420,7 +423,7 @@ def warn_of_change(change: Change) -> None:
 
 
 def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Trace) -> None:
-    """Raise TraceError if two traces differ because the user's code changes what it reads.
+    """Raise TraceError if two traces of a call differ because forward changes Python values that it reads.
 
     Args:
         paths: the values that changed during the first trace.

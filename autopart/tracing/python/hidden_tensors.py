@@ -1,8 +1,8 @@
 """Tensors that a model's code stores outside of module attributes.
 
-It can store them in globals, classes, closures, objects, containers and `functools.lru_cache`. A trace runs the code
-once, on fake tensors. Fake tensors that the code stores in such places are removed again, so that the user's model and
-the next trace find their own values.
+Code can store tensors in globals, classes, closures, objects, containers and `functools.lru_cache`. A trace runs the
+code once on fake tensors. Fake tensors that the code stored are removed again, so that the user's model and the next
+trace do not find them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 _FOREIGN = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
-"""Packages whose own code keeps no tensors of a model: it is not looked through."""
+"""Packages whose code stores no tensors of a model, so that it is not searched."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, deque)
@@ -32,14 +32,14 @@ LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
 class ReplacedTensor(NamedTuple):
-    """A tensor that was in a place before a forward, and is not there after it. `name`: text of the place."""
+    """A tensor that a forward removed or replaced. `name`: text of the variable that stored it."""
 
     name: str
     tensor: Tensor
 
 
 class Left(NamedTuple):
-    """A value with tensors that is in a place after a forward. `name`: text of the place."""
+    """A value with tensors that a forward stored. `name`: text of the variable that stores it."""
 
     name: str
     place: Any
@@ -48,14 +48,14 @@ class Left(NamedTuple):
 
 
 class HiddenTensors:
-    """Let a forward store tensors in globals, objects and containers; remove them after the `with`.
+    """Context manager that removes the tensors that a forward stored in globals, objects and containers.
 
-    Other values stay.
+    Values without tensors stay.
 
     Attributes:
-        replaced: tensors that forward removed or replaced by another tensor.
-        left: values with tensors that forward stored where no tensor was before.
-        start: values to store before the next forward.
+        replaced: tensors that the forward removed or replaced by another tensor.
+        left: values with tensors that the forward stored in variables that had no tensor before.
+        start: values to store in these variables before the next forward.
     """
 
     def __init__(self, model: nn.Module):
@@ -96,18 +96,18 @@ class HiddenTensors:
 
 
 def places_of(model: nn.Module) -> list[Any]:
-    """Return the places in which forward can store a value, by the names in its code.
+    """Return the objects in which a forward can store a value, found by the names in its code.
 
-    They are containers, globals and attributes as dicts, classes, closures, caches of functions.
+    These are containers, dicts of globals and attributes, classes, closures, and caches of functions.
     """
     return _Walk(model).places
 
 
 class _Walk:
-    """Search from a model for the places in which its code can store a value.
+    """Search, starting at a model, for the objects in which its code can store a value.
 
-    A method or an attribute of an object is followed only if reached code has its name: a forward runs little of a
-    library.
+    The search follows a method or an attribute only if code that it has reached contains its name, because a forward
+    uses little of a library.
     """
 
     def __init__(self, model: nn.Module):
@@ -160,7 +160,7 @@ class _Walk:
             self._add(_parts(thing))
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        """Follow a function's closure, defaults, attributes and the globals that it names."""
+        """Search a function's closure, defaults, attributes, and the globals that its code names."""
         if not _is_own(function):
             return
         names = _names(function.__code__)
@@ -184,7 +184,6 @@ def _is_place(thing: Any) -> bool:
 
 
 def _is_own(thing: Any) -> bool:
-    """Return True for a function or class of the user or of a library of models."""
     return _is_own_name(getattr(thing, "__module__", None))
 
 
@@ -193,7 +192,7 @@ def _is_own_name(module: Any) -> bool:
 
 
 def _parts(thing: Any) -> Iterable[Any]:
-    """Return the objects that an object consists of, or wraps."""
+    """Return the objects that an object contains or wraps, such as entries or attributes."""
     if isinstance(thing, dict):
         return dict.values(thing)
     if isinstance(thing, Mapping):
@@ -220,13 +219,13 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 @functools.lru_cache(100_000)
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names that code, and the functions that it defines, read from outside."""
+    """Return the global and attribute names that a function's bytecode (and nested functions) reads."""
     inside = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return frozenset(code.co_names).union(*inside)
 
 
 def _content(place: Any) -> dict[Any, Any]:
-    """Return {key: value} of what an object stores (a dict, list, class, closure cell or cache)."""
+    """Return the content of a dict, list, class, closure cell or cache as {key: value}."""
     if isinstance(place, LruCache):
         return {"misses": place.cache_info().misses}
     if isinstance(place, type):
@@ -242,7 +241,7 @@ def _content(place: Any) -> dict[Any, Any]:
 
 
 def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
-    """Restore what a container stored before the forward."""
+    """Reset a container to its content before the forward."""
     if isinstance(place, (list, deque, set)):
         fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
         place.clear()

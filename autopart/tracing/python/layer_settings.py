@@ -1,4 +1,4 @@
-"""Modes and plain attributes of single layers that a trace depends on."""
+"""Train/eval mode and plain attributes (numbers, strings) of single layers that a trace depends on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autopart.tracing.python.recorded_reads import PLAIN
 
 
 class LayerSetting(NamedTuple):
-    """A plain attribute of the layer at `path`.
+    """The value of one plain attribute of the layer at `path`.
 
-    `text` is its `repr`: 1, 1.0 and True are different settings.
+    `text` is the value's `repr`, by which settings are compared: 1, 1.0 and True are different settings.
     """
 
     path: str
@@ -27,11 +27,11 @@ class LayerSetting(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The layers of a model that differ from the mode or the attributes of the model.
+    """Train/eval modes and attributes of single layers that differ from the model's.
 
     Args:
-        layers: paths of the layers that are in the other mode than the model.
-        values: attributes that differ from the model's own.
+        layers: paths of the layers that are in the other mode (train or eval) than the model.
+        values: attributes whose values in the partitioned model differ from those in the user's model.
     """
 
     layers: tuple[str, ...] = ()
@@ -43,19 +43,19 @@ NO_SETTINGS = Settings()
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for immutable data: numbers, strings, similar values, and tuples of them."""
+    """Return True for immutable data: numbers, strings, dtypes and the like, and tuples of these."""
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
     return isinstance(value, PLAIN)
 
 
 def plain_attributes(layer: nn.Module) -> dict[str, Any]:
-    """Return {name: value} of the plain attributes of a layer, its mode included."""
+    """Return {name: value} of a layer's attributes with immutable values, including `training`."""
     return {name: value for name, value in vars(layer).items() if is_plain(value)}
 
 
 def digest(settings: Settings) -> str:
-    """Return a short text that is equal for equal settings only."""
+    """Return a short hash of settings, as text."""
     return f"layers {zlib.crc32(repr(settings).encode()):08x}"
 
 
@@ -66,13 +66,16 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 def with_values(model: nn.Module, settings: Settings) -> AbstractContextManager[None]:
-    """Set attributes of layers, and restore the earlier ones at the end. Modes do not change."""
+    """Set attributes of layers inside a `with` block, and restore the old values at its end.
+
+    Modes do not change.
+    """
     return attributes({(model.get_submodule(path), name): value for path, name, _, value in settings.values})
 
 
 @contextmanager
 def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
-    """Set modes and attributes of a model's layers, and restore the earlier ones at the end."""
+    """Set train/eval modes and attributes of layers in a `with` block; restore the old ones at its end."""
     others = set(settings.layers)
     modes = {(layer, "training"): training != (path in others) for path, layer in model.named_modules()}
     with with_values(model, settings), attributes(modes):
@@ -80,7 +83,7 @@ def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[N
 
 
 def restore_attributes(layer: nn.Module, before: dict[str, Any]) -> None:
-    """Undo changes of the plain attributes of a layer since `before`, which `plain_attributes` returned."""
+    """Reset a layer's plain attributes to `before`, an earlier result of `plain_attributes`."""
     own = vars(layer)
     for name in plain_attributes(layer).keys() - before.keys():
         del own[name]

@@ -1,8 +1,8 @@
-"""Python numbers that change between calls (a KL weight), as inputs of the program.
+"""Python numbers that change between calls (such as a KL weight), as inputs of the program.
 
-A number is a constant of a trace. When it changes for the first time, the call is traced once more with the number as a
-0-d tensor; the model's code gets `tensor.item()`, so its arithmetic is that of Python numbers. If code branches on the
-number, this is not possible, and each new value is traced instead.
+A trace first holds each Python number as a constant. When a number changes for the first time, the call is traced again
+with the number as a 0-d tensor input. The model's code gets `tensor.item()`, so its arithmetic is that of Python
+numbers. If code branches on the number, it cannot be an input, and the call is traced again for each new value.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 NUMBERS = "python_numbers"
-"""The name among a call's arguments under which its numbers are, as {name: tensor}."""
+"""Name of the argument that holds the Python numbers of a call, as {name: tensor}."""
 
 
 class NumberSlot(NamedTuple):
-    """A place outside the arguments from which the user's code reads a number.
+    """An attribute, global, closure variable or entry from which the user's code reads a number.
 
     Attributes:
-        identity: the container and the key.
-        get: returns the value.
-        set: replaces the value.
+        identity: the object that has the number, and its key there.
+        get: returns the number.
+        set: replaces the number.
     """
 
     identity: tuple[int, Any]
@@ -35,12 +35,12 @@ class NumberSlot(NamedTuple):
 
 
 class NumberInputs:
-    """The numbers that are inputs of a program because they changed between calls.
+    """The Python numbers that are inputs of a model's programs, because they changed between calls.
 
     Attributes:
-        options: names of arguments, and of variables, defaults and keywords of `loss_fn`.
-        slots: {path: slot} of attributes, globals and entries.
-        constants: names of numbers that a program cannot have as inputs.
+        options: names of inputs that are arguments of the call, or variables, defaults or keywords of `loss_fn`.
+        slots: {path: slot} of inputs that are attributes, globals or container entries.
+        constants: names of numbers on which code branches, so that they cannot be inputs.
         last: {name: number} of the arguments and of `loss_fn` at the last trace.
     """
 
@@ -54,19 +54,22 @@ class NumberInputs:
         return bool(self.options or self.slots)
 
     def key(self, numbers: Mapping[str, Any]) -> Hashable:
-        """Return the part of a program's cache key that depends on numbers.
+        """Return the part of a call's cache key that depends on numbers.
 
-        It consists of the names of the inputs and the values of all other numbers.
+        It consists of the names of the numbers that are inputs, and the values of all numbers that are constants.
         """
         others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if there are inputs and all are still numbers, since user code can store anything."""
+        """Return True if at least one number is an input, and user code has replaced none by another type."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
-        """Turn numbers that differ from `last`, and those in `slots`, into inputs; return their names."""
+        """Make inputs of the numbers that differ from `last`, and of the numbers in `slots`.
+
+        Return their names.
+        """
         options = {name for name, value in numbers.items() if self.last.get(name, value) != value}
         options -= self.options | self.constants
         added = {path: slot for path, slot in slots.items() if path not in self.constants}
@@ -76,13 +79,13 @@ class NumberInputs:
         return options | added.keys()
 
     def refuse(self, names: set[str]) -> None:
-        """Make numbers constants from now on."""
+        """Make these numbers constants for all later traces."""
         self.constants |= names
         self.options -= names
         self.slots = {path: slot for path, slot in self.slots.items() if path not in names}
 
     def tensors(self, numbers: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-        """Return the values of the inputs as 0-d tensors."""
+        """Return {name: 0-d tensor} of the current values of the inputs."""
         values = {name: numbers[name] for name in sorted(self.options)}
         values |= {path: slot.get() for path, slot in self.slots.items()}
         return {name: torch.tensor(value, dtype=_DTYPES[type(value)], device=device) for name, value in values.items()}
@@ -161,7 +164,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Let traces in this `with` block write their numbers into these slots."""
+    """Write the numbers of traces in this `with` block into these slots."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield

@@ -1,7 +1,7 @@
-"""Random numbers of Python and numpy, drawn from torch's generator instead.
+"""Random numbers of Python and numpy in a forward, drawn from torch's generator instead.
 
-A program then draws them in every step, equal on all ranks. This covers the functions that return one uniform number,
-if they are called as attributes of their modules.
+The program then draws new numbers in every step, equal on all ranks. This covers the functions that return one uniform
+number, if they are called as attributes of their modules (`random.random()`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import torch
 from autopart.common.scoped import attributes
 
 DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
-"""The note of a plan that this was so in the trace."""
+"""Note of a plan whose trace draws Python's random numbers with torch."""
 
 
 def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
-    """Draw the random numbers of Python's `random` and of numpy from torch's generator.
-
-    Functions are `random()`, `uniform(a, b)` and numpy's `rand()`.
+    """Let `random.random()`, `random.uniform(a, b)` and numpy's `rand()` draw from torch's generator.
 
     Args:
-        as_numbers: return numbers, not tensors: for a run of the model outside of a trace.
+        as_numbers: return Python numbers instead of tensors, for a run of the model outside of a trace.
     """
 
     def draw() -> Any:

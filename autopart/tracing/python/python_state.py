@@ -1,4 +1,4 @@
-"""Side effects of a model's forward. A trace runs them once, a program never."""
+"""Side effects of a model's forward. A trace runs them once, the program that is made from it never."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 
 class PythonState:
-    """Record the attributes that a forward writes, and its random numbers from Python or numpy.
+    """Record the attributes that a forward writes, and random numbers that it draws from Python or numpy.
 
-    At the end the writes are undone, and tensors are removed from other places in which its code stored them.
+    At the end, the writes are undone, and tensors that the code stored outside of module attributes are removed.
     """
 
     def __init__(self, model: nn.Module):
         self.modules = dict(users_modules(model))
         self.start: dict[str, Any] = {}
-        """{attribute: its value inside}"""
+        """{attribute: its value during the forward}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
-        """{attribute: its value before and after}"""
+        """{attribute: (value before the forward, value after it)}"""
         self.caches = HiddenTensors(model)
         self.word: int | None = None
-        """Value to fill the states of Python's and numpy's generators with; None keeps them"""
+        """Value with which the states of Python's and numpy's generators are filled; None leaves the states."""
         self.drawn = ""
-        """Which of them was drawn from last"""
+        """Name of the generator that was drawn from last."""
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
@@ -92,13 +92,13 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Changed attributes without tensors: the next forward can branch on them."""
+        """Changed attributes whose values are not tensors: code in the next forward can branch on them."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
 @contextmanager
 def same_containers(model: nn.Module) -> Iterator[None]:
-    """Restore the lists and dicts that are attributes of modules: torch.export replaces them by copies."""
+    """Restore lists and dicts that are module attributes: torch.export replaces them by copies."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -116,7 +116,7 @@ def random_state() -> dict[str, Any]:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return every attribute, with a copy of its content if it is a mutable container."""
+    """Return {name: value} of all attributes of an object, with copies of mutable containers."""
     return {
         name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN
@@ -149,8 +149,8 @@ def _holds_tensors(value: Any) -> bool:
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
     """Raise TraceError if the result of a forward depends on random numbers of Python or numpy.
 
-    A program would repeat the numbers of the trace. `again` traces once more with the smallest draws possible, and
-    with the largest.
+    A program would repeat the numbers of the trace in every step. `again` traces the call again, once with the smallest
+    possible numbers and once with the largest. The forward depends on them if the graphs differ.
     """
     drawn = state.drawn
     if not drawn:
@@ -185,18 +185,18 @@ def _text(program: Any) -> str:
 
 
 def _cast_of(constant: fx.Node) -> fx.Node | None:
-    """Return the use of a constant, if its only use is a cast."""
+    """Return the only use of a constant if it is a cast; else None."""
     readers = list(constant.users)
     return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
 
 def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
-    """Return the text of a graph without the calls unrelated to its inputs, weights and outputs.
+    """Return the text of a graph, without calls that are not connected to any input, weight or output.
 
-    Such calls are, for example, initial values of a module that forward creates. Constants are left out by name.
+    Such calls are, for example, initial values of a module that the forward creates. Constants are left out by name.
 
     Args:
-        constants: {constant: its cast, which is left out, or None}.
+        constants: {constant: a cast of it that is left out, or None}.
     """
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
     ends = [node for node in graph.nodes if node.op != "call_function"]
@@ -219,9 +219,9 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
-    """Return the changed attributes that forward only casts, permanently.
+    """Return the changed tensor attributes for which the only change is a cast to another dtype.
 
-    A trace that starts with the cast values is equal except for the cast.
+    This is checked by a second trace that starts with the cast values: it must be equal except for the cast.
     """
     cast = {
         name: before.to(after.dtype) for name, (before, after) in state.changed.items()
@@ -246,7 +246,7 @@ def _is_same(program: Any, again: Callable[[], Any], computed: Callable[[Any], A
 
 
 def _zeros(leaf: Any) -> Any:
-    """Return a stand-in for a traced tensor, which has no values."""
+    """Replace a traced tensor, which has no values, by zeros."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -256,14 +256,14 @@ def check_attributes(
     model: nn.Module, state: PythonState, program: Any, known: ConcreteConstants, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Raise TraceError if forward reads an attribute that it also changes: the next call would differ.
+    """Raise TraceError if a forward reads an attribute that it also changes: the next call would differ.
 
-    A tensor is read if its first value is a constant of the trace, or if Python read its values. For numbers, and for
-    tensors in places without one before, `again` traces once more, starting with the values that forward has stored.
-    Both graphs must be equal. Returns notes for the user.
+    A tensor counts as read if its first value is a constant of the trace, or if Python read its values. For numbers,
+    and for tensors in variables that had none, `again` traces the call again, starting with the values that the forward
+    has stored. Both graphs must be equal. Returns notes for the user.
 
     Args:
-        computed: returns the part of a graph that must be equal, by default all of it.
+        computed: returns the part of a graph that must be equal; by default the entire graph.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     for attribute in _only_cast(state, program, again):
@@ -301,4 +301,4 @@ def check_attributes(
     if not changed:
         return ()
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
-    return (f"forward() also sets {written}: that happens in the trace only",)
+    return (f"forward() also sets {written}: this happens only while the model is traced",)

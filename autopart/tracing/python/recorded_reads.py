@@ -1,8 +1,8 @@
 """Record which attributes and globals the user's code reads while a model is traced.
 
-A program has the values that Python read as constants. `record_reads` watches the frames of the user's code and records
-the names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
-`autopart.tracing.python.guards` compares their values at each call.
+A program holds the values that Python read as constants. `record_reads` watches the frames of the user's code and
+records the names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
+`autopart.tracing.python.guards` compares the values of these names at each call.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format,
     types.EllipsisType,
 )  # fmt: skip
-"""Types whose values a trace holds as they are: equal values of one type are the same to it."""
+"""Types that guards compare by value: a trace cannot distinguish equal values of one of these types."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH, _MAX_NOTED = 3, 64
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 class Name(NamedTuple):
-    """A name in bytecode with the attributes read from it.
+    """A variable name in bytecode, with the chain of attributes that the code reads from it.
 
     `self.config.tau` is ("self", ("config", "tau")).
     """
@@ -55,11 +55,11 @@ class RecordedReads:
     """Names that the user's code read in one trace.
 
     Attributes:
-        of_type: {type: names read from its instances}.
-        of_holder: {id: (class or Python module, names read from it)}.
-        of_globals: {id: (globals of a function, names)}.
+        of_type: {class: attributes read from its instances}.
+        of_holder: {id: (class or Python module, attributes read from it)}.
+        of_globals: {id: (globals of a function, names read from them)}.
         of_cells: {id: (closure cell, name of its variable)}.
-        changed: {(`identity_of` a holder, name)} of values that changed while the code ran.
+        changed: {(`identity_of` an object, attribute)} of values that changed while the code ran.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RecordedReads:
         self._names: dict[int, tuple[types.CodeType, tuple[Name, ...]]] = {}
 
     def on_call(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        """Trace function for `sys.settrace`: watches the frames of the user's code and of torch's layers."""
+        """Record the names that a called function reads, if it is the user's code or a torch layer."""
         code = frame.f_code
         known = self._names.get(id(code))
         if known is None:
@@ -128,7 +128,7 @@ class RecordedReads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if a value differs from its value when the user's code first read it."""
+        """Return True if a value at the end of the forward differs from the one that user code first read."""
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -147,7 +147,7 @@ class RecordedReads:
 
 
 class _OutsideTorch(TorchFunctionMode):
-    """Stop watching frames inside torch's functions, which contain no code of the user."""
+    """Torch function mode that stops watching inside torch functions, which run no code of the user."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer = sys.gettrace()
@@ -164,7 +164,7 @@ class _Recording:
 
 @contextmanager
 def record_reads() -> Iterator[RecordedReads]:
-    """Record what user code reads when models are called for traces in this `with` block."""
+    """Record the names that user code reads in the traces inside this `with` block."""
     before, _Recording.reads = _Recording.reads, RecordedReads()
     try:
         yield _Recording.reads
@@ -174,9 +174,9 @@ def record_reads() -> Iterator[RecordedReads]:
 
 @contextmanager
 def watched_frames() -> Iterator[None]:
-    """Watch the frames of the user's code, inside `record_reads`.
+    """Watch the frames of the user's code inside this `with` block, which is inside `record_reads`.
 
-    A debugger's trace function runs as before.
+    The trace function of a debugger still runs.
     """
     reads, debugger = _Recording.reads, sys.gettrace()
     if reads is None:
@@ -208,12 +208,12 @@ def _with_debugger(reads: RecordedReads, debugger: Callable[..., Any]) -> Callab
 
 
 def identity_of(holder: Any) -> int:
-    """Return the id of a class, Python module or globals; of an instance that of its class."""
+    """Return the id of a class, Python module or globals dict; for an instance, the id of its class."""
     return id(holder if isinstance(holder, (type, types.ModuleType, dict, types.CellType)) else type(holder))
 
 
 def is_watched(module: Any) -> bool:
-    """Return True for the user's code, for libraries of models, and for torch's own layers."""
+    """Return True for the name of a Python module of the user, of a model library, or of torch's layers."""
     if not isinstance(module, str):
         return False
     if module.startswith(_LAYERS):
@@ -222,9 +222,9 @@ def is_watched(module: Any) -> bool:
 
 
 def is_terminal(value: Any) -> bool:
-    """Return True for values that a guard compares as a whole.
+    """Return True for a value that guards compare by value.
 
-    Of other objects it compares the attributes that were read.
+    Of other objects, guards compare only the attributes that the user's code read.
     """
     return isinstance(value, (*PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
@@ -275,7 +275,7 @@ def names_in(code: types.CodeType) -> tuple[Name, ...]:
 
 
 class Computed:
-    """Mapping that reads attributes of an object whose class defines `__getattr__`."""
+    """Mapping view of an object whose attributes are computed by `__getattr__` or stored in `__slots__`."""
 
     def __init__(self, holder: Any):
         self.holder = holder
@@ -288,7 +288,7 @@ class Computed:
 
 
 class Cell:
-    """A closure cell as a mapping with one entry."""
+    """A closure cell as a mapping with one entry, its variable."""
 
     def __init__(self, cell: types.CellType):
         self.cell = cell
@@ -309,7 +309,7 @@ def class_attributes(kind: type) -> Mapping[str, Any]:
 
 
 def where(holder: Any, name: str) -> Any:
-    """Return the mapping in which an attribute is stored; None for a method, property or parameter."""
+    """Return the mapping that stores an object's attribute; None for a method, property or parameter."""
     if isinstance(holder, types.ModuleType):
         return vars(holder)
     if isinstance(holder, type):
@@ -337,7 +337,7 @@ def is_absent(holder: Any, name: str) -> bool:
 
 
 class Same:
-    """Key that equals only itself for one object, and keeps that object alive so that its id stays unique."""
+    """Key that compares an object by identity, and keeps it alive so that its id stays unique."""
 
     def __init__(self, thing: object):
         self.thing = thing
@@ -350,10 +350,10 @@ class Same:
 
 
 def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
-    """Return a key that is equal for values that a trace cannot distinguish: 1, True and 1.0 differ.
+    """Return a comparison key of a value, equal only if a trace would be equal: 1, True and 1.0 differ.
 
     Args:
-        tensors: compare tensors in it, by identity and version.
+        tensors: compare tensors in the value by identity and version counter.
         depth: levels of nested containers to compare.
     """
     if isinstance(value, PLAIN):
@@ -382,7 +382,7 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
 
 
 def names_of(container: dict) -> list[Any]:
-    """Return the keys of a dict in comparable form: an id for keys such as tensors."""
+    """Return the keys of a dict in comparable form: tensors and the like are replaced by their ids."""
     return [name if isinstance(name, PLAIN) else id(name) for name in container]
 
 

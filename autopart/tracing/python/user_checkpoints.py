@@ -1,8 +1,8 @@
-"""Checkpoints in a model's own code (`torch.utils.checkpoint`): plain calls in a trace.
+"""Activation checkpoints in a model's own code (`torch.utils.checkpoint`), traced as plain calls.
 
-The function of a reentrant checkpoint would have no gradient in a trace: it is an autograd.Function whose forward runs
-without grad mode, and whose backward runs the model's Python again. Here it is run like any other part of the model.
-The plan chooses what the partitioned model recomputes; the model's own checkpoints are its default.
+A reentrant checkpoint is an autograd.Function whose forward runs without grad mode and whose backward runs the model's
+Python again, so a trace of it has no gradient. Here its function is called like any other code of the model. The plan
+chooses what the partitioned model recomputes; by default it recomputes the modules that the model checkpoints.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from autopart.tracing.with_loss import users_modules
 
 
 class UserCheckpoints:
-    """Make `torch.utils.checkpoint` a plain call, and record the modules that it was called for."""
+    """Replacement of `torch.utils.checkpoint` by plain calls, which records the checkpointed modules."""
 
     def __init__(self, model: nn.Module):
         self.paths = {module: path for path, module in users_modules(model)}
         self.inside: set[str] = set()
         """Paths of the modules that ran in a checkpoint."""
         self.unnamed = False
-        """Whether the function of a checkpoint called no module."""
+        """True if the function of a checkpoint called no module."""
         self._seen: set[str] | None = None
 
     @property
     def found(self) -> tuple[str | None, ...]:
-        """Return the outermost modules that ran in a checkpoint; None stands for a function without modules."""
+        """Return the outermost modules that ran in a checkpoint; None for a checkpoint that ran no module."""
         outermost = [path for path in self.paths.values() if path in self.inside and not self._inside_another(path)]
         return (*outermost, None) if self.unnamed else tuple(outermost)
 
@@ -45,7 +45,7 @@ class UserCheckpoints:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run non-reentrant `torch.utils.checkpoint` calls as plain calls, for a `with` block."""
+        """Replace non-reentrant checkpoints by plain calls inside a `with` block."""
 
         def note(module: nn.Module, args: Any) -> None:
             if self._seen is not None and module in self.paths:
@@ -62,7 +62,10 @@ class UserCheckpoints:
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
-        """Record the outermost checkpoint that runs in a `with` block."""
+        """Record the modules that run in a `with` block, which is one checkpoint.
+
+        Nested checkpoints are not recorded.
+        """
         if self._seen is not None:
             yield
             return
@@ -80,7 +83,10 @@ class UserCheckpoints:
 
 
 def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Return the result of a reentrant checkpoint: without gradient if no argument needs one, as in torch."""
+    """Call the function of a reentrant checkpoint.
+
+    As in torch, results need a gradient only if an argument does.
+    """
     if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
         return run(*arguments)
     with torch.no_grad():
@@ -89,7 +95,7 @@ def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Make checkpoints plain calls, which `torch.autograd.grad` can differentiate."""
+    """Replace all checkpoints by plain calls inside a `with` block, so that `torch.autograd.grad` works."""
 
     def run(apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if function is not CheckpointFunction:

@@ -1,7 +1,7 @@
-"""Value checks in a model's code: `assert`, and `if ...: raise`.
+"""Value checks in a model's code: `assert x.min() > 0`, and `if x.isnan().any(): raise`.
 
-They do not affect what the model computes, so a trace passes them: a condition gets the value for which its check
-passes. The source code of the condition shows which value that is.
+Such checks do not affect what the model computes. A trace has no values, so each condition of a check gets the truth
+value for which the check passes. The source code of the condition shows which truth value that is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 _ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 """Functions that return one truth value of tensors to Python."""
 _CHECKING = frozenset({"_assert", "_assert_async"})
-"""Functions of torch that check one, and give nothing."""
+"""Functions of torch that raise if a truth value is false, and return nothing."""
 
 Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
-"""End of an expression: line and byte offset; with "item", of a number that is compared there."""
+"""(line, byte offset) of the end of an expression; with "item" added, of a number that is compared."""
 
 
 class Passing(float):
@@ -47,12 +47,12 @@ class Passing(float):
 def passing_answer(
     func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
 ) -> bool | Passing | None:  # fmt: skip
-    """Return the value of a condition for which a check passes.
+    """Return the truth value of a condition for which its `assert` or `if ...: raise` passes.
 
     Returns None if the condition controls more than an error, or if the source cannot be read.
 
     Args:
-        frame: frame of the calling code, or of a mode called on its behalf.
+        frame: the frame that evaluates the condition, or a torch function mode that was called for it.
     """
     name = getattr(func, "__name__", "")
     if not tensors or name not in _ASKING | _CHECKING | {"item"}:
@@ -71,7 +71,7 @@ def passing_answer(
 
 
 def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
-    """Return the text of a check for notes: `assert x.min() > 0 (model.py:12)`, by the user's line."""
+    """Return a check as text for notes, with the user's source line: `assert x.min() > 0 (model.py:12)`."""
     frame = asking_frame(frame)
     users_frame = frame
     while users_frame is not None and users_frame.f_code.co_filename.startswith(not_the_users):
@@ -84,16 +84,16 @@ def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that evaluates a condition, without the frames of torch function modes."""
+    """Return the frame that evaluates a condition, skipping the frames of torch function modes."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame
 
 
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
-    """Return the source position at which the evaluated condition ends.
+    """Return (line, byte offset) of the end of the condition that a frame is evaluating.
 
-    The condition is a running call, or the operand of a jump, computed right before it.
+    The condition is the call that is running, or the operand of a jump, computed right before the jump.
     """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
@@ -102,7 +102,11 @@ def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
 
 @functools.lru_cache(64)
 def _wanted(source: str) -> Mapping[Place, bool]:
-    """Return {end position of a part of a check's condition: the value for which the check passes}."""
+    """Return {source position: truth value} for all checks in a source text.
+
+    The position is the end of a condition, or of a part of it such as `a` in `a and b`. The check passes if the
+    condition has the truth value.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -123,7 +127,7 @@ def _answers(tree: ast.AST) -> Iterator[tuple[Place, bool]]:
 
 
 def _parts(test: ast.expr, want: bool) -> Iterator[tuple[Place, bool]]:
-    """Return the parts of a condition that Python evaluates one by one."""
+    """Return the subexpressions of a condition that Python evaluates one by one: `a` and `b` of `a and b`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _parts(test.operand, not want)
     elif isinstance(test, ast.BoolOp):
