@@ -141,7 +141,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """Protocol of the first argument of a `driven` function: a trace, or an object with a trace's graph."""
+    """Protocol of what a pass runs on: a trace, or an object with a trace's graph."""
 
     @property
     def graph(self) -> fx.Graph: ...

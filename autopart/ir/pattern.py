@@ -55,7 +55,7 @@ class Pattern:
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """All factors, by first appearance."""
+        """All factors (letters of the pattern, as in an einsum), in order of first appearance."""
         return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
 
     def __str__(self) -> str:

@@ -23,9 +23,9 @@ DECIDING = (
 
 
 def agreed(options: Any, plan: Plan | None) -> dict[str, str]:
-    """Return {subject: text} of versions, options and plan.
+    """Return {subject: text} of versions, options and plan, which must be equal on all ranks.
 
-    In the texts of a plan, each entry is one line.
+    The text of a plan has one line per entry, so that an error can show the lines that differ.
 
     `options`: a dataclass.
     """

@@ -118,10 +118,10 @@ def liveness_of(trace: Trace, program: Program, stage: Stage) -> Liveness:
 
 
 def memories(result: Any, lasting: bool = False) -> set[MemoryBuffer]:
-    """Return the buffers of a value, or of all values in a nested tuple.
+    """Return the memory allocations of a value, or of all values in a nested tuple.
 
     Args:
-        lasting: True to include persistent buffers.
+        lasting: True to include allocations that exist during the whole step.
     """
     if isinstance(result, tuple):
         return {memory for item in result for memory in memories(item, lasting)}

@@ -101,7 +101,7 @@ class Size:
         """Return the value of the polynomial at other sizes.
 
         Args:
-            times: each size as a multiple of the reference size.
+            times: factors on the reference sizes, such as `Sizes(2.0, 3.0)` for twice the samples and 3 times the tokens.
         """
         return sum((value * times.scale(powers) for powers, value in self.terms), 0)
 
@@ -158,7 +158,7 @@ class Work(NamedTuple):
         """Return the seconds of the kernel or collective on one rank.
 
         Args:
-            times: each size as a multiple of the reference size.
+            times: factors on the sizes at which the kernels were counted.
         """
         size = float(self.size.at(times))
         if self.axis:
@@ -179,7 +179,7 @@ class Work(NamedTuple):
         """Return the bytes that a rank sends in a collective, or 0 for a kernel.
 
         Args:
-            times: each size as a multiple of the reference size.
+            times: factors on the sizes at which the kernels were counted.
         """
         if not self.axis:
             return 0.0
@@ -190,7 +190,7 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
     """Return {dtype: matrix FLOPs} of kernels, given as pairs (kernel, number of runs).
 
     Args:
-        times: each size as a multiple of the reference size.
+        times: factors on the sizes at which the kernels were counted.
     """
     flops: dict[str, float] = {}
     for work, count in works:

@@ -161,10 +161,10 @@ class Converter:
         return None if stored == precision.compute == precision.reduce else stored
 
     def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a parameter in `layout` and in the compute dtype. `produced`: its stored layout.
+        """Return a parameter in `layout` and in the compute dtype. `produced` is the layout in which it is stored.
 
         The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
-        Conversions before this one affect only the gradient, which has the storage dtype there. Gather and cast are one
+        Earlier conversions change only the gradient, which has the storage dtype there. Gather and cast are one
         operator: if they were two, autograd would round the reduced gradient to the compute dtype between them.
         """
         computed, precision = value(node).dtype, self.trace.precision

@@ -47,7 +47,7 @@ class ParamBucket:
         unshard: gathers the parameters. None: they are not sharded.
         each_microbatch: reduce gradients after every microbatch of a step, not once.
         unreduced: state of `no_sync()`. None: the bucket does not support it.
-        reducer: reducer of the stage, if the autograd nodes start the reduction in steps too (ZeRO 3).
+        reducer: the stage's reducer if autograd nodes start the reduction in `step()` too (ZeRO 3), else None.
     """
 
     def __init__(

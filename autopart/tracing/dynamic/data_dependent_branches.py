@@ -289,10 +289,10 @@ class _SkippedCode:
                 raise self._refused(node)
 
     def _is_told(self, node: fx.Node) -> bool:
-        """Return True if a value is computed from the condition of this code, or from a mask of it.
+        """Return True if a value depends on the condition of this code, or on a mask computed from it.
 
-        The program always computes the skippable code. In a call that the model would skip, such a value can be one at
-        which the operator that reads it (a division, a root) gives inf or NaN.
+        The program runs the code even when the model would skip it. A count can be 0 then, and an operator that divides
+        by it gives inf or NaN.
         """
         made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)

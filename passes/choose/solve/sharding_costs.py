@@ -216,9 +216,9 @@ class ShardingCosts:
         return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
-        """Return the cost of storing a parameter sharded (ZeRO), if it has this placement on the axis.
+        """Return the cost of storing a parameter sharded over the data ranks (ZeRO), given its placement on this axis.
 
-        If ZeRO is requested but no dim divides, the bytes that remain on every rank count as undivided weights.
+        If ZeRO is requested and no dim is divisible by the data ranks, all its bytes count as on every rank.
         """
         storage = self.step.storage
         if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
