@@ -101,7 +101,7 @@ class Size:
         """Return the value of the polynomial at other sizes.
 
         Args:
-            times: factors on the reference sizes, such as `Sizes(2.0, 3.0)` for twice the samples and 3 times the tokens.
+            times: factors on the reference sizes, such as `Sizes(2.0, 3.0)`: twice the samples, 3 times the tokens.
         """
         return sum((value * times.scale(powers) for powers, value in self.terms), 0)
 
