@@ -161,7 +161,7 @@ class Converter:
         return None if stored == precision.compute == precision.reduce else stored
 
     def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
-        """Return a parameter in `layout` and in the compute dtype. `produced` is the layout in which it is stored.
+        """Return a parameter in `layout` and in the compute dtype. `produced`: its stored layout.
 
         The first conversion that gathers the parameter also casts it, so that the smaller dtype is communicated.
         Earlier conversions change only the gradient, which has the storage dtype there. Gather and cast are one

@@ -392,7 +392,7 @@ def random_values(sizes: Sequence[int], dtype: torch.dtype, seed: int, below: in
 
 
 def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
-    """Parse an operator's strategy on one axis from the plan's text; replicated if it has none for the axis."""
+    """Parse an operator's strategy on one axis from the plan's text. Replicated if absent."""
     options = strategies(node, num_shards, ANY_KIND)
     for option in options:
         if str(option) == text or not text:

@@ -216,7 +216,7 @@ class ShardingCosts:
         return ShardingCost(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def storage_cost(self, node: fx.Node, place: Placement) -> ShardingCost:
-        """Return the cost of storing a parameter sharded over the data ranks (ZeRO), given its placement on this axis.
+        """Return the cost of storing a parameter sharded over data ranks (ZeRO), for a placement.
 
         If ZeRO is requested and no dim is divisible by the data ranks, all its bytes count as on every rank.
         """
