@@ -30,6 +30,7 @@ from autopart.plans.plan import Plan
 from autopart.recipe.make_plan import prepare
 from autopart.runtime import lockstep
 from autopart.runtime.gradients import shard_collectives, unshard_blocks
+from autopart.runtime.sharded_tensor.sharded_tensor import ShardedTensor
 from autopart.runtime.shards.shard_state import join, shard_parameters
 from autopart.tracing.trace_model import bind_call
 
@@ -239,7 +240,7 @@ def trains(build: str, mesh: str, options: dict[str, Any]) -> tuple[int, int]:
     found = pm.full_state_dict()
     for name, value in model.state_dict().items():
         zoo.assert_close_outputs(found[name], value, where=name)
-    local = {id(p): p.nbytes for p in pm.parameters()}
+    local = {id(p): (p.to_local() if isinstance(p, ShardedTensor) else p).nbytes for p in pm.parameters()}
     return sum(local.values()), sum(p.nbytes for p in model.parameters())
 
 
