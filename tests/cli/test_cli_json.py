@@ -194,5 +194,5 @@ def test_hub_names_are_not_fetched(name):
     result = invoke("plan", "--hf-config", name, "--mesh", "tp2")
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
-    assert f"there is no config at {name} why it is neither a file nor one" in said
+    assert f"there is no config at {name} why it is neither a file nor a config that autopart ships" in said
     assert "configs are not downloaded" in said and all(known in said for known in model_source.config_names())

@@ -397,7 +397,7 @@ def test_a_given_plan_is_checked():
     autopart.parallelize(model, "tp1", example_kwargs=batch, plan=plan, memory=need)
     with pytest.raises(MemoryLimitError, match="on a rank, and memory is"):
         autopart.parallelize(model, "tp1", example_kwargs=batch, plan=plan, memory=need - 1)
-    with pytest.raises(OptionError, match="what the plan does not say"):
+    with pytest.raises(OptionError, match="cannot be checked: the plan has no memory figures"):
         autopart.parallelize(
             model, "tp1", example_kwargs=batch, plan=dataclasses.replace(plan, memory=()), memory="1GB"
         )

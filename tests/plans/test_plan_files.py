@@ -169,7 +169,7 @@ def test_inputs_on_meta_are_refused_where_they_are_computed():
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(
-            autopart.AutopartError, match=r"the input '[xy]' is on meta\n  why    it has a shape and no"
+            autopart.AutopartError, match=r"the input '[xy]' is on meta\n  why    it has a shape, but no values"
         ):
             call()
     pm.step(**batch)

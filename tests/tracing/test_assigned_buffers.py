@@ -114,7 +114,7 @@ def test_a_value_that_differs_from_call_to_call_is_refused(name):
     with pytest.raises(TraceError) as caught:
         autopart.plan(model, "tp2", example_args=(torch.randn(4, SIZE),))
     assert str(caught.value).startswith("Cached fills its buffer 'bias' in its forward\n  why    it was None, and")
-    assert "a call of the model before" in str(caught.value)
+    assert "call the model once before parallelize()" in str(caught.value)
     assert model.bias is None
 
 
