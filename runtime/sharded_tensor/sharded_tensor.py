@@ -25,7 +25,7 @@ from autopart.errors import UsageError
 from autopart.runtime.sharded_tensor.shard_spec import DimShard, ShardSpec
 from autopart.runtime.sharded_tensor.tensor_functions import (
     ATTRIBUTES,
-    RANDOM_FILLS,
+    DRAWS,
     REFUSED,
     TO_PYTHON,
     FunctionKind,
@@ -140,6 +140,8 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             why=REFUSED.get(name, "this attribute is the runtime's"),
             hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all",
         )
+    if name in DRAWS and _is_of_stage(_first(args, kwargs).spec):
+        _warn_of_random_numbers(_first(args, kwargs).spec)
     return _HANDLERS[kind](func, name, args, kwargs)
 
 
@@ -210,6 +212,7 @@ def _created(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    specs = [tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)]
     inplace, out = _writes(name, kwargs), kwargs.get("out")
     target = out if isinstance(out, Tensor) else args[0] if inplace else None
     if target is not None and not isinstance(
@@ -220,8 +223,8 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
         _check_writable(target, name)
         spec = target.spec
     else:
-        spec = _broadcast([tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)], tensors)
-    _check_one_parameter(name, [tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)])
+        spec = _broadcast(specs, tensors)
+    _check_one_parameter(name, specs)
 
     def conform(leaf: Any) -> Any:
         if leaf is target or not isinstance(leaf, Tensor):
@@ -237,7 +240,7 @@ def _elementwise(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, An
 def _check_one_parameter(name: str, specs: Sequence[ShardSpec]) -> None:
     """Raise UsageError if a scalar computed from one parameter is combined with another, under `pp`."""
     names = {spec.name for spec in specs}
-    if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs) and _is_of_stage(specs[0]):
+    if len(names) > 1 and any(spec.is_derived and spec.numel() == 1 for spec in specs):
         _check_all_stages(name, specs[0])
 
 
@@ -321,7 +324,7 @@ def _reduction(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     spec = value.spec
     dims = reduced_dims(name, args, kwargs, len(spec.shape))
     is_complete = dims is not None and len(dims) == len(spec.shape)
-    if is_complete and spec.shape and "pp" in spec.process.groups:
+    if is_complete and spec.shape:
         _check_all_stages(name, spec)
     if dims is None or spec.has_empty_shards:
         return _gathered(func, name, args, kwargs)
@@ -338,7 +341,7 @@ def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
 
 
 def _check_all_stages(name: str, spec: ShardSpec) -> None:
-    if not _combines_stages():
+    if _is_of_stage(spec):
         raise UsageError(
             f"{name}() of '{spec.name}' under pp",
             why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
@@ -415,8 +418,6 @@ def _gathered(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
         result = func(*_map(_full, list(args)), **_map(_full, kwargs))
         return _from_stage(result, name, spec) if _is_of_stage(spec) else result
     _check_writable(target, name)
-    if _is_of_stage(target.spec) and name in RANDOM_FILLS:
-        _warn_of_random_numbers(target.spec)
     if not target.spec.shards:
         result = func(*_map(_full, list(args)), **_map(_full, kwargs))
         return target if isinstance(result, Tensor) else result
@@ -443,8 +444,6 @@ def _from_stage(result: Any, name: str, spec: ShardSpec) -> Any:
     """Mark a result as computed from this parameter, so that a later reduction over it can be rejected."""
     if name in TO_PYTHON and spec.is_derived:
         _check_all_stages(name, spec)
-    if name in RANDOM_FILLS:
-        _warn_of_random_numbers(spec)
 
     def named(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -459,15 +458,13 @@ def _warn_of_random_numbers(spec: ShardSpec) -> None:
         f"random numbers for '{spec.name}' differ under pp from those of one process: the parameters of other stages "
         "draw no numbers on this rank. For independent numbers give each stage its own seed: "
         "torch.manual_seed(seed + torch.distributed.get_rank())",
-        stacklevel=7,
+        stacklevel=4,
     )
 
 
 def _like(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return this rank's shard of the random tensor that a single device draws."""
     spec = args[0].spec
-    if _is_of_stage(spec):
-        _warn_of_random_numbers(spec)
     like = args[0].as_subclass(Tensor).detach().new_empty(spec.shape)
     drawn = func(like, *args[1:], **kwargs)
     return as_sharded(spec.take(drawn).contiguous(), spec).requires_grad_(drawn.requires_grad)

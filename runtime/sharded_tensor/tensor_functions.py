@@ -78,10 +78,11 @@ SAME = frozenset(
 )
 CREATES = frozenset("new_zeros new_ones new_empty new_full new_tensor new new_empty_strided".split())
 LIKE = frozenset("rand_like randn_like randint_like".split())
-RANDOM_FILLS = frozenset(
+DRAWS = LIKE | frozenset(
     "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_ normal bernoulli dropout "
     "alpha_dropout feature_dropout feature_alpha_dropout rrelu rrelu_".split()
 )
+"""Functions that draw random numbers."""
 TO_PYTHON = frozenset("item __float__ __int__ __bool__ __index__ __complex__".split())
 REDUCTIONS = frozenset(
     "sum mean norm vector_norm linalg_norm linalg_vector_norm std var amax amin max min all any count_nonzero prod "
