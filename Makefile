@@ -22,10 +22,10 @@ setup-models: $(STAMP)  ## add the packages whose models `benchmarks/coverage.py
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
-test: $(STAMP)  ## run the tests (6 minutes on two cores); those that need a GPU skip without one
+test: $(STAMP)  ## run the tests (about 12 minutes on two cores); those that need a GPU skip without one
 	@$(PYTEST) -n 2 --dist loadfile -m "not large"
 
-test-fast: $(STAMP)  ## run the tests of traces, passes and plans, which start no process (90 seconds)
+test-fast: $(STAMP)  ## run the tests of traces, passes and plans, which start no process
 	@$(PYTEST) -n 2 --dist loadfile -m "not large" --no-processes tests/passes tests/plans tests/tracing
 
 test-all: $(STAMP)  ## run every test, also slow ones and whole matrices
