@@ -22,7 +22,7 @@ setup-models: $(STAMP)  ## add the packages whose models `benchmarks/coverage.py
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
-test: $(STAMP)  ## run the tests (about 12 minutes on two cores); those that need a GPU skip without one
+test: $(STAMP)  ## run the tests (about 9 minutes on two cores); those that need a GPU skip without one
 	@$(PYTEST) -n 2 --dist loadfile -m "not large"
 
 test-fast: $(STAMP)  ## run the tests of traces, passes and plans, which start no process
