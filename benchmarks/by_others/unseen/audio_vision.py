@@ -145,7 +145,7 @@ def document_text(name: str) -> Case:
 
     model = getattr(recognition, name)(pretrained=False, pretrained_backbone=False, vocab="abcdefgh")
     words = ["abc", "bad", "cafe", "deaf", "egg", "face", "gab", "head"]
-    return Case(model.train(), (torch.rand(ROWS, 3, 32, 64), words))
+    return Case(model.train(), (torch.rand(ROWS, 3, 32, 128), words))
 
 
 def perceptual() -> Case:

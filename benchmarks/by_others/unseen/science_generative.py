@@ -89,43 +89,6 @@ def organic_potential() -> Case:
     return written(forward, species, 1.5 * torch.randn(ROWS, 4, 3), torch.randn(ROWS), model=model)
 
 
-def atomistic(kind: str) -> Case:
-    import schnetpack as spk
-    from schnetpack import properties
-
-    cutoff = spk.nn.CosineCutoff(4.0)
-    basis = spk.nn.GaussianRBF(n_rbf=8, cutoff=4.0)
-    body = getattr(spk.representation, kind)(n_atom_basis=16, n_interactions=2, radial_basis=basis, cutoff_fn=cutoff)
-    outputs = [spk.atomistic.Atomwise(n_in=16, output_key="energy"), spk.atomistic.Forces("energy", "forces")]
-    model = spk.model.NeuralNetworkPotential(body, [spk.atomistic.PairwiseDistances()], outputs)
-    positions, pairs = atoms()
-    batch = {
-        properties.R: positions, properties.Z: torch.arange(8) % 2 * 7 + 1, properties.idx_m: torch.arange(8) // 4,
-        properties.idx_i: pairs[0], properties.idx_j: pairs[1], properties.offsets: torch.zeros(pairs.shape[1], 3),
-        properties.n_atoms: torch.tensor([4, 4]),
-    }  # fmt: skip
-
-    def forward(self: Any, inputs: dict[str, Tensor], energy: Tensor, forces: Tensor) -> Tensor:
-        found = self.model(dict(inputs))
-        return F.mse_loss(found["energy"], energy) + F.mse_loss(found["forces"], forces)
-
-    return written(forward, batch, torch.randn(2), torch.randn(8, 3), model=model)
-
-
-def molecule_messages() -> Case:
-    from chemprop.data import BatchMolGraph
-    from chemprop.featurizers import SimpleMoleculeMolGraphFeaturizer
-    from chemprop.models import MPNN
-    from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
-    from rdkit import Chem
-
-    molecules = ["CCO", "c1ccccc1", "CC(=O)O", "CCN"]
-    featurizer = SimpleMoleculeMolGraphFeaturizer()
-    graph = BatchMolGraph([featurizer(Chem.MolFromSmiles(text)) for text in molecules])
-    model = MPNN(BondMessagePassing(d_h=16, depth=2), MeanAggregation(), RegressionFFN(input_dim=16, hidden_dim=16))
-    return Case(model, (graph,), loss_fn=F.mse_loss, target=torch.randn(4, 1))
-
-
 def genome() -> Case:
     from enformer_pytorch import Enformer
 
@@ -402,9 +365,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     "fair-esm: MSA Transformer": protein_alignment,
     "mace-torch: MACE with forces": equivariant_potential,
     "torchani: ANI": organic_potential,
-    "schnetpack: SchNet with forces": lambda: atomistic("SchNet"),
-    "schnetpack: PaiNN with forces": lambda: atomistic("PaiNN"),
-    "chemprop: MPNN": molecule_messages,
     "enformer-pytorch: Enformer": genome,
     "deepxde: a network informed by an equation": physics_informed,
     "deepxde: DeepONet": operator_learning,
