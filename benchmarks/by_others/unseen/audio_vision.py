@@ -27,8 +27,9 @@ def whisper() -> Case:
 def speaker_embedding() -> Case:
     from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
 
-    model = ECAPA_TDNN(16, channels=[16, 16, 16, 16, 48], lin_neurons=16, attention_channels=8, res2net_scale=4,
-                       se_channels=8)  # fmt: skip
+    model = ECAPA_TDNN(
+        16, channels=[16, 16, 16, 16, 48], lin_neurons=16, attention_channels=8, res2net_scale=4, se_channels=8
+    )
     lengths = torch.linspace(0.5, 1.0, ROWS)
     return squared(model, torch.randn(ROWS, 30, 16), lengths)
 
@@ -36,9 +37,21 @@ def speaker_embedding() -> Case:
 def recognition_transformer(kind: str) -> Case:
     from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 
-    model = TransformerASR(VOCAB, 16, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=1, d_ffn=64,
-                           encoder_module=kind, attention_type="RelPosMHAXL" if kind == "conformer" else "regularMHA",
-                           kernel_size=7, causal=False, normalize_before=True, csgu_linear_units=64)  # fmt: skip
+    model = TransformerASR(
+        VOCAB,
+        16,
+        d_model=32,
+        nhead=4,
+        num_encoder_layers=2,
+        num_decoder_layers=1,
+        d_ffn=64,
+        encoder_module=kind,
+        attention_type="RelPosMHAXL" if kind == "conformer" else "regularMHA",
+        kernel_size=7,
+        causal=False,
+        normalize_before=True,
+        csgu_linear_units=64,
+    )
     lengths = torch.linspace(0.5, 1.0, ROWS)
     return Case(model, (torch.randn(ROWS, 20, 16), torch.randint(1, VOCAB, (ROWS, 6)), lengths))
 
@@ -46,8 +59,9 @@ def recognition_transformer(kind: str) -> Case:
 def crdnn() -> Case:
     from speechbrain.lobes.models.CRDNN import CRDNN
 
-    model = CRDNN(input_shape=[None, None, 16], cnn_channels=[4, 8], rnn_layers=1, rnn_neurons=16, dnn_neurons=16,
-                  dnn_blocks=1)  # fmt: skip
+    model = CRDNN(
+        input_shape=[None, None, 16], cnn_channels=[4, 8], rnn_layers=1, rnn_neurons=16, dnn_neurons=16, dnn_blocks=1
+    )
     return squared(model, torch.randn(ROWS, 20, 16))
 
 
@@ -61,9 +75,12 @@ def neural_codec() -> Case:
 
     sizes = {"channels": 1, "dimension": 16, "n_filters": 4, "ratios": [4, 2], "lstm": 1}
     return written(
-        forward, torch.randn(ROWS, 1, 160), encoder=SEANetEncoder(**sizes), decoder=SEANetDecoder(**sizes),
+        forward,
+        torch.randn(ROWS, 1, 160),
+        encoder=SEANetEncoder(**sizes),
+        decoder=SEANetDecoder(**sizes),
         quantizer=ResidualVectorQuantizer(dimension=16, n_q=4, bins=16, kmeans_init=False),
-    )  # fmt: skip
+    )
 
 
 def vocoder() -> Case:
@@ -76,25 +93,44 @@ def vocoder() -> Case:
 
     loss = MultiResolutionSTFTLoss(fft_sizes=[64, 32], hop_sizes=[16, 8], win_lengths=[64, 32])
     return written(
-        forward, torch.randn(ROWS, 16, 20), torch.randn(ROWS, 320), loss=loss,
+        forward,
+        torch.randn(ROWS, 16, 20),
+        torch.randn(ROWS, 320),
+        loss=loss,
         backbone=VocosBackbone(input_channels=16, dim=32, intermediate_dim=64, num_layers=2),
         head=ISTFTHead(dim=32, n_fft=64, hop_length=16, padding="same"),
-    )  # fmt: skip
+    )
 
 
 def multi_scale_codec() -> Case:
     from snac import SNAC
 
-    model = SNAC(encoder_dim=16, encoder_rates=[2, 4], decoder_dim=64, decoder_rates=[4, 2], attn_window_size=4,
-                 codebook_size=16, codebook_dim=4, vq_strides=[4, 2, 1])  # fmt: skip
+    model = SNAC(
+        encoder_dim=16,
+        encoder_rates=[2, 4],
+        decoder_dim=64,
+        decoder_rates=[4, 2],
+        attn_window_size=4,
+        codebook_size=16,
+        codebook_dim=4,
+        vq_strides=[4, 2, 1],
+    )
     return Case(model, (torch.randn(ROWS, 1, 256),))
 
 
 def separation() -> Case:
     from torchaudio.models import ConvTasNet
 
-    model = ConvTasNet(num_sources=2, enc_kernel_size=8, enc_num_feats=16, msk_kernel_size=3, msk_num_feats=8,
-                       msk_num_hidden_feats=16, msk_num_layers=2, msk_num_stacks=2)  # fmt: skip
+    model = ConvTasNet(
+        num_sources=2,
+        enc_kernel_size=8,
+        enc_num_feats=16,
+        msk_kernel_size=3,
+        msk_num_feats=8,
+        msk_num_hidden_feats=16,
+        msk_num_layers=2,
+        msk_num_stacks=2,
+    )
     return squared(model, torch.randn(ROWS, 1, 128))
 
 
@@ -102,12 +138,28 @@ def streaming_transducer() -> Case:
     from torchaudio.models import emformer_rnnt_model
 
     model = emformer_rnnt_model(
-        input_dim=8, encoding_dim=16, num_symbols=32, segment_length=8, right_context_length=4, time_reduction_input_dim=8,
-        time_reduction_stride=4, transformer_num_heads=2, transformer_ffn_dim=32, transformer_num_layers=2,
-        transformer_dropout=0.1, transformer_activation="gelu", transformer_left_context_length=4,
-        transformer_max_memory_size=0, transformer_weight_init_scale_strategy="depthwise", transformer_tanh_on_mem=True,
-        symbol_embedding_dim=16, num_lstm_layers=1, lstm_layer_norm=True, lstm_layer_norm_epsilon=1e-3, lstm_dropout=0.1,
-    )  # fmt: skip
+        input_dim=8,
+        encoding_dim=16,
+        num_symbols=32,
+        segment_length=8,
+        right_context_length=4,
+        time_reduction_input_dim=8,
+        time_reduction_stride=4,
+        transformer_num_heads=2,
+        transformer_ffn_dim=32,
+        transformer_num_layers=2,
+        transformer_dropout=0.1,
+        transformer_activation="gelu",
+        transformer_left_context_length=4,
+        transformer_max_memory_size=0,
+        transformer_weight_init_scale_strategy="depthwise",
+        transformer_tanh_on_mem=True,
+        symbol_embedding_dim=16,
+        num_lstm_layers=1,
+        lstm_layer_norm=True,
+        lstm_layer_norm_epsilon=1e-3,
+        lstm_dropout=0.1,
+    )
     lengths, words = torch.full((ROWS,), 32, dtype=torch.int32), torch.full((ROWS,), 5, dtype=torch.int32)
     return Case(model, (torch.randn(ROWS, 36, 8), lengths, torch.randint(0, 32, (ROWS, 5), dtype=torch.int32), words))
 
@@ -116,10 +168,20 @@ def spoken_synthesis() -> Case:
     from torchaudio.models import Tacotron2
 
     model = Tacotron2(
-        n_mels=8, n_symbol=40, symbol_embedding_dim=16, encoder_embedding_dim=16, encoder_n_convolution=2,
-        attention_rnn_dim=16, attention_hidden_dim=8, attention_location_n_filter=4, attention_location_kernel_size=5,
-        decoder_rnn_dim=16, prenet_dim=8, postnet_n_convolution=2, postnet_embedding_dim=8,
-    )  # fmt: skip
+        n_mels=8,
+        n_symbol=40,
+        symbol_embedding_dim=16,
+        encoder_embedding_dim=16,
+        encoder_n_convolution=2,
+        attention_rnn_dim=16,
+        attention_hidden_dim=8,
+        attention_location_n_filter=4,
+        attention_location_kernel_size=5,
+        decoder_rnn_dim=16,
+        prenet_dim=8,
+        postnet_n_convolution=2,
+        postnet_embedding_dim=8,
+    )
     lengths = torch.arange(10, 10 - ROWS, -1).clamp(min=4)
     frames = torch.arange(9, 9 - ROWS, -1).clamp(min=4)
     return Case(model, (torch.randint(40, (ROWS, 10)), lengths, torch.randn(ROWS, 8, 9), frames))
@@ -164,16 +226,29 @@ def structural_similarity() -> Case:
     def forward(self: Any, x: Tensor) -> Tensor:
         return 1 - self.loss(self.net(x).sigmoid(), x)
 
-    return written(forward, torch.rand(ROWS, 1, 64, 64), net=nn.Conv2d(1, 1, 3, padding=1),
-                   loss=MS_SSIM(data_range=1.0, win_size=3, channel=1))  # fmt: skip
+    return written(
+        forward,
+        torch.rand(ROWS, 1, 64, 64),
+        net=nn.Conv2d(1, 1, 3, padding=1),
+        loss=MS_SSIM(data_range=1.0, win_size=3, channel=1),
+    )
 
 
 def efficient_detection() -> Case:
     from effdet import DetBenchTrain, EfficientDet, get_efficientdet_config
 
     config = get_efficientdet_config("tf_efficientdet_lite0")
-    config.update({"image_size": (64, 64), "num_classes": 3, "fpn_channels": 16, "fpn_cell_repeats": 1,
-                   "box_class_repeats": 1, "max_level": 5, "num_levels": 3})  # fmt: skip
+    config.update(
+        {
+            "image_size": (64, 64),
+            "num_classes": 3,
+            "fpn_channels": 16,
+            "fpn_cell_repeats": 1,
+            "box_class_repeats": 1,
+            "max_level": 5,
+            "num_levels": 3,
+        }
+    )
     model = DetBenchTrain(EfficientDet(config, pretrained_backbone=False))
     corner = 30 * torch.rand(4, 3, 2)
     target = {
@@ -189,8 +264,9 @@ def anchor_free_detection() -> Case:
 
     backbone = nn.Sequential(nn.Conv2d(3, 8, 3, 4, 1), nn.ReLU(), nn.Conv2d(8, 32, 3, 2, 1))
     backbone.out_channels = 32  # type: ignore[assignment]
-    model = FCOS(backbone, num_classes=3, min_size=32, max_size=32,
-                 anchor_generator=AnchorGenerator(((8,),), ((1.0,),)))  # fmt: skip
+    model = FCOS(
+        backbone, num_classes=3, min_size=32, max_size=32, anchor_generator=AnchorGenerator(((8,),), ((1.0,),))
+    )
     corner = 12 * torch.rand(4, 2, 2)
     boxes = torch.cat([corner, corner + 6 + 12 * torch.rand(4, 2, 2)], -1)
     targets = [{"boxes": b, "labels": torch.randint(1, 3, (2,))} for b in boxes]
@@ -220,8 +296,13 @@ def yolo_loss(name: str) -> Case:
 
     model = (SegmentationModel if "seg" in name else DetectionModel)(name, nc=3, verbose=False)
     model.args = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5, overlap_mask=True, mask_ratio=4)
-    batch = {"img": torch.rand(4, 3, 64, 64), "batch_idx": torch.arange(4.0), "cls": torch.randint(3, (4, 1)).float(),
-             "bboxes": 0.3 + 0.3 * torch.rand(4, 4), "masks": torch.ones(4, 16, 16)}  # fmt: skip
+    batch = {
+        "img": torch.rand(4, 3, 64, 64),
+        "batch_idx": torch.arange(4.0),
+        "cls": torch.randint(3, (4, 1)).float(),
+        "bboxes": 0.3 + 0.3 * torch.rand(4, 4),
+        "masks": torch.ones(4, 16, 16),
+    }
     return Case(model, (batch,))
 
 
@@ -260,8 +341,9 @@ def swapped_assignments() -> Case:
         return self.loss(scores[:2], scores[2:])
 
     net = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return written(forward, [images(16), images(16), images(8)], net=net, prototypes=SwaVPrototypes(16, 12),
-                   loss=SwaVLoss())  # fmt: skip
+    return written(
+        forward, [images(16), images(16), images(8)], net=net, prototypes=SwaVPrototypes(16, 12), loss=SwaVLoss()
+    )
 
 
 def regularized_variance() -> Case:
@@ -281,10 +363,22 @@ def residual_unet() -> Case:
     from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
 
     model = ResidualEncoderUNet(
-        1, 3, (8, 16, 16), nn.Conv3d, 3, (1, 2, 2), (1, 1, 1), 3, (1, 1), conv_bias=True, norm_op=nn.InstanceNorm3d,
-        norm_op_kwargs={"eps": 1e-5, "affine": True}, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True},
+        1,
+        3,
+        (8, 16, 16),
+        nn.Conv3d,
+        3,
+        (1, 2, 2),
+        (1, 1, 1),
+        3,
+        (1, 1),
+        conv_bias=True,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": 1e-5, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"inplace": True},
         deep_supervision=True,
-    )  # fmt: skip
+    )
 
     def loss(outputs: list[Tensor], target: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -309,8 +403,9 @@ def brain_signals(name: str) -> Case:
     sizes: dict[str, Any] = {"n_chans": 8, "n_outputs": 4, "n_times": 256, "sfreq": 64}
     more = {"EEGConformer": {"num_layers": 2}}.get(name, {})
     model = getattr(models, name)(**sizes, **more)
-    return Case(model, (torch.randn(ROWS, 8, 256),), loss_fn=nn.functional.cross_entropy,
-                target=torch.randint(4, (ROWS,)))  # fmt: skip
+    return Case(
+        model, (torch.randn(ROWS, 8, 256),), loss_fn=nn.functional.cross_entropy, target=torch.randint(4, (ROWS,))
+    )
 
 
 def registration() -> Case:
@@ -322,16 +417,33 @@ def registration() -> Case:
         field = self.net(torch.cat([moving, fixed], 1))
         return ((self.warp(moving, field) - fixed) ** 2).mean() + 0.1 * self.smooth(field)
 
-    net = LocalNet(spatial_dims=2, in_channels=2, num_channel_initial=4, extract_levels=[2], out_channels=2,
-                   out_activation=None, out_kernel_initializer="zeros")  # fmt: skip
+    net = LocalNet(
+        spatial_dims=2,
+        in_channels=2,
+        num_channel_initial=4,
+        extract_levels=[2],
+        out_channels=2,
+        out_activation=None,
+        out_kernel_initializer="zeros",
+    )
     return written(forward, images(16, 1), images(16, 1), net=net, warp=Warp(), smooth=BendingEnergyLoss())
 
 
 def diffusion_unet() -> Case:
     from monai.networks.nets import DiffusionModelUNet
 
-    model = DiffusionModelUNet(2, 1, 1, num_res_blocks=1, channels=(8, 16), attention_levels=(False, True),
-                               norm_num_groups=4, num_head_channels=8, with_conditioning=True, cross_attention_dim=16)  # fmt: skip
+    model = DiffusionModelUNet(
+        2,
+        1,
+        1,
+        num_res_blocks=1,
+        channels=(8, 16),
+        attention_levels=(False, True),
+        norm_num_groups=4,
+        num_head_channels=8,
+        with_conditioning=True,
+        cross_attention_dim=16,
+    )
     return squared(model, images(8, 1), torch.randint(1000, (ROWS,)), torch.randn(ROWS, 2, 16))
 
 

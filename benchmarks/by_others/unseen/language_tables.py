@@ -27,12 +27,25 @@ def curated(name: str) -> Case:
         return output.logits if name == "Llama" else output.last_hidden_layer_state
 
     if name == "Llama":
-        config: Any = models.LlamaConfig(hidden_width=WIDTH, intermediate_width=64, n_query_heads=4, n_key_value_heads=2,
-                                         n_hidden_layers=2, n_pieces=VOCAB, dtype=torch.float32)  # fmt: skip
+        config: Any = models.LlamaConfig(
+            hidden_width=WIDTH,
+            intermediate_width=64,
+            n_query_heads=4,
+            n_key_value_heads=2,
+            n_hidden_layers=2,
+            n_pieces=VOCAB,
+            dtype=torch.float32,
+        )
         model: Any = models.LlamaCausalLM(config)
     else:
-        config = models.BERTConfig(embedding_width=WIDTH, hidden_width=WIDTH, intermediate_width=64,
-                                   n_attention_heads=4, n_hidden_layers=2, n_pieces=VOCAB)  # fmt: skip
+        config = models.BERTConfig(
+            embedding_width=WIDTH,
+            hidden_width=WIDTH,
+            intermediate_width=64,
+            n_attention_heads=4,
+            n_hidden_layers=2,
+            n_pieces=VOCAB,
+        )
         model = models.BERTEncoder(config)
     mask = torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (ROWS, 1))
     return written(forward, tokens(), mask, model=model)
@@ -43,8 +56,15 @@ def entity_spans() -> Case:
     from gliner.modeling.base import UniEncoderSpanModel
 
     encoder = {"model_type": "bert", **SMALL, "vocab_size": VOCAB, "max_position_embeddings": 64}
-    config = UniEncoderSpanConfig(max_width=3, hidden_size=WIDTH, encoder_config=encoder, class_token_index=VOCAB - 1,
-                                  vocab_size=VOCAB, fine_tune=True, num_rnn_layers=1)  # fmt: skip
+    config = UniEncoderSpanConfig(
+        max_width=3,
+        hidden_size=WIDTH,
+        encoder_config=encoder,
+        class_token_index=VOCAB - 1,
+        vocab_size=VOCAB,
+        fine_tune=True,
+        num_rnn_layers=1,
+    )
     ids = torch.randint(5, VOCAB - 1, (ROWS, 14))
     ids[:, [1, 3]] = VOCAB - 1
     words = torch.zeros(ROWS, 14, dtype=torch.long)
@@ -52,11 +72,19 @@ def entity_spans() -> Case:
     start = torch.arange(8).repeat_interleave(3)
     spans = torch.stack([start, (start + torch.arange(3).repeat(8))], -1).expand(ROWS, 24, 2).contiguous()
     model = UniEncoderSpanModel(config)
-    return Case(model, (), {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "words_mask": words,
-        "text_lengths": torch.full((ROWS, 1), 8), "span_idx": spans, "span_mask": spans[..., 1] < 8,
-        "labels": (torch.rand(ROWS, 8, 3, 2) < 0.1).float(),
-    })  # fmt: skip
+    return Case(
+        model,
+        (),
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "words_mask": words,
+            "text_lengths": torch.full((ROWS, 1), 8),
+            "span_idx": spans,
+            "span_mask": spans[..., 1] < 8,
+            "labels": (torch.rand(ROWS, 8, 3, 2) < 0.1).float(),
+        },
+    )
 
 
 def dependency_parser() -> Case:
@@ -70,17 +98,22 @@ def dependency_parser() -> Case:
         scores.masked_fill_(diagonal, -float("inf"))
         return self.criterion(scores[:, 1:].reshape(-1, scores.size(2)), head[:, 1:].reshape(-1))
 
-    lengths = sorted(torch.randint(4, LENGTH + 1, (ROWS - 1,)).tolist() + [LENGTH], reverse=True)
+    lengths = sorted([*torch.randint(4, LENGTH + 1, (ROWS - 1,)).tolist(), LENGTH], reverse=True)
     head = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     for row, length in enumerate(lengths):
         head[row] = (torch.arange(LENGTH) + 1) % length
         head[row, length:] = -1
     head[head == torch.arange(LENGTH)] = -1
     return written(
-        forward, tokens(), lengths, head, words=nn.Embedding(VOCAB, WIDTH), criterion=nn.CrossEntropyLoss(ignore_index=-1),
+        forward,
+        tokens(),
+        lengths,
+        head,
+        words=nn.Embedding(VOCAB, WIDTH),
+        criterion=nn.CrossEntropyLoss(ignore_index=-1),
         lstm=PackedLSTM(WIDTH, 16, 1, batch_first=True, bidirectional=True, pad=True),
         arcs=DeepBiaffineScorer(WIDTH, WIDTH, 16, 1, pairwise=True, dropout=0.1),
-    )  # fmt: skip
+    )
 
 
 def sentence_encoder() -> Any:
@@ -120,8 +153,17 @@ def sentence_loss(name: str) -> Case:
 def hooked_transformer() -> Case:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    config = HookedTransformerConfig(n_layers=2, d_model=WIDTH, n_ctx=LENGTH, d_head=8, n_heads=4, d_vocab=VOCAB,
-                                     act_fn="gelu_new", device="cpu", seed=0)  # fmt: skip
+    config = HookedTransformerConfig(
+        n_layers=2,
+        d_model=WIDTH,
+        n_ctx=LENGTH,
+        d_head=8,
+        n_heads=4,
+        d_vocab=VOCAB,
+        act_fn="gelu_new",
+        device="cpu",
+        seed=0,
+    )
     return Case(HookedTransformer(config), (tokens(),), {"return_type": "loss"})
 
 
@@ -134,9 +176,12 @@ def low_rank_library() -> Case:
         return self.head(h)
 
     case = written(
-        forward, tokens(), words=loralib.Embedding(VOCAB, WIDTH, r=2), head=loralib.Linear(WIDTH, VOCAB, r=2),
+        forward,
+        tokens(),
+        words=loralib.Embedding(VOCAB, WIDTH, r=2),
+        head=loralib.Linear(WIDTH, VOCAB, r=2),
         qkv=loralib.MergedLinear(WIDTH, 3 * WIDTH, r=4, enable_lora=[True, False, True], lora_dropout=0.1),
-    )  # fmt: skip
+    )
     loralib.mark_only_lora_as_trainable(case.model)
     return predicts_tokens(case.model, tokens())
 
@@ -148,8 +193,15 @@ def efficient_ensemble() -> Case:
     from rtdl_num_embeddings import PeriodicEmbeddings
     from tabm import TabM
 
-    model = TabM.make(n_num_features=6, cat_cardinalities=[3, 5], d_out=CLASSES, k=4, n_blocks=2, d_block=16,
-                      num_embeddings=PeriodicEmbeddings(6, 8, lite=False))  # fmt: skip
+    model = TabM.make(
+        n_num_features=6,
+        cat_cardinalities=[3, 5],
+        d_out=CLASSES,
+        k=4,
+        n_blocks=2,
+        d_block=16,
+        num_embeddings=PeriodicEmbeddings(6, 8, lite=False),
+    )
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.repeat_interleave(output.shape[1]))
@@ -169,8 +221,13 @@ def table_frame(name: str) -> Case:
     stats: dict[str, dict[Any, Any]] = {column: dict(number) for column in "abc"}
     stats |= {column: {StatType.COUNT: (["x", "y", "z"], [3, 3, 2])} for column in "de"}
     data = {torch_frame.numerical: torch.randn(ROWS, 3), torch_frame.categorical: torch.randint(3, (ROWS, 2))}
-    options: dict[str, Any] = {"channels": 16, "out_channels": CLASSES, "num_layers": 2, "col_stats": stats,
-                               "col_names_dict": names}  # fmt: skip
+    options: dict[str, Any] = {
+        "channels": 16,
+        "out_channels": CLASSES,
+        "num_layers": 2,
+        "col_stats": stats,
+        "col_names_dict": names,
+    }
     if name == "Trompt":
         options["num_prompts"] = 4
     model = getattr(frames, name)(**options)
@@ -180,8 +237,9 @@ def table_frame(name: str) -> Case:
 def factorization() -> Case:
     from torchfm.model.afi import AutomaticFeatureInteractionModel
 
-    model = AutomaticFeatureInteractionModel([5, 6, 7], embed_dim=8, num_heads=2, num_layers=2, mlp_dims=(16,),
-                                             dropouts=(0.1, 0.1))  # fmt: skip
+    model = AutomaticFeatureInteractionModel(
+        [5, 6, 7], embed_dim=8, num_heads=2, num_layers=2, mlp_dims=(16,), dropouts=(0.1, 0.1)
+    )
     rows = torch.stack([torch.randint(n, (ROWS,)) for n in (5, 6, 7)], 1)
     return Case(model, (rows,), loss_fn=F.binary_cross_entropy, target=torch.randint(2, (ROWS,)).float())
 
@@ -196,18 +254,37 @@ def fusion_transformer() -> Case:
     from pytorch_forecasting.models import TemporalFusionTransformer
 
     model = TemporalFusionTransformer(
-        hidden_size=16, lstm_layers=1, attention_head_size=2, dropout=0.1, hidden_continuous_size=8, output_size=3,
-        loss=QuantileLoss([0.1, 0.5, 0.9]), max_encoder_length=8, static_categoricals=["s"], static_reals=[],
-        time_varying_reals_encoder=["t", "y"], time_varying_reals_decoder=["t"], time_varying_categoricals_encoder=[],
-        time_varying_categoricals_decoder=[], x_reals=["t", "y"], x_categoricals=["s"], embedding_labels={"s": range(5)},
-        embedding_sizes={"s": (5, 4)}, embedding_paddings=[], categorical_groups={}, output_transformer=TorchNormalizer(),
-    )  # fmt: skip
+        hidden_size=16,
+        lstm_layers=1,
+        attention_head_size=2,
+        dropout=0.1,
+        hidden_continuous_size=8,
+        output_size=3,
+        loss=QuantileLoss([0.1, 0.5, 0.9]),
+        max_encoder_length=8,
+        static_categoricals=["s"],
+        static_reals=[],
+        time_varying_reals_encoder=["t", "y"],
+        time_varying_reals_decoder=["t"],
+        time_varying_categoricals_encoder=[],
+        time_varying_categoricals_decoder=[],
+        x_reals=["t", "y"],
+        x_categoricals=["s"],
+        embedding_labels={"s": range(5)},
+        embedding_sizes={"s": (5, 4)},
+        embedding_paddings=[],
+        categorical_groups={},
+        output_transformer=TorchNormalizer(),
+    )
     batch = {
-        "encoder_cont": torch.randn(ROWS, 8, 2), "decoder_cont": torch.randn(ROWS, 4, 2),
-        "encoder_cat": torch.zeros(ROWS, 8, 1, dtype=torch.long), "decoder_cat": torch.zeros(ROWS, 4, 1, dtype=torch.long),
-        "encoder_lengths": torch.full((ROWS,), 8), "decoder_lengths": torch.full((ROWS,), 4),
+        "encoder_cont": torch.randn(ROWS, 8, 2),
+        "decoder_cont": torch.randn(ROWS, 4, 2),
+        "encoder_cat": torch.zeros(ROWS, 8, 1, dtype=torch.long),
+        "decoder_cat": torch.zeros(ROWS, 4, 1, dtype=torch.long),
+        "encoder_lengths": torch.full((ROWS,), 8),
+        "decoder_lengths": torch.full((ROWS,), 4),
         "target_scale": torch.tensor([[0.0, 1.0]]).repeat(ROWS, 1),
-    }  # fmt: skip
+    }
     return Case(model, (batch,))
 
 
@@ -221,8 +298,15 @@ def hierarchical_series(name: str) -> Case:
     elif name == "TimesNet":
         options |= {"hidden_size": 8, "conv_hidden_size": 8, "top_k": 2, "num_kernels": 2, "encoder_layers": 1}
     else:
-        options |= {"hidden_size": 16, "linear_hidden_size": 32, "factor": 1, "n_head": 2, "encoder_layers": 1,
-                    "decoder_layers": 1, "MovingAvg_window": 3}  # fmt: skip
+        options |= {
+            "hidden_size": 16,
+            "linear_hidden_size": 32,
+            "factor": 1,
+            "n_head": 2,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "MovingAvg_window": 3,
+        }
     model = getattr(models, name)(**options, loss=losses.pytorch.MAE())
     future = {"futr_exog": None, "hist_exog": None, "stat_exog": None}
     batch = {"insample_y": torch.randn(ROWS, 8, 1), "insample_mask": torch.ones(ROWS, 8, 1), **future}
@@ -232,9 +316,19 @@ def hierarchical_series(name: str) -> Case:
 def tiny_mixer() -> Case:
     from tsfm_public.models.tinytimemixer import TinyTimeMixerConfig, TinyTimeMixerForPrediction
 
-    config = TinyTimeMixerConfig(context_length=32, patch_length=8, patch_stride=8, prediction_length=8,
-                                 num_input_channels=2, d_model=16, num_layers=2, adaptive_patching_levels=1,
-                                 decoder_num_layers=1, decoder_d_model=16, dropout=0.1)  # fmt: skip
+    config = TinyTimeMixerConfig(
+        context_length=32,
+        patch_length=8,
+        patch_stride=8,
+        prediction_length=8,
+        num_input_channels=2,
+        d_model=16,
+        num_layers=2,
+        adaptive_patching_levels=1,
+        decoder_num_layers=1,
+        decoder_d_model=16,
+        dropout=0.1,
+    )
     model = TinyTimeMixerForPrediction(config)
     return Case(model, (), {"past_values": torch.randn(ROWS, 32, 2), "future_values": torch.randn(ROWS, 8, 2)})
 
@@ -277,10 +371,16 @@ def relational_graph() -> Case:
         return F.binary_cross_entropy_with_logits(score, wanted) + 0.01 * x.pow(2).mean()
 
     return written(
-        forward, EDGES, torch.randint(3, (24,)), torch.arange(6), torch.arange(6) + 2,
-        first=RGCNConv(8, 16, 3, num_bases=2), second=RGCNConv(16, 16, 3, num_bases=2),
-        nodes=nn.Parameter(torch.randn(8, 8)), relation=nn.Parameter(torch.randn(16)),
-    )  # fmt: skip
+        forward,
+        EDGES,
+        torch.randint(3, (24,)),
+        torch.arange(6),
+        torch.arange(6) + 2,
+        first=RGCNConv(8, 16, 3, num_bases=2),
+        second=RGCNConv(16, 16, 3, num_bases=2),
+        nodes=nn.Parameter(torch.randn(8, 8)),
+        relation=nn.Parameter(torch.randn(16)),
+    )
 
 
 def graph_transformer() -> Case:

@@ -35,9 +35,19 @@ def protein_alignment() -> Case:
     import esm
 
     options = SimpleNamespace(
-        embed_dim=WIDTH, attention_heads=4, layers=2, logit_bias=True, ffn_embed_dim=64, dropout=0.1,
-        attention_dropout=0.1, activation_dropout=0.1, max_tokens_per_msa=1024, max_tokens=1024, max_positions=64, embed_positions_msa=True,
-    )  # fmt: skip
+        embed_dim=WIDTH,
+        attention_heads=4,
+        layers=2,
+        logit_bias=True,
+        ffn_embed_dim=64,
+        dropout=0.1,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        max_tokens_per_msa=1024,
+        max_tokens=1024,
+        max_positions=64,
+        embed_positions_msa=True,
+    )
     alphabet = esm.data.Alphabet.from_architecture("msa_transformer")
     options.embed_positions_msa_dim = WIDTH
     model = esm.model.msa_transformer.MSATransformer(options, alphabet)
@@ -58,16 +68,34 @@ def equivariant_potential() -> Case:
 
     block = interaction_classes["RealAgnosticResidualInteractionBlock"]
     model = MACE(
-        r_max=4.0, num_bessel=4, num_polynomial_cutoff=5, max_ell=2, interaction_cls=block, interaction_cls_first=block,
-        num_interactions=2, num_elements=2, hidden_irreps=o3.Irreps("8x0e + 8x1o"), MLP_irreps=o3.Irreps("8x0e"),
-        atomic_energies=np.zeros(2), avg_num_neighbors=3.0, atomic_numbers=[1, 8], correlation=2, gate=F.silu,
-    )  # fmt: skip
+        r_max=4.0,
+        num_bessel=4,
+        num_polynomial_cutoff=5,
+        max_ell=2,
+        interaction_cls=block,
+        interaction_cls_first=block,
+        num_interactions=2,
+        num_elements=2,
+        hidden_irreps=o3.Irreps("8x0e + 8x1o"),
+        MLP_irreps=o3.Irreps("8x0e"),
+        atomic_energies=np.zeros(2),
+        avg_num_neighbors=3.0,
+        atomic_numbers=[1, 8],
+        correlation=2,
+        gate=F.silu,
+    )
     positions, pairs = atoms()
     batch = {
-        "positions": positions, "edge_index": pairs, "batch": torch.arange(8) // 4, "ptr": torch.tensor([0, 4, 8]),
-        "node_attrs": F.one_hot(torch.arange(8) % 2, 2).float(), "shifts": torch.zeros(pairs.shape[1], 3),
-        "unit_shifts": torch.zeros(pairs.shape[1], 3), "cell": torch.zeros(6, 3), "head": torch.zeros(2, dtype=torch.long),
-    }  # fmt: skip
+        "positions": positions,
+        "edge_index": pairs,
+        "batch": torch.arange(8) // 4,
+        "ptr": torch.tensor([0, 4, 8]),
+        "node_attrs": F.one_hot(torch.arange(8) % 2, 2).float(),
+        "shifts": torch.zeros(pairs.shape[1], 3),
+        "unit_shifts": torch.zeros(pairs.shape[1], 3),
+        "cell": torch.zeros(6, 3),
+        "head": torch.zeros(2, dtype=torch.long),
+    }
 
     def forward(self: Any, data: dict[str, Tensor], energy: Tensor, forces: Tensor) -> Tensor:
         found = self.model(data, training=True, compute_force=True)
@@ -79,8 +107,16 @@ def equivariant_potential() -> Case:
 def organic_potential() -> Case:
     from torchani.arch import simple_ani
 
-    model = simple_ani(("H", "C", "O"), "wb97x-631gd", radial_shifts=4, angular_shifts=2, sections=2, repulsion=False,
-                       strategy="pyaev", self_energies={"H": -0.5, "C": -38.0, "O": -75.0})  # fmt: skip
+    model = simple_ani(
+        ("H", "C", "O"),
+        "wb97x-631gd",
+        radial_shifts=4,
+        angular_shifts=2,
+        sections=2,
+        repulsion=False,
+        strategy="pyaev",
+        self_energies={"H": -0.5, "C": -38.0, "O": -75.0},
+    )
 
     def forward(self: Any, species: Tensor, coordinates: Tensor, energy: Tensor) -> Tensor:
         return F.mse_loss(self.model((species, coordinates)).energies, energy)
@@ -92,8 +128,9 @@ def organic_potential() -> Case:
 def genome() -> Case:
     from enformer_pytorch import Enformer
 
-    model = Enformer.from_hparams(dim=96, depth=1, heads=4, output_heads={"human": 5}, target_length=4,
-                                  num_downsamples=3, dim_divisible_by=4)  # fmt: skip
+    model = Enformer.from_hparams(
+        dim=96, depth=1, heads=4, output_heads={"human": 5}, target_length=4, num_downsamples=3, dim_divisible_by=4
+    )
     return Case(model, (torch.randint(0, 5, (2, 64)),), {"head": "human", "target": torch.rand(2, 4, 5)})
 
 
@@ -195,8 +232,13 @@ def hyperbolic() -> Case:
         return F.cross_entropy(-distance, torch.zeros(len(ids), dtype=torch.long))
 
     points = geoopt.ManifoldParameter(ball.random(20, D), manifold=ball)
-    return written(forward, torch.randint(20, (ROWS,)), torch.randint(20, (ROWS, 5)), points=points,
-                   shift=nn.Parameter(0.1 * torch.randn(D)))  # fmt: skip
+    return written(
+        forward,
+        torch.randint(20, (ROWS,)),
+        torch.randint(20, (ROWS, 5)),
+        points=points,
+        shift=nn.Parameter(0.1 * torch.randn(D)),
+    )
 
 
 def optimal_transport() -> Case:
@@ -259,24 +301,40 @@ def conditional_flow() -> Case:
         t, xt, ut = matcher.sample_location_and_conditional_flow(torch.randn_like(x1), x1)
         return torch.mean((self.net(t, xt, label) - ut) ** 2)
 
-    net = UNetModel(dim=(1, 8, 8), num_channels=32, num_res_blocks=1, num_classes=10, class_cond=True,
-                    channel_mult=(1, 2), attention_resolutions="4")  # fmt: skip
+    net = UNetModel(
+        dim=(1, 8, 8),
+        num_channels=32,
+        num_res_blocks=1,
+        num_classes=10,
+        class_cond=True,
+        channel_mult=(1, 2),
+        attention_resolutions="4",
+    )
     return written(forward, images(8, 1), torch.randint(10, (ROWS,)), net=net)
 
 
 def codec_with_residuals() -> Case:
     from dac import DAC
 
-    model = DAC(encoder_dim=8, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], n_codebooks=2,
-                codebook_size=16, codebook_dim=4, quantizer_dropout=0.5)  # fmt: skip
+    model = DAC(
+        encoder_dim=8,
+        encoder_rates=[2, 4],
+        decoder_dim=32,
+        decoder_rates=[4, 2],
+        n_codebooks=2,
+        codebook_size=16,
+        codebook_dim=4,
+        quantizer_dropout=0.5,
+    )
     return Case(model, (torch.randn(ROWS, 1, 64), 44100))
 
 
 def trained_spectrogram() -> Case:
     from nnAudio.features import MelSpectrogram
 
-    mel = MelSpectrogram(sr=800, n_fft=64, n_mels=8, hop_length=32, trainable_mel=True, trainable_STFT=True,
-                         verbose=False)  # fmt: skip
+    mel = MelSpectrogram(
+        sr=800, n_fft=64, n_mels=8, hop_length=32, trainable_mel=True, trainable_STFT=True, verbose=False
+    )
     net = nn.Sequential(mel, nn.Flatten(), nn.Linear(8 * 11, CLASSES))
     return Case(net, (torch.randn(ROWS, 320),), loss_fn=F.cross_entropy, target=torch.randint(CLASSES, (ROWS,)))
 
@@ -330,10 +388,16 @@ def clipped_objective() -> Case:
     policy = TensorDictModule(nn.Linear(D, 4), in_keys=["observation"], out_keys=["logits"])
     actor = ProbabilisticActor(policy, in_keys=["logits"], distribution_class=OneHotCategorical)
     loss = ClipPPOLoss(actor, ValueOperator(nn.Linear(D, 1), in_keys=["observation"]))
-    batch = TensorDict({
-        "observation": rows(), "action": F.one_hot(torch.randint(4, (ROWS,)), 4), "action_log_prob": -torch.rand(ROWS),
-        "advantage": torch.randn(ROWS, 1), "value_target": torch.randn(ROWS, 1),
-    }, [ROWS])  # fmt: skip
+    batch = TensorDict(
+        {
+            "observation": rows(),
+            "action": F.one_hot(torch.randint(4, (ROWS,)), 4),
+            "action_log_prob": -torch.rand(ROWS),
+            "advantage": torch.randn(ROWS, 1),
+            "value_target": torch.randn(ROWS, 1),
+        },
+        [ROWS],
+    )
     return Case(loss, (batch,))
 
 
