@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program, Stage
-from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, by_first_use, kinds
+from autopart.ir.run.buckets import ALONE_BYTES, BUCKET_BYTES, bucket_by_kind, bucketed, by_first_use, kinds
 from autopart.ir.run.unshard_policy import storing_axes
 from autopart.runtime.comm.process_mesh import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
@@ -48,7 +48,7 @@ def axis_buckets(
     """Assign tensors whose gradients are partial sums over mesh axes to buckets, in their order."""
     axes = {name: program.parameters[name].reduced_over(program.mesh) for name in tensors}
     partial = {name: tensor for name, tensor in tensors.items() if axes[name]}
-    return [AllReduceGroup(names, axes=axes[names[0]]) for names in alike(partial, axes, bucket_bytes)]
+    return [AllReduceGroup(names, axes=axes[names[0]]) for names in bucket_by_kind(partial, axes, bucket_bytes)]
 
 
 def tied_buckets(
@@ -58,7 +58,9 @@ def tied_buckets(
     tied = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
     owners_of = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in tied.items()}
     shared = {name: tensors[name] for name, owner_list in owners_of.items() if len(owner_list) > 1 and name in tensors}
-    return [AllReduceGroup(names, owners=owners_of[names[0]]) for names in alike(shared, owners_of, bucket_bytes)]
+    return [
+        AllReduceGroup(names, owners=owners_of[names[0]]) for names in bucket_by_kind(shared, owners_of, bucket_bytes)
+    ]
 
 
 def accumulate_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
