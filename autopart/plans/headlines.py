@@ -19,7 +19,7 @@ ADVICE = "to fit into memory: "
 
 
 def step_size(plan: Plan) -> str:
-    """Return the size of a step as text: `8 rows x 128 tokens`, for images `8 rows x 3 x 32 x 32`.
+    """Return the size of a step as text: `8 samples x 128 tokens`, for images `8 samples x 3 x 32 x 32`.
 
     The number of tokens is the second dim of integer inputs. If inputs have different numbers of tokens, all are
     listed. Returns "" if no input has dims.
@@ -35,7 +35,7 @@ def step_size(plan: Plan) -> str:
     lengths = [
         s[0] for name, dtype, s in rest if len(s) == 1 and dtype.lstrip("u").startswith("int") and not _is_target(name)
     ]
-    text = f"{rows} row{'s' * (rows != 1)}"
+    text = f"{rows} sample{'s' * (rows != 1)}"
     if lengths:
         return f"{text} x {' and '.join(map(str, dict.fromkeys(lengths)))} tokens"
     largest = max((shape for _, _, shape in rest), key=math.prod)
@@ -124,5 +124,5 @@ def precision_text(plan: Plan) -> str:
     """Describe the dtypes of mixed precision; "" if a plan uses the model's own dtypes."""
     if plan.precision is None:
         return ""
-    scaled = ", the loss scaled" if plan.precision == "fp16" else ""
-    return f"computed in {plan.precision}{scaled}; gradients summed in {plan.reduce_dtype}"
+    scaled = " with loss scaling" if plan.precision == "fp16" else ""
+    return f"computed in {plan.precision}{scaled}; gradients reduced in {plan.reduce_dtype}"
