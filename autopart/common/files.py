@@ -14,8 +14,8 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
 
     Args:
         what: description of the expected content for error messages, such as "a plan" or "a file of pins".
-        error: class of the exception that is raised if the path is a folder, the file cannot be read, the file is
-            empty, or its bytes are not UTF-8.
+        error: class of the exception that is raised for a folder, an unreadable or empty file, or bytes that are not
+            UTF-8.
         hint: advice for the error message.
     """
     if path.is_dir():

@@ -16,8 +16,8 @@ convert to no other placement, because the number of tokens per rank is known on
 selects the tokens of its experts from the tokens of all ranks. For `E(0; sent)` an all-to-all dispatches tokens to the
 ranks of their experts, and a second one returns the results to the ranks of the tokens.
 
-A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks, and rank i gets
-the i-th chunk from the front and the i-th from the back. So causal attention costs the same on every rank (context
+A sequence dim can be sharded in zigzag, `S(1; zigzag)`. It is split into twice as many chunks as ranks. Rank i gets the
+i-th chunk from the front and the i-th from the back. So causal attention costs the same on every rank (context
 parallelism of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
 
 A dim that is a concatenation (q|k|v in one projection) is sharded section by section: `S(0; sections=3)` for equal

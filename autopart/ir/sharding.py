@@ -1,9 +1,10 @@
 """Arithmetic of shards: split a tensor into shards, and join shards to a tensor.
 
 A dim is a concatenation of one or more sections. Each section is split as by `torch.chunk`: into equal shards if
-possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section. In zigzag
-each section is split into twice as many chunks, and shard i has the i-th chunk from the front and the i-th from the
-back.
+possible, else the last ones are smaller. Shard i of the dim is the concatenation of shard i of every section.
+
+In zigzag, each section is split into twice as many chunks as there are shards. Shard i has the i-th chunk from the
+front and the i-th from the back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Comparison of a traced graph on a single device with its partitioned program on all ranks.
 
-`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the partitioned program and
-returns the errors of the loss, of outputs, and of the gradient of every parameter on every rank that stores it. Both
-runs draw random numbers from one seed, as `rng="exact"` does.
+`GraphUnderTest.expected` runs the graph on the global batch. `GraphUnderTest.errors` runs the partitioned program. It
+returns the errors of the loss, of outputs, and of gradients on every rank that stores the parameter. Both runs draw
+random numbers from one seed, as `rng="exact"` does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Proof of mixed precision: the program with its casts is compared with a single-device run.
 
-`verify` proves the partition in float64, where casts change nothing. This module checks the casts. On the single
-device, the model's own Python code runs with parameters that are cast to the compute dtype, and gradients are cast back
-to the stored dtype. The program runs with every cast, and reduces gradients in its reduction dtype. Both must agree as
-closely as rounding allows.
+`verify` proves the partition in float64, where casts change nothing. This module checks the casts. The single-device
+run executes the model's own Python code with parameters that are cast to the compute dtype. Their gradients are cast
+back to the stored dtype. The program runs with every cast, and reduces gradients in its reduction dtype. Both must
+agree as closely as rounding allows.
 """
 
 from __future__ import annotations

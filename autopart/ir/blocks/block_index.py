@@ -13,11 +13,11 @@ from autopart.ir.graph import on_parameters, parents
 def blocks(traced: fx.Graph) -> dict[str, str]:
     """Return {operator key: path of the repeated block that contains the operator}, "" outside of blocks.
 
-    Operators that depend on no parameter are left out. A module is a repeated block if its path ends in a number
-    (`layers.3`) and it shares at least half of its operators with a sibling such as `layers.4`. If blocks are nested,
-    an operator belongs to the outermost one.
+    Operators that depend on no parameter are left out. A repeated block is a module whose path ends in a number
+    (`layers.3`). It shares at least half of its operators with a sibling such as `layers.4`. If blocks are nested, an
+    operator belongs to the outermost one.
 
-    If no module qualifies, for example because one layer is called many times, blocks are repeated sequences of
+    If there is no such module, for example because one layer is called many times, blocks are repeated sequences of
     operators (`passes/facts/find_blocks.py`).
     """
     nodes = {facts(node)["key"]: node for node in on_parameters(traced)}

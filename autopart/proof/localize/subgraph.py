@@ -119,9 +119,9 @@ class Builder:
     def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
         """Add a value that an operator outside of the subgraph computes, with the layout of its output.
 
-        The value is stored as a weight, so that its gradient is compared too. Helper operators give it the layout.
-        They select the samples of a rank by index, and make partial sums by multiplication with factors that differ
-        for every rank and entry and add up to one.
+        The value is stored as a weight, so that its gradient is compared too. Helper operators give it the layout. To
+        shard the batch, they select samples by index. To make partial sums, they multiply the value by factors that
+        differ for every rank and entry; over all ranks, the factors add up to one.
 
         Args:
             layout: {axis: placement} for `ROWS` (the batch) and each axis on which the solver chooses layouts.

@@ -36,8 +36,8 @@ Edit = Callable[[Any, int, int], Any]
 class Possibility:
     """A valid sharding of an operator on two ranks: its input and output placements.
 
-    `inputs` has a set of placements for each input, because a replicated input can have a replicated gradient (`R`), a
-    partial one (`R(grad P)`), or both can be valid.
+    `inputs` has a set of valid placements for each input. For a replicated input, `R`, `R(grad P)` or both can be
+    valid.
     """
 
     inputs: tuple[frozenset[Placement], ...]

@@ -155,9 +155,9 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
     Weights of dropped blocks are not copied, and weights on the meta device become random. If the model does not run on
     `arguments` without some blocks of a module list, the copy has all blocks of the list.
 
-    If the verification of the copy needs more than `SHARE_COPY` of the free memory, and the model is made from a
-    transformers config, the copy also gets smaller sizes. Raises InputError if the smallest copy does not fit into
-    memory.
+    If the verification of the copy needs more than `SHARE_COPY` of the free memory, the copy also gets smaller sizes.
+    This works for models that are made from a transformers config. Raises InputError if the smallest copy does not fit
+    into memory.
     """
     free = available_bytes(device_of(model))
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
