@@ -182,3 +182,18 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def restored_transforms() -> Iterator[None]:
+    """Context manager that leaves the `torch.func` transforms (vmap, grad) that an error inside has left entered.
+
+    Without it, the next random number outside of the trace raises "called random operation while in randomness error
+    mode".
+    """
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise

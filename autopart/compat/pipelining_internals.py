@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 _SCHEDULES = {
-    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "gpipe": "ScheduleGPipe", "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV", "looped_bfs": "ScheduleLoopedBFS",
 }  # fmt: skip
@@ -25,9 +25,10 @@ def schedule_class(schedule: str) -> Any:
     """
     from torch.distributed import pipelining
 
+    if schedule == "1f1b":
+        return one_forward_one_backward_class()
     if schedule == "1f1b_2bw":
         return batch_class()
-
     return getattr(pipelining, _SCHEDULES[schedule])
 
 
@@ -84,14 +85,40 @@ def stage_class() -> Any:
 
 
 @functools.cache
+@functools.cache
+def one_forward_one_backward_class() -> Any:
+    """Return the class of a 1F1B schedule that also runs fewer microbatches than stages.
+
+    The constructor of torch's class rejects them; its step runs them.
+    """
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+    class OneForwardOneBackward(pipelining.Schedule1F1B):
+        def __init__(self, stage: Any, n_microbatches: int, **options: Any):
+            super(pipelining.Schedule1F1B, self).__init__(stage, n_microbatches, **options)
+
+        def _get_pipeline_order(self) -> dict[int, list[Any]]:
+            order: dict[int, list[Any]] = {}
+            for stage in range(self._num_stages):
+                warmup = min(self._n_microbatches, self._num_stages - 1 - stage)
+                forwards = [_Action(stage, _ComputationType.FORWARD, m) for m in range(self._n_microbatches)]
+                backwards = [_Action(stage, _ComputationType.FULL_BACKWARD, m) for m in range(self._n_microbatches)]
+                pairs = zip(forwards[warmup:], backwards, strict=False)
+                rest = backwards[self._n_microbatches - warmup :]
+                order[stage] = [*forwards[:warmup], *(action for pair in pairs for action in pair), *rest]
+            return order
+
+    return OneForwardOneBackward
+
+
 def batch_class() -> Any:
     """Return the class of a 1F1B schedule of one batch on one stage, with separate forward and backward.
 
     `step` of this class only stores the batch.
     """
-    from torch.distributed import pipelining
 
-    class Batch(pipelining.Schedule1F1B):
+    class Batch(one_forward_one_backward_class()):
         def _step_microbatches(
             self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *_: Any, **__: Any
         ) -> None:

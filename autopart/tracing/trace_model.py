@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from autopart.common.scoped import no_autocast
-from autopart.compat.export_internals import compiled_when_called, short_stacks
+from autopart.compat.export_internals import compiled_when_called, restored_transforms, short_stacks
 from autopart.compat.symbolic_shape_internals import many_elements
 from autopart.compat.torch_internals import keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
@@ -119,6 +119,7 @@ def check_values(call: Call) -> None:
             )  # fmt: skip
 
 
+@restored_transforms()
 def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
     """Trace `model(**arguments)` and return its graph, parameters and buffers.
 
@@ -339,11 +340,16 @@ def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark the operators of the loss function (metadata `loss`), and convert module paths to the user's."""
+    """Mark operators of the loss function, and inputs that only it reads, with `loss`. Convert module paths.
+
+    The paths become those of the user's model.
+    """
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}
         facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
         facts(node)["nn_module_stack"] = {key: (users_name(model, path), kind) for key, (path, kind) in stack.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        facts(node)["loss"] = all(facts(user)["loss"] for user in node.users)
 
 
 def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
