@@ -123,7 +123,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return two dicts by object id: replacements in the copy, and objects that it must not reference."""
+    """Return {id: replacement in the copy} and {id: object that the copy must not reference}."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,7 +1,7 @@
-"""Decompositions of torch functions into operators that can be traced and have sharding rules.
+"""Decompositions of torch functions that torch.export cannot trace, or that have no sharding rule.
 
-They make explicit what torch's operators hide (which rows `embedding_bag` sums) or decide by values (the number of
-distinct values).
+For example, `embedding_bag` becomes a look-up and a sum, which have sharding rules. The output size of `unique` depends
+on values; its decomposition selects the distinct values by a mask.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Sum the looked-up rows of each bag, given the bags' start offsets.
+    """Sum or average the looked-up rows of each bag. `starts`: index of the first row of each bag.
 
     Args:
-        counted: for each row, True if the row counts in the divisor of a mean.
+        counted: boolean per row: False if the row is left out of the divisor of a mean.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1

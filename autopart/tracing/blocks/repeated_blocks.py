@@ -133,7 +133,10 @@ class RepeatedBlocks:
         return output
 
     def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Compare a call with the recorded ones. Return whether it repeats one, and its results."""
+        """Compare a call with a recorded block. Return True and the results if the call repeats the block.
+
+        Returns (False, None) if the call differs. Raises NotARepeat if the call had side effects.
+        """
         self.tried = True
         state, counts = State(call.block), call.tracing.counts()
         self._active = replay = Replay(call, run.__code__, template)
@@ -233,7 +236,10 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 
 
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, kind) of the outermost modules with children that have a sibling of equal kind."""
+    """Yield (module, kind) of modules that have children, and a sibling module of equal kind.
+
+    Modules inside a yielded module are not searched.
+    """
     kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
     counts = Counter(kinds.values())
     for child, kind in kinds.items():

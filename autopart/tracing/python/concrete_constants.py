@@ -42,7 +42,7 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """Result number `place` of a recorded call that created a constant tensor.
+    """A constant tensor: result number `place` of a recorded call.
 
     Constant tensors among the call's arguments are replaced by their own `_Made` objects.
     """
@@ -55,7 +55,7 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Metadata:
-    """Shape and dtype of a tensor, in place of a tensor whose values are not needed."""
+    """Shape and dtype of a tensor. It replaces an argument of a recorded call whose values are not needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -151,7 +151,10 @@ class ConcreteConstants:
         return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
 
     def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
-        """Return `compute(value)` of a recorded constant; UNKNOWN if its calls draw random numbers."""
+        """Compute a constant from its recorded calls, and return `compute` of it.
+
+        Returns UNKNOWN if one of the calls draws random numbers.
+        """
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
             result = compute(self._real(recipe, {}))
@@ -213,9 +216,9 @@ class ConcreteConstants:
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-    """Replace the tensor of which a call such as `ones_like` reads only metadata by that metadata.
+    """Return the arguments of a call such as `ones_like(x)` with `x` replaced by its shape and dtype.
 
-    Returns the new arguments and keyword arguments.
+    The call reads only metadata of `x`. Returns positional and keyword arguments.
     """
     place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
     like = args[place] if place < len(args) else kwargs.get(keyword)

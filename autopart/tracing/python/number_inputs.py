@@ -62,13 +62,13 @@ class NumberInputs:
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if at least one number is an input, and user code has replaced none by another type."""
+        """Return True if there are number inputs, and the values in all their slots are still numbers."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
-        """Make inputs of the numbers that differ from `last`, and of the numbers in `slots`.
+        """Make numbers that changed inputs: `numbers` that differ from `last`, and all numbers in `slots`.
 
-        Return their names.
+        Numbers in `constants` stay constants. Returns the names of the new inputs.
         """
         options = {name for name, value in numbers.items() if self.last.get(name, value) != value}
         options -= self.options | self.constants
@@ -79,7 +79,7 @@ class NumberInputs:
         return options | added.keys()
 
     def refuse(self, names: set[str]) -> None:
-        """Make these numbers constants for all later traces."""
+        """Keep these numbers as constants in all later traces."""
         self.constants |= names
         self.options -= names
         self.slots = {path: slot for path, slot in self.slots.items() if path not in names}
@@ -164,7 +164,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Write the numbers of traces in this `with` block into these slots."""
+    """Select the slots that `assigned` writes to, for the traces in this `with` block."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield

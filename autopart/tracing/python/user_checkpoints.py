@@ -62,9 +62,9 @@ class UserCheckpoints:
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
-        """Record the modules that run in a `with` block, which is one checkpoint.
+        """Record the modules that run in one checkpoint, inside a `with` block.
 
-        Nested checkpoints are not recorded.
+        Checkpoints inside this checkpoint are not recorded.
         """
         if self._seen is not None:
             yield
