@@ -65,7 +65,7 @@ def compiled_when_called() -> AbstractContextManager[None]:
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
     """Limit the recorded stack trace of operators to frames inside the function `outermost`.
 
-    torch resolves all frames of the process for each operator, but the trace keeps only frames of the model's call.
+    By default torch records all frames of the process for each operator, which is slow.
     """
     if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
         return nullcontext()

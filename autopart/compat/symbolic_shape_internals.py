@@ -101,7 +101,7 @@ def all_selected() -> AbstractContextManager[Any]:
 
 
 def _truth(env: Any, asked: Any) -> torch.Tensor:
-    """Return a comparison of symbolic scalars as a tensor."""
+    """Return a comparison of symbolic scalars as a 0-d bool tensor."""
     left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
     kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
     tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
@@ -109,7 +109,7 @@ def _truth(env: Any, asked: Any) -> torch.Tensor:
 
 
 def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return a symbolic scalar as a tensor."""
+    """Return a symbolic scalar as a 0-d tensor."""
     return torch.full((), number, dtype=dtype)
 
 

@@ -427,8 +427,8 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
     """Call two functions whenever torch gathers or loads a full state dict.
 
     Args:
-        put_together: gets each state dict that `StateDictOptions(full_state_dict=True)` gathers. Its result is
-            gathered.
+        put_together: gets each state dict that `StateDictOptions(full_state_dict=True)` gathers. torch then gathers the
+            result of `put_together` instead.
         check_loaded: gets each local state dict that `broadcast_from_rank0=True` has filled.
     """
     from torch.distributed.checkpoint import state_dict as state_dicts

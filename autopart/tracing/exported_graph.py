@@ -156,7 +156,7 @@ def own_graph(
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
     Args:
-        attributes: {placeholder: name of its tensor in the model}. Inputs are not in it and stay placeholders.
+        attributes: {placeholder: name of its tensor in the model}. Placeholders without an entry are inputs and stay.
         parameters: the placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))

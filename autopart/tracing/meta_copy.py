@@ -28,7 +28,8 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 class Source:
     """The model that later calls are traced from: the user's model, or its copy without parameter values.
 
-    The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it.
+    The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it
+    alive.
     """
 
     def __init__(self, model: nn.Module):

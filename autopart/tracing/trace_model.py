@@ -127,7 +127,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes. They become buffers in this trace, too.
     Raises:
-        TraceError: the model cannot be traced. It has the user's line and a hint.
+        TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
     device = device_of_weights(model)
     call = flatten_call(arguments)

@@ -140,7 +140,7 @@ def _note_dispatched(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Give nodes that have equal strategies one cache for the results of `strategies`."""
+    """Give nodes that have equal strategies one shared cache for the results of `strategies`."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -325,7 +325,7 @@ def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
     """Write `atoms` (indivisible factors of the dims) on every node.
 
-    Nodes with one rule and equal inputs get one Python object, so that later caches can use its id.
+    Nodes with equal rule and equal inputs share one `atoms` object, so that later caches can use its id.
     """
     known: dict[Hashable, tuple] = {}
     equal: dict[tuple, tuple] = {}
@@ -349,8 +349,8 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
 def _find_rows(graph: fx.Graph) -> bool:
     """Find batch dims of tensors that are created without inputs, such as `zeros(8, 12)`.
 
-    A dim is a batch dim if a later operator combines it with one. Adds the dim to the fact `rows` of the tensor.
-    Returns True if a dim was added.
+    A dim is a batch dim if a later operator combines it with another batch dim. Adds the dim to the fact `rows` of the
+    tensor. Returns True if a dim was added.
     """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}

@@ -1,6 +1,6 @@
 """Structure (causal, sliding window) of attention masks, for the memory and FLOPs of a plan.
 
-It is found from the values that the masks have in the traced call.
+The structure is found from the values that the masks have in the traced call.
 """
 
 from __future__ import annotations

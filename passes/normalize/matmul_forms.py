@@ -99,7 +99,10 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """Move a bias into the `linear` of a stage graph that it is added to, if no collective is between."""
+    """Move a bias of a stage graph into the `linear` to whose result it is added.
+
+    A bias that is added after a collective stays separate.
+    """
     if node.target is not aten.add.Tensor or node.kwargs:
         return
     product, bias = node.args

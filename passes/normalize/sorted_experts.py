@@ -1,6 +1,6 @@
 """Mixtures of experts that sort tokens by expert, rewritten to work in token order.
 
-Sorting mixes the batch: no rank or microbatch could sort only its own tokens. The operators between the sort and its
+Sorting mixes the batch, so a rank or microbatch cannot sort only its own tokens. The operators between the sort and its
 inverse work on each token independently, so they can run in token order.
 """
 

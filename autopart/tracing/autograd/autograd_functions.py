@@ -207,11 +207,9 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the source code of a Function's traced forward and backward.
+    """Return the source code of a Function's traced forward and backward. All arguments must be tensors.
 
-    All its arguments must be tensors.
-
-    Raises LostInTrace, as `apply_as_operator`.
+    Raises LostInTrace if the Function cannot be one operator.
     """
     wanted = [t.requires_grad for t in tensors]
     try:
@@ -222,7 +220,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
 
 
 def is_of_a_model(function: type) -> bool:
-    """Return True for an autograd.Function of a model's code, False for those that torch's tracing uses."""
+    """Return True for an autograd.Function of a model's code, False for Functions of torch's tracing."""
     name = function.__module__
     return not name.startswith("torch.") or name.startswith(_COMPUTING)
 

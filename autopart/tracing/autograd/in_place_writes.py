@@ -115,7 +115,7 @@ def _strided(node: fx.Node, is_written: bool) -> fx.Node:
 
 
 def _unfolded(node: fx.Node) -> fx.Node:
-    """Replace `unfold` with windows that do not overlap by a reshape of the dim."""
+    """Replace an `unfold` whose windows do not overlap by a reshape of the dim."""
     size, step = node.args[2:4]
     dim = node.args[1] % max(len(shape(node.args[0])), 1)
     view = added(node.graph, node, aten.movedim.int, node.args[0], dim, -1)

@@ -39,7 +39,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 def meta_run(device: torch.device) -> Iterator[None]:
     """Run a model on meta tensors inside a `with` block (see the module's docstring).
 
-    Tensors report `device`.
+    The tensors report `device` as their device.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), _Placed(device):
         yield
@@ -85,7 +85,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Listed(int):
-    """An entry of `tensor.tolist()`: the integer 0. An `if` that compares the entry runs its branch."""
+    """An entry of `tensor.tolist()`: the integer 0. An `if` that compares the entry runs its body."""
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
@@ -182,7 +182,10 @@ def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mappin
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a cache key of an argument, with tensors given by metadata. Appends its tensors to `tensors`."""
+    """Return a cache key of an argument. Tensors in the key are replaced by their metadata.
+
+    The tensors themselves are appended to `tensors`.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.is_meta

@@ -70,7 +70,7 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _order(tensor: Tensor, base: Tensor) -> list[int] | None:
-    """Return dims for which `base.permute(dims)` has the shape and strides of `tensor`; None if none do."""
+    """Return dims such that `base.permute(dims)` has the shape and strides of `tensor`; else None."""
     left = list(enumerate(zip(base.shape, base.stride(), strict=True)))
     order: list[int] = []
     for wanted in zip(tensor.shape, tensor.stride(), strict=True):

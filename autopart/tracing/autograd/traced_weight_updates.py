@@ -32,7 +32,7 @@ _RENORM = "aten::embedding_renorm"
 def with_weight_updates(traced: Trace, name: str) -> Trace:
     """Return a trace in which updates of trained parameters are separate from the graph.
 
-    Raises TraceError.
+    Raises TraceError for an update that cannot be applied before the graph runs.
 
     Args:
         name: name of the model, for errors.

@@ -355,7 +355,7 @@ def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple
 
 
 def frames_to(frame: Any, stop: Any) -> tuple:
-    """Return (code, position) of each frame of the Python stack, up to the frame of the function `stop`."""
+    """Return (code, bytecode offset) of the Python frames from `frame` up to the function `stop`."""
     places: list[Any] = []
     while frame is not None and frame.f_code is not stop:
         places += (frame.f_code, frame.f_lasti)

@@ -63,7 +63,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """The possibly equal blocks of one model, while the model is traced."""
+    """Modules of a model that are possibly equal blocks, and what was traced of them."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known

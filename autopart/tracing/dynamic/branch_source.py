@@ -63,7 +63,7 @@ def skipped_code_of(frame: FrameType | None) -> Skipped | None:
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if it does more than write to tensors."""
+    """Return the code that a frame skips if a length is 0; None if the code does more than write."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -106,7 +106,10 @@ def _conditions(code: CodeType) -> list[_Condition]:
 
 
 def _source(code: CodeType) -> tuple[Any, int]:
-    """Return a function's syntax tree, and the number of lines before it in its file; None without source."""
+    """Return a function's syntax tree, and the number of lines before the function in its file.
+
+    Returns None if the source is not available.
+    """
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))

@@ -71,11 +71,14 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value that runs the code under a condition; None if that code does more than write."""
+        """Return the truth value of a condition for which its code runs.
+
+        Returns None if that code does more than write to elements of tensors.
+        """
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True for a data-dependent length in `if len(x) > 0:` whose branch does nothing but write."""
+        """Return True for a data-dependent length in `if len(x) > 0:` whose body only writes to tensors."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -174,7 +177,10 @@ class _CountOf(NamedTuple):
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Follow casts, views and the like back to a value that is nonzero somewhere iff this value is."""
+    """Follow casts and views back to the value that they were computed from.
+
+    The returned value has a nonzero element if and only if `node` has one.
+    """
     while True:
         name = operator_name(node).removeprefix("aten::")
         is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)

@@ -178,12 +178,11 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """Build the graph for fixed outcomes of all branches, or (for None) with both sides of every branch.
-
-    In the second case, a `where` selects the side for each condition.
+    """Build the graph for fixed outcomes of all branches, or with both sides of every branch.
 
     Args:
-        most: the outcome of the longer trace.
+        most: truth value of every condition in the full trace.
+        answers: truth values of the conditions. None: compute both sides, and select by a `where` per branch.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)

@@ -45,9 +45,9 @@ def is_number(node: fx.Node) -> bool:
 
 
 def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before the current insertion point.
+    """Insert a call before the current insertion point. The call gets the source line of `like`.
 
-    It gets the source line of `like` and a fake result.
+    Its result is a fake tensor or a symbolic scalar.
     """
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}

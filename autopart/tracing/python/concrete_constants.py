@@ -1,8 +1,8 @@
 """Constant tensors of a trace, whose values are computed when Python code needs them.
 
-`nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
-`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that read only the
-metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
+For example, `nn.Transformer` compares a mask with the causal mask, and other models take the maximum of position ids.
+Functions like `torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that
+read only the metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
 
 A tensor in the user's code that is not a parameter, buffer or input is a constant of the trace, too. A forward that
 writes to such a tensor is refused.
@@ -113,7 +113,7 @@ class ConcreteConstants:
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget all recorded calls."""
+        """Forget the recorded calls of these tensors."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 

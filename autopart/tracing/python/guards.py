@@ -282,7 +282,7 @@ class Guards:
 
 
 def _no_layer() -> None:
-    """Return None. Used like a dead weak reference, for a child module that is None."""
+    """Return None. Used in place of a weak reference to a child module that is None."""
 
 
 class _GuardedValues:

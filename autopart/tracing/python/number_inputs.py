@@ -39,7 +39,7 @@ class NumberInputs:
 
     Attributes:
         options: names of inputs that are arguments of the call, or variables, defaults or keywords of `loss_fn`.
-        slots: {path: slot} of inputs that are attributes, globals or container entries.
+        slots: {path: `NumberSlot`} of inputs that are attributes, globals or container entries.
         constants: names of numbers on which code branches, so that they cannot be inputs.
         last: {name: number} of the arguments and of `loss_fn` at the last trace.
     """
@@ -106,7 +106,7 @@ def numbers_of(options: Mapping[str, Any], loss_fn: Any) -> dict[str, Any]:
 
 
 def slots_of(function: Any) -> dict[str, NumberSlot]:
-    """Return slots for the closure variables, defaults and `functools.partial` keywords of a function."""
+    """Return {name: `NumberSlot`} for a function's closure variables, defaults and partial keywords."""
     if isinstance(function, functools.partial):
         keywords = {f"{name} of loss_fn": entry_slot(function.keywords, name) for name in function.keywords}
         return {**slots_of(function.func), **keywords}
@@ -125,7 +125,7 @@ def slots_of(function: Any) -> dict[str, NumberSlot]:
 
 
 def entry_slot(container: Any, key: Any) -> NumberSlot:
-    """Return a slot for an entry of a dict or list."""
+    """Return a `NumberSlot` for an entry of a dict or list."""
     get = _or_none(lambda: container[key])
     return NumberSlot((id(container), key), get, lambda value: container.__setitem__(key, value))
 

@@ -92,7 +92,7 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Changed attributes whose values are not tensors: code in the next forward can branch on them."""
+        """Attributes that the forward changed to a value without tensors. The next forward can branch on them."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
