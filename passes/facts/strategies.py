@@ -6,8 +6,8 @@ gives these strategies:
 - For a factor of the rule: inputs that have the factor are sharded, other inputs are replicated and have partial
   gradients. Outputs that have the factor are sharded, other outputs are partial sums, because the factor is reduced.
 - For a linear operator: inputs and outputs are partial sums.
-- For every operator: all ranks compute all of it, with replicated gradients (`R`), or with partial gradients
-  (`R(grad P)`) if its backward is linear in the gradient. A user-defined backward might clip it.
+- For every operator: all ranks compute all of it, with replicated gradients (`R`). If its backward is linear in the
+  gradient, also with partial gradients (`R(grad P)`). A user-defined backward might clip the gradient.
 """
 
 from __future__ import annotations

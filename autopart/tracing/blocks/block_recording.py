@@ -1,8 +1,8 @@
 """Recording of one call of a block (a repeated layer) in a trace, to compare later calls with it.
 
-The compared block runs its own Python on tensors with the recorded metadata. A block cannot be recorded or compared if
-it has side effects that its inputs and outputs do not show: writes to inputs, changed attributes, Python's random
-numbers (`State`), or tensors stored outside of the block (`leaked`).
+The compared block runs its own Python on tensors with the recorded metadata. Some side effects do not show in the
+inputs and outputs of a block: writes to inputs, changed attributes, Python's random numbers (`State`), and tensors
+stored outside of the block (`leaked`). A block with such a side effect is neither recorded nor compared.
 """
 
 from __future__ import annotations

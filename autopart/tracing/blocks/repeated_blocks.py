@@ -1,12 +1,13 @@
 """Repeated blocks (equal layers) of a model, traced once.
 
 While `torch.export` runs a model's forward, the first call of a block (`RepeatedBlocks`) is traced as usual and
-recorded. A later block of the same class and shapes also runs its own Python, but each operator call is only compared
-with the recorded one (`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs,
-own parameters, earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the
-entire block, and `RepeatedBlocks.expand` replaces this node by copies of the first block's operators. If anything
-differs, the block is traced as usual. If the difference is detected too late for that, the entire model is traced again
-(`NotARepeat`).
+recorded. A later block of the same class and shapes also runs its own Python, but its operator calls are not traced.
+Each call is compared with the recorded call (`block_recording.py`): operator, constants, Python line and modules. The
+tensors that the call reads are compared by index among the block's inputs, parameters and earlier results.
+
+If all calls are equal, the graph gets one node for the entire block. `RepeatedBlocks.expand` later replaces this node
+by copies of the first block's operators. If anything differs, the block is traced as usual. If the difference is
+detected too late for that, the entire model is traced again (`NotARepeat`).
 """
 
 from __future__ import annotations

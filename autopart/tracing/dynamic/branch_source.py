@@ -1,8 +1,8 @@
 """Source analysis of code that a data-dependent condition skips.
 
-Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no branches. If the skippable code
-only writes to elements of tensors, no branch is needed: the program always runs the code, and writes to no element when
-the model would skip it (`data_dependent_branches.py`).
+Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no branches. It needs no branch
+if the skippable code only writes to elements of tensors. The program then always runs the code, and writes to no
+element when the model would skip the code (`data_dependent_branches.py`).
 
 This file finds such code in the source. The skippable statements must write to elements of tensors, and later code must
 not read other variables that these statements assign.

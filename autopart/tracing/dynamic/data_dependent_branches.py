@@ -1,10 +1,12 @@
 """Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
-A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), it is traced as
-if it ran, between two marker nodes; the first marker has the condition as an argument. When the model would skip the
-code, the program selects no elements in it: either the condition implies that the mask is false everywhere, or the mask
-is combined with the condition. A final check makes sure that the skippable code has no other effect: later code must
-read only the written tensors.
+A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), the code is
+traced as if it ran. A marker node is inserted before the code and another after it. The first marker has the condition
+as an argument.
+
+When the model would skip the code, the program must select no elements in it. Either the condition implies that the
+mask is false everywhere, or the mask is combined with the condition. A final check makes sure that the skippable code
+has no other effect: later code must read only the written tensors.
 """
 
 from __future__ import annotations

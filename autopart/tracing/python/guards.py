@@ -430,7 +430,7 @@ def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Tra
     """Raise TraceError if two traces of a call differ because forward changes Python values that it reads.
 
     Args:
-        paths: the values that changed during the first trace.
+        paths: paths of the values that changed during the first trace.
     """
     if str(first.graph) != str(second.graph):
         raise TraceError(

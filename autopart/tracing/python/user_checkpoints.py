@@ -1,8 +1,9 @@
 """Activation checkpoints in a model's own code (`torch.utils.checkpoint`), traced as plain calls.
 
-A reentrant checkpoint is an autograd.Function whose forward runs without grad mode and whose backward runs the model's
-Python again, so a trace of it has no gradient. Here its function is called like any other code of the model. The plan
-chooses what the partitioned model recomputes; by default it recomputes the modules that the model checkpoints.
+A reentrant checkpoint is an autograd.Function. Its forward runs without grad mode, so that a trace of it has no
+gradient; its backward runs the model's Python again. Here the checkpoint's function is called like any other code of
+the model. The plan chooses what the partitioned model recomputes. By default it recomputes the modules that the model
+checkpoints.
 """
 
 from __future__ import annotations
