@@ -1,9 +1,9 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
 An output dim is a sequence dim if the operator's rule gives it a factor of an input's sequence dim. Views merge and
-split factors. For an output dim that the operator creates (a convolution over the sequence), the input's dim at the
-same index decides. Some values depend on no input, such as position ids or a position table. A dim of such a value is a
-sequence dim if an operator combines it with a sequence dim of another value.
+split factors. An output dim that the operator creates (a convolution over the sequence) is a sequence dim if an input
+has one at the same index. Some values depend on no input, such as position ids or a position table. A dim of such a
+value is a sequence dim if an operator combines it with a sequence dim of another value.
 """
 
 from __future__ import annotations
