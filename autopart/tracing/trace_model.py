@@ -128,7 +128,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes. They become buffers in this trace, too.
     Raises:
-        TraceError: the model cannot be traced. It has the user's line and a hint.
+        TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
     device = device_of_weights(model)
     call = flatten_call(arguments)
@@ -180,9 +180,9 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program.
+    """Return the program, or a second trace if the program depends on random numbers of Python or numpy.
 
-    If Python's random numbers affect it, trace again with torch's generator in their place.
+    The second trace draws these numbers from torch's generator.
     """
 
     def check(program: Any) -> None:
@@ -320,10 +320,10 @@ def _from_exported(
 
 @contextmanager
 def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
-    """Silence torch.export's warnings, and the graph that it prints when it fails, in a `with` block.
+    """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
-    Data-dependent sizes are assumed to be larger than 1 (`many_elements`). Data-dependent branches that skip only
-    writes are traced as if their code ran.
+    Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
+    are traced as if their code ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()

@@ -1,4 +1,4 @@
-"""Passes that rewrite a traced graph with fewer operators, so that few sharding rules are needed.
+"""Passes that rewrite a traced graph with fewer kinds of operators, so that few rules are needed.
 
 No pass changes what the graph computes. `PASSES` has them by name, for `Pass.parse`.
 """

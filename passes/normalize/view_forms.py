@@ -92,9 +92,10 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `copy(a, b)`, the functional form of a write to `a`, as `b` in the dtype and shape of `a`.
+    """Rewrite operators that use only the shape or dtype of an operand, without that operand.
 
-    Rewrite `view_as`, `expand_as` and `type_as` with the shape or dtype of the other tensor in place of the tensor.
+    `view_as`, `expand_as` and `type_as` become calls with a constant shape or dtype. `copy(a, b)`, the functional form
+    of a write to `a`, becomes `b` in the dtype and shape of `a`.
     """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]
