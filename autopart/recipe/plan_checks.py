@@ -98,8 +98,8 @@ def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) ->
 def warn_of_memory(plan: Plan) -> None:
     """Warn, in the first process, if a plan that is about to run needs more memory than the device has.
 
-    A GPU reports its own memory. Without a GPU the hardware profile's memory counts, unless it is the default profile,
-    which does not describe the machine that a model is tried on.
+    A GPU reports its own memory. Without a GPU, the limit is the memory in the hardware profile of the plan. There is
+    no warning for the default profile, because it does not describe this machine.
     """
     if os.environ.get("RANK", "0") != "0" or not plan.memory:
         return

@@ -44,15 +44,15 @@ class Written(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Decisions for a planning problem, with the program and its figures' inputs.
+    """A planning problem, its decisions and their program, before time, memory and FLOPs are counted.
 
     Attributes:
         problem: the planning problem.
         program: the program of the decisions.
         solved: {axis: result of the layout solver}.
         walks: liveness analysis of each stage.
-        whole: variant without scatter-gather sends between stages, on which operators are counted. None: the program
-            has no such sends.
+        whole: variant of the program without scatter-gather sends between stages. FLOPs and bytes of operators are
+            counted on it. None: the program has no such sends.
     """
 
     problem: Problem

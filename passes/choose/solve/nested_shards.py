@@ -17,14 +17,17 @@ from autopart.ir.pattern import Pattern
 
 
 class InnerSharding(NamedTuple):
-    """Strategy of an operator on an axis solved already, which shards a factor, and the size of this axis."""
+    """Sharding of a factor on an axis solved already: the operator's strategy, and the size of the axis."""
 
     strategy: Strategy
     ranks: int
 
 
 def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
-    """Return True if the innermost part of a factor is a sequence whose length is a multiple of `parts`."""
+    """Return True if a factor ends in a sequence dim whose length is a multiple of `parts`.
+
+    A factor can be a product of dims, such as (batch, sequence). The last dim varies fastest.
+    """
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
     atoms = factor_atoms(node, pattern).get(factor, ())
@@ -34,9 +37,9 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
 def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding], ranks: int) -> Strategy | None:
     """Adapt a strategy that shards features (such as heads) which other axes already shard.
 
-    The result shards within each shard of the other axes. A factor can be a product of atoms (heads and head size). If
-    the strategy and the other axes shard different atoms, the strategy is returned unchanged. None if the factor cannot
-    be sharded again.
+    The result shards within each shard of the other axes. A factor can be a product of dims, such as (heads, head
+    size). If the strategy and the other axes shard different dims of the product, the strategy is returned unchanged.
+    None if the factor cannot be sharded again.
 
     Args:
         option: strategy on this axis.
@@ -72,9 +75,9 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 
 
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
-    """Return the numbers of sections in which two strategies shard their factor.
+    """Return two numbers: into how many sections each strategy splits the dim of their common factor.
 
-    None if every operand merges the factor with other factors in one dim.
+    None if no sharded dim consists of this factor alone.
     """
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, option.places, other.places, strict=True):
