@@ -110,7 +110,7 @@ def _prepared(
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
-    phase("finding out what may be cut")
+    phase("finding out what can be sharded")
     if fold and (few := deduplicated(traced)).folds:
         try:
             few = _annotated(model, arguments, few, double)
@@ -323,7 +323,7 @@ def _check_options(problem: Problem, options: Options) -> None:
     """Raise OptionError if an option does not fit the model or the mesh."""
     mesh = problem.mesh
     if options.compile and problem.expert_axes:
-        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
+        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that shard experts"
         raise OptionError(
             f"compile=True is not supported on {mesh}",
             why="a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time",

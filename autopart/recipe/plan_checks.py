@@ -50,14 +50,14 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
     over, axis = plan.axes_in_parts, plan.mesh_object().data_axis
-    planned_cut = f"cuts parameters over {over[0]}" if over else f"cuts no parameters over {axis}"
+    planned_cut = f"shards parameters over {over[0]}" if over else f"shards no parameters over {axis}"
     pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over) or (options.zero == 0 and over and not pinned):
         raise OptionError(
             f"zero={options.zero} contradicts the plan, which {planned_cut}",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
-    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions cut as 3 does
+    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions shard as with zero=3
         raise OptionError(f"zero={options.zero} contradicts the plan, which says {plan.zero}",
                           where=plan.where("zero"), hint="leave zero out, or edit the plan")  # fmt: skip
     _check_given_memory(options.memory, plan)

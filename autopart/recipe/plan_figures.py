@@ -83,7 +83,7 @@ def _balance_notes(problem: Problem, stages: Sequence[Mapping[str, Any]], most_e
         return []
     over, least = (f"{100 * (load / bound - 1):.1f} %" for load in (heaviest, most_even.least_load))
     return [f"stages could be more even, but would send more, which takes longer on {problem.hardware.name}: the "
-            f"heaviest is {over} over the lower bound, not {least}"]  # fmt: skip
+            f"largest is {over} over the lower bound, not {least}"]  # fmt: skip
 
 
 def plan_of(

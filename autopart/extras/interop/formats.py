@@ -115,7 +115,7 @@ def _check_expressible(
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         why = f"it is of a {type(module).__name__}; the format speaks of nn.Linear and nn.Embedding"
     elif place.sections:
-        why = "the format does not cut a fused projection section by section"
+        why = "the format does not shard a fused projection section by section"
     elif size % tp:
         why = f"{size} is not a multiple of tp={tp}, and the format has no shards of unequal sizes"
     if why:

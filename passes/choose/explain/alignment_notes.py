@@ -17,7 +17,7 @@ from autopart.ir.layout import shard_sizes
 from autopart.ir.trace import Trace
 
 LEAST_SHARE = 0.02
-"""A product with a smaller share of the matrix work gets no note."""
+"""A product with a smaller share of the matrix FLOPs gets no note."""
 
 
 def alignment_notes(trace: Trace, decisions: Decisions, hardware: Hardware) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class AxisConstraints:
         divide over the ranks of all these axes together.
         """
         pattern = facts(node)["pattern"]
-        assert pattern is not None, "without a rule nothing is cut"
+        assert pattern is not None, "an operator without a rule is not sharded"
         if node in self.stacks and any(shards_experts_equally(node, option, one.strategy) for one in taken):
             return can_shard_experts_again(node, self.stacks[node], option, taken, self.ranks)
         if option.is_dispatched or self.cuts != "positions":

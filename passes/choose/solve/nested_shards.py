@@ -29,7 +29,7 @@ def sequence_divides(node: fx.Node, factor: str, parts: int) -> bool:
     A factor can be a product of dims, such as (batch, sequence). The last dim varies fastest.
     """
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     atoms = factor_atoms(node, pattern).get(factor, ())
     return bool(atoms) and atoms[-1].kind == DATA_DIM and atoms[-1].size % parts == 0
 
@@ -47,7 +47,7 @@ def shard_inside(node: fx.Node, option: Strategy, taken: Sequence[InnerSharding]
         ranks: size of this axis.
     """
     pattern = facts(node)["pattern"]
-    assert pattern is not None, "without a rule nothing is cut"
+    assert pattern is not None, "an operator without a rule is not sharded"
     inner, parts = taken[-1].strategy, math.prod(one.ranks for one in taken)
     pairs = [(a, b) for a, b in zip(option.places, inner.places, strict=True) if a.is_shard]
     alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)

@@ -41,7 +41,7 @@ from autopart.ir.trace import Trace
 from autopart.passes.choose.storage.parameter_storage import Storage
 
 _DIVIDE_FIRST = 1e2
-"""Weight of undivided matrix work in the objective, relative to the cost of all communication together."""
+"""Weight of unsharded matrix FLOPs in the objective, relative to the cost of all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
