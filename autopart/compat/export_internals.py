@@ -193,7 +193,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context manager that leaves the `torch.func` transforms (vmap, grad) that an error inside has left entered.
+    """Context manager that exits the `torch.func` transforms (vmap, grad) that an error left entered.
 
     Without it, the next random number outside of the trace raises "called random operation while in randomness error
     mode".
