@@ -340,7 +340,7 @@ def _quiet(skipped: DataDependentBranches) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark operators of the loss function, and inputs that only it reads, with `loss`.
+    """Mark operators of the loss function, and inputs that only it reads, with the fact `loss`.
 
     Also convert module paths to those of the user's model.
     """
