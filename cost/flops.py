@@ -18,7 +18,7 @@ from autopart.ops.operators import autopart_ops
 def work(node: fx.Node) -> float:
     """Return the FLOPs of an operator.
 
-    They are matrix FLOPs, or one per output element without a matrix product, or 0 if the operator only moves data.
+    Without a matrix product, they are one per output element, or 0 if the operator only moves data.
     """
     flops = matrix_work(node)
     if flops:

@@ -20,7 +20,7 @@ SAME = 1.005
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
-    """Return well-known configurations as {name: function that returns True if a candidate is one}.
+    """Return {name of a well-known configuration: function that returns True for candidates with it}.
 
     Args:
         node: number of devices in a node.

@@ -141,8 +141,8 @@ class LayoutKind(NamedTuple):
     def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """Return the layout kind of a mesh.
 
-        Meshes with 2 to 7 `cp` ranks share a kind, and so do meshes with 8 or more. Between 7 and 8 ranks, the cheapest
-        method of context-parallel attention can change.
+        Meshes with 2 to 7 `cp` ranks share a kind, and so do meshes with 8 or more: with 8 ranks, another method of
+        context-parallel attention can become the cheapest.
         """
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
         return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)

@@ -209,9 +209,9 @@ class _Compiled:
         return kept
 
     def _distances(self, reads: set[Piece]) -> dict[Piece, int]:
-        """Return {buffer: number of operators between the buffer and the backward}.
+        """Return {buffer: its distance to the backward, counted in operators}.
 
-        The buffers in `reads`, which the backward reads, have distance 1.
+        The buffers in `reads`, which the backward reads directly, have distance 1.
         """
         away: dict[Piece, int] = dict.fromkeys(reads, 1)
         for node in reversed(self.calls):
@@ -227,7 +227,7 @@ class _Compiled:
         )
 
     def _needs(self) -> dict[Piece, dict[Piece, None]]:
-        """Return {buffer: saved buffers from which the backward reads or recomputes it}."""
+        """Return {buffer: saved buffers from which the backward computes it}. A saved buffer maps to itself."""
         needs: dict[Piece, dict[Piece, None]] = {}
         for piece, sources in self.sources.items():
             if piece in self.kept:

@@ -107,5 +107,5 @@ def backward_steps(walk: Liveness, alive: Set[fx.Node]) -> Iterator[Backward]:
 
 
 def _key(node: fx.Node) -> Any:
-    """Return a key that all reads of one parameter share: its name. For other nodes, return the node."""
+    """Return the key of a value: the name of a parameter, or the node of any other value."""
     return str(node.target) if node.op == "get_attr" else node

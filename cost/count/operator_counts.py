@@ -1,7 +1,7 @@
 """Kernels and collectives of every operator of a stage for one microbatch, counted from local shapes.
 
 The FLOPs of a matrix product are those that torch counts for the local shapes. All other operators are counted by
-their memory traffic. Views in forward allocate nothing and cost nothing.
+their memory traffic. The forward of a view allocates nothing and costs nothing.
 
 The gradient of each operand of a matrix product costs as much as the product. Fused attention recomputes its scores
 (Dao et al. 2022, arXiv:2205.14135, section 3.1): five products in backward, two in forward. The backward of all other
@@ -57,7 +57,7 @@ class OperatorWork(NamedTuple):
 
 
 def counted(trace: Trace, program: Program, walks: Sequence[Liveness], fused: bool = False) -> list[list[OperatorWork]]:
-    """Return the work of each operator for one microbatch on one rank of its stage: a list per stage.
+    """Return a list per stage: the work of each operator for one microbatch, on the stage's first rank.
 
     Args:
         walks: liveness analysis of every stage.
@@ -106,9 +106,10 @@ class _Counter:
         return operators
 
     def _gradient_additions(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
-        """Return the additions of gradients for inputs of a node that earlier nodes have used too.
+        """Return the kernels that add gradients of values that several nodes use.
 
-        A compiler fuses the additions, so they count only in eager mode.
+        An addition counts at each node whose input an earlier node uses too. A compiler fuses the additions, so they
+        count only in eager mode.
 
         Args:
             read: values that earlier nodes use. The inputs of this node are added.
@@ -286,7 +287,7 @@ class _Counter:
         return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
 
     def _view_backward(self, node: fx.Node) -> tuple[Work, ...]:
-        """Return the backward kernels of an operator that allocates no memory in forward.
+        """Return the backward kernels of a view operator.
 
         The gradient of a slice is copied into zeros. The gradients of a split are concatenated. The gradient of an
         expand is reduced over the expanded dims. Other views have no backward kernel.

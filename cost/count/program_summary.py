@@ -150,7 +150,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def crossings(trace: Trace, program: Program) -> list[BoundaryBytes]:
-    """Return the bytes that each stage but the first receives, in total and as values that can be sharded.
+    """Return, for each stage but the first, the bytes it receives, and those that can be sent as shards.
 
     Args:
         program: a program whose stages send full values, not shards.
@@ -241,9 +241,10 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
 
 
 def block_of(path: str) -> str:
-    """Return the pattern of the block that a module is in.
+    """Return the block that a module is part of, with `*` in place of layer numbers.
 
-    It is the path down to a child of a repeated layer. Without repeated layers, it has the first two names of the path.
+    The children of a repeated layer are blocks. Outside of repeated layers, a block has the first two names of the
+    path.
 
     >>> block_of("transformer.h.3.attn.c_attn"), block_of("transformer.wte"), block_of("transformer.h.3")
     ('transformer.h.*.attn', 'transformer.wte', 'transformer.h.*')

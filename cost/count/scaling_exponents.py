@@ -30,7 +30,7 @@ class ScalingExponents:
     """Scaling exponents (`Exponents`) of the values and FLOPs of nodes of a stage graph.
 
     They follow from the dims of the traced values. A dim, or a factor of a dim, scales with the sequence if its size is
-    a multiple of the tokens per sample. Sizes of weights do not count.
+    a multiple of the tokens per sample. Dims of weights do not scale.
     """
 
     def __init__(self, trace: Trace, program: Program):

@@ -155,7 +155,7 @@ class SymbolicMemory:
         Args:
             one: FLOPs, bytes and collectives of the operator.
             is_place: True if a stage may begin at this operator.
-            load: FLOPs of the operator for the balance of stages.
+            load: FLOPs that the operator adds to the load of its stage.
         """
         works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}

@@ -167,9 +167,9 @@ def _scattered_shards(program: Program) -> set[str]:
 def _stage_starts(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes of the stage graphs at which a stage may begin.
 
-    They are the first nodes of each traced operator that depends on parameters. Conversions of an operator's inputs
-    count as its nodes. So does the reduction of its output if that is a partial sum: no stage begins before the
-    reduction.
+    A stage may begin at the first node of each traced operator that depends on parameters. Conversions of an operator's
+    inputs are nodes of the operator. So is the reduction of its output if that is a partial sum: no stage begins before
+    the reduction.
 
     Args:
         nodes: all operators of the stage graphs, in order.
@@ -190,7 +190,7 @@ def _stage_starts(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _loads(trace: Trace, growth: ScalingExponents, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
-    """Return {node of a stage graph: FLOPs}, where each traced operator counts at its first node.
+    """Return {node of a stage graph: FLOPs}. The FLOPs of a traced operator count at its first node.
 
     A traced operator without a node was fused into another operator. Its FLOPs are added to the next operator that has
     a node.
@@ -264,7 +264,7 @@ def _zero3_axes(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str,
 
 
 def _mixed_precision_ratios(trace: Trace, name: str) -> tuple[float, float]:
-    """Return the sizes of the compute dtype and the reduction dtype, divided by the stored dtype's.
+    """Return the element sizes of the compute dtype and of the reduction dtype, per stored element size.
 
     Both are 1 without mixed precision.
     """

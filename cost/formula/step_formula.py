@@ -213,7 +213,7 @@ class Formula:
         }  # fmt: skip
 
     def _sent_bytes(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """Return the bytes per microbatch that a rank sends to the next stage and that receivers all-gather."""
+        """Return two sizes per microbatch: bytes that a rank sends, and bytes that the receivers all-gather."""
         sent = self.totals.sent
         if not self.scatter_sends:
             return self.of(sent), sympy.Integer(0)

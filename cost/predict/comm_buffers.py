@@ -213,8 +213,8 @@ class StageCommBuffers:
 def received_bytes(stages: Iterable[StageCommBuffers]) -> int:
     """Return a rank's peak bytes of all-gather buffers, for parameters that stay unsharded for a step.
 
-    The runtime starts the all-gather of a bucket while that of the previous bucket still runs (`NUM_PREFETCHED`). The
-    peak is therefore the largest sum of two consecutive buckets.
+    The runtime starts the all-gather of a bucket before the all-gather of the previous bucket has ended
+    (`NUM_PREFETCHED`). The peak is therefore the largest sum of two consecutive buckets.
 
     Args:
         stages: the stages that the rank runs.

@@ -110,7 +110,7 @@ def sync_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware
 
 
 def exact_s(of: MethodParameters, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
-    """Return the seconds per step if a collective reduced the gradients of a method's parameters.
+    """Return the seconds per step of a collective that reduces gradients instead of a `dp_sync` method.
 
     Args:
         of: the method and the sizes of its parameters.

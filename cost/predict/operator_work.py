@@ -224,10 +224,10 @@ def gradient_sum_s(
 
 
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
-    """Return the seconds of AdamW's update of `size_bytes` bytes of parameters, plus those of a copy.
+    """Return the seconds to update `size_bytes` bytes of parameters with AdamW, and to make a copy.
 
     Args:
-        copied_bytes: bytes that are copied.
+        copied_bytes: bytes of the copy.
     """
     updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
     return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

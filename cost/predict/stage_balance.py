@@ -174,9 +174,9 @@ class _Stages:
     def _stage_times(self, max_load: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the times of all possible stages.
 
-        The first result has shape [positions]: the time of a first stage that ends at each position. The second has
-        shape [positions, widest]: entry [i, j] is the time of a stage that ends at position i and starts at position i
-        - widest + j. A stage with a load above `max_load` has infinite time.
+        The first result has shape [positions]: the time of a first stage that ends at each position. The second result
+        has shape [positions, widest]. Its entry [i, j] is the time of a stage that ends at position i and starts at
+        position `i - widest + j`. A stage with a load above `max_load` has infinite time.
         """
         max_load *= 1 + 1e-12
         every = np.arange(len(self.end))
@@ -188,7 +188,7 @@ class _Stages:
 
 
 def _preceding(values: np.ndarray, widest: int, fill: float = np.inf) -> np.ndarray:
-    """Return a view of shape [positions, widest]: entry [i, j] is the value at position i - widest + j.
+    """Return a view of shape [positions, widest]: entry [i, j] is the value at position `i - widest + j`.
 
     Args:
         values: one value per position.

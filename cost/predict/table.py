@@ -488,7 +488,7 @@ class TableCost:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """(number of data-parallel ranks of a `dp_sync` method, distance in ranks between neighbours)."""
+        """Number of data-parallel ranks of a `dp_sync` method, and distance in ranks between neighbours."""
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         return self.mesh.size(axis), self.mesh.stride(axis)
 

@@ -109,7 +109,7 @@ def _are_equivalent(order: Sequence[_OrderEntry], fold: DeduplicatedBlock) -> bo
 def _names_in_first_block(
     names: tuple[str, ...], parameters: Mapping[str, Parameter]
 ) -> tuple[str, int, tuple[str, ...]]:
-    """Return the block of some parameters (path, index), and the names of their equals in block 0.
+    """Return the block of some parameters (path, index), and the names of the same parameters in block 0.
 
     If the parameters are not all in one block, or differ from those of block 0, returns ("", 0, names).
     """
@@ -207,7 +207,9 @@ def _repeated(runs: Sequence[_BlockRun]) -> Iterator[dict[str, Any]]:
 
 
 def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
-    """Return (number of consecutive runs that later blocks repeat, number of these blocks), or (1, 1).
+    """Find runs that repeat in the following blocks, from a given run on.
+
+    Returns (number of runs, number of repetitions), or (1, 1) if there is no repetition.
 
     Args:
         start: index of the first run.
@@ -228,7 +230,7 @@ def _repetition(runs: Sequence[_BlockRun], start: int) -> tuple[int, int]:
 
 
 def _shifted_blocks(runs: Sequence[_BlockRun], later: int) -> list[_BlockRun]:
-    """Return the runs that correspond to these runs `later` blocks later."""
+    """Return copies of runs of operators whose block index is larger by `later`."""
     return [[path, number + later if path else number, rows] for path, number, rows in runs]
 
 

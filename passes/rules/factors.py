@@ -23,7 +23,7 @@ def names(count: int, prefix: str = "d") -> list[Dim]:
 
 
 def names_and_dim(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
-    """Return the dims of a call's first operand, one factor each, and the index of its argument `dim`.
+    """Return the dims of a call's first operand, one factor each, and its non-negative argument `dim`.
 
     The operand must have at least one dim.
     """

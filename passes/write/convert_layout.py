@@ -140,7 +140,7 @@ class Converter:
         )
 
     def _size_without_axis(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
-        """Return the size of a sharded dim on a rank as if `axis` did not shard it, but all other axes did.
+        """Return the local size that a sharded dim would have if `axis` did not shard it.
 
         Args:
             cut: the placement that shards the dim.

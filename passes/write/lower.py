@@ -208,7 +208,7 @@ class _Writer:
             written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
-        """Write one operator. Copy its `block` and `times` to all nodes that are generated for it."""
+        """Write one operator. Copy its facts `block` and `times` to all nodes that are generated for it."""
         block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
@@ -399,7 +399,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """Return the program.
+        """Return the program that computes these outputs.
 
         Args:
             outputs: pairs (node or constant, True to gather it over the batch axes).

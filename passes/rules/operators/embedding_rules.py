@@ -175,7 +175,7 @@ def _select_rows(call: LocalCall, axes: _DispatchAxes, x: fx.Node, rows: int) ->
 
 
 def _owner(call: LocalCall, axes: str, expert: fx.Node) -> fx.Node:
-    """Emit the rank index, along `axes`, of the rank that has the expert of each row."""
+    """Emit, for each row, the index along `axes` of the rank that has the row's expert."""
     all_axes, num_experts = dispatch_axes_of(call), call.node.args[3]
     if axes == all_axes:
         return _once(call, aten.floor_divide.Scalar, expert, -(-num_experts // call.num_ranks(axes)))

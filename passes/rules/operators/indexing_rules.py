@@ -29,7 +29,7 @@ def gather(node: fx.Node) -> Pattern | None:
 
 
 def scatter(linear: Callable[[fx.Node], bool]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function that returns the rule of a call of a scatter operator.
+    """Return a function from a call of a scatter operator to the call's rule.
 
     The indexed dim cannot be sharded. All other dims can be sharded if they have the same size in the index and the
     tensor.
@@ -114,7 +114,7 @@ def _factors_along(
 
 
 def index(node: fx.Node) -> Pattern | None:
-    """Return the rule of `x[i, :, j]`: only indexed dims cannot be sharded."""
+    """Return the rule of `x[i, :, j]`: the indices, and all dims except the indexed ones, can be sharded."""
     parts = _index_factors(node)
     if parts is None:
         return None

@@ -19,7 +19,7 @@ def is_tagged_pointwise(node: fx.Node) -> bool:
 
 
 def elementwise(*linear: tuple[int, ...]) -> Callable[[fx.Node], Pattern | None]:
-    """Return a function that returns the rule of a call of an elementwise operator.
+    """Return a function from a call of an elementwise operator to the call's rule.
 
     It returns None for overloads that reduce (`max(x)`).
 

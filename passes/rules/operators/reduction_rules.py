@@ -91,9 +91,9 @@ def half_spectrum(node: fx.Node) -> Pattern:
 
 
 def along_dim(name: str, linear: bool = False) -> Callable[[fx.Node], Pattern]:
-    """Return a function that returns the rule of a call along dims that cannot be sharded (`softmax`).
+    """Return a function from a call to its rule, for operators such as `softmax`.
 
-    The output has the shape of the input.
+    Such an operator works along dims that cannot be sharded, and its output has the shape of the input.
 
     Args:
         name: argument that lists these dims.

@@ -90,7 +90,7 @@ def expand(node: fx.Node) -> Pattern:
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
-    """Return a function that returns the rule of a call that reorders dims.
+    """Return a function from a call to its rule, for operators that reorder dims.
 
     Args:
         order: `order(node, ndim)` lists the input dim of every output dim.
