@@ -16,7 +16,7 @@ TELLS = 0.001
 """Differences below this share of the step's time are not mentioned."""
 
 SAME = 1.005
-"""Factor of the best step time above which another is called slower: both times are estimates."""
+"""Step time, as a multiple of the best, from which a configuration is called slower: both times are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
@@ -56,7 +56,7 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
             continue
         try:
             other = space.simulated(fits[0])
-        except AutopartError:  # too few places to cut
+        except AutopartError:  # too few stage boundaries
             continue
         times = other.step_time_s / best.step_time_s
         longer = f"{times:.2f} x the time" if times >= SAME else "about the same time"

@@ -61,7 +61,7 @@ RESCHEDULED = 2
 """Number of candidates to simulate under all other schedules, if they have at most `LONGEST` stage forwards."""
 
 ACTIONS = 50_000
-"""Maximum number of stage forwards of the simulated candidates: fewer very deep pipelines are simulated."""
+"""Maximum total of stage forwards of the simulated candidates, so that only a few very deep pipelines are simulated."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Space:
         try:
             self._traced, self._like = prepare(small, bind_call(small, (), self._call), precision=self.precision), like
             self._blocks: Blocks = {**each_block(self._traced), **like}
-        except Exception:  # whatever a model's own code raises when its blocks are fewer
+        except Exception:  # a model's own code may raise any error if the model has fewer blocks
             self._trace_whole()
 
     def _trace_whole(self) -> None:
@@ -337,7 +337,7 @@ class Space:
                     phase(f"simulating {candidate.mesh} with {name}")
                     try:
                         yield self.simulated(replace(candidate, schedule=schedule))
-                    except AutopartError:  # too few places to cut
+                    except AutopartError:  # too few stage boundaries
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -368,7 +368,7 @@ class Space:
             phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
             try:
                 simulated = self.simulated(candidate)
-            except AutopartError:  # too few places to cut
+            except AutopartError:  # too few stage boundaries
                 continue
             if simulated.memory_bytes <= memory:
                 within.append(simulated)
@@ -491,7 +491,7 @@ def _planned(
             break
         try:
             plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
-        except AutopartError:  # formulas do not see sizes that do not divide
+        except AutopartError:  # such as sizes that do not divide evenly, which the formulas ignore
             continue
         if max(row["total"] for row in plan.memory) <= limit:
             best.append(_Planned(estimated.planned(plan), estimated, plan))

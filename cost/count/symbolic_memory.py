@@ -70,7 +70,7 @@ class _FusedKernel:
     def __init__(self) -> None:
         self.read = NOTHING
         self.saved_bytes: set[int] = set()
-        """Bytes of each buffer that the operators saved. The kernel can overwrite one of the size of its output."""
+        """Bytes of each buffer that the operators saved. The kernel can overwrite a buffer of the size of its output."""
 
     def add(self, read: Size, saved: Iterable[MemoryBuffer]) -> None:
         """Add an operator to the kernel.
@@ -232,7 +232,7 @@ class SymbolicMemory:
         kernel, self.recomputed = _FusedKernel(), dict[fx.Node, Size]()
         for step in backward_steps(self.walk, self.alive):
             node = step.node
-            kept = self.kept.get(node, NOTHING) + self._received_of(node) * -1  # what its backward frees
+            kept = self.kept.get(node, NOTHING) + self._received_of(node) * -1  # freed by its backward
             if step.rerun:
                 self.recomputed[node] = Size.sum(self.rerun.get(other, NOTHING) for other in step.rerun)
                 now.add(self.recomputed[node])
@@ -252,7 +252,7 @@ class SymbolicMemory:
                     peaks.append(begins + kernel.needs(made + of_weights) + of_weights * -1)
                 kernel = _FusedKernel()
             beyond[node], after[node] = _largest(*peaks), ends
-        left, unsaved = NOTHING, NOTHING  # received values that no operator up to this one saves stay in their buffers
+        left, unsaved = NOTHING, NOTHING  # received values stay in their buffers until an operator saves them
         for node in reversed(self.walk.values):
             beyond[node] = beyond.get(node, NOTHING) + unsaved
             unsaved += self._received_of(node)

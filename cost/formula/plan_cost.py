@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
 
 OF_OLD_PLANS = ("formula", "values")
-"""Keys of plans of older versions, whose step time was not the simulated one."""
+"""Entries of `Plan.cost` in plans of older versions, whose step time was not simulated."""
 
 
 def _simulated(plan: Plan) -> Any:

@@ -48,7 +48,7 @@ def in_node_of(axis: str) -> sympy.Expr:
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 r = sympy.Symbol("r", real=True)
-"""Seconds that the closed formula leaves out, per second that it gives (`plan_cost.Cost`)."""
+"""Correction of the closed formula: simulated step time divided by the formula's, minus 1 (`plan_cost.Cost`)."""
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, ep, cp, dp, dpr, pp, m, v`: the symbols of a mesh without custom axes."""
@@ -86,8 +86,8 @@ class Formula:
     """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan, on which the number of a
-    rank's neighbours depends."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. A rank's number of neighbours
+    depends on the latter."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""

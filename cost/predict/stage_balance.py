@@ -12,14 +12,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 from autopart.cost.predict.table_rows import Parameter
 
 MAX_IMBALANCE = 0.1
-"""Maximum load of a stage, as its excess over the least possible load of the most loaded stage. The cost of sends does
-not change this limit."""
+"""Maximum share by which a stage load exceeds the largest load of the most even partition. The cost of sends does not
+change this limit."""
 
 TIME_TOLERANCE = 0.015
 """Share by which the slowest stage may exceed the optimum, if the partition then sends less or is more even."""
 
 BOUND = 1.018
-"""Maximum time of the slowest stage, as a multiple of the lower bound, if the optimum is below this maximum."""
+"""Further limit on the time of the slowest stage, as a multiple of its lower bound. It applies if the optimum is below it."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class _Writer:
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: replicated, as the caller has it
             return self.key(source, {})
-        if facts(source)["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
+        if facts(source)["role"] == PARAMETER:  # each shard of the batch contributes to the gradient
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
             stored = self.decisions.stored.get(source.target, {})
             joined = {axis: place for axis, place in stored.items() if axis not in self.sizes}
@@ -334,7 +334,7 @@ class _Writer:
             hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
         )
 
-    # Values of the inputs alone
+    # Values that depend only on the inputs
 
     def _from_inputs(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
         places = dict(layout)

@@ -19,7 +19,7 @@ _LINEAR = {
     },
     **{f"aten::{name}": ({0}, {1}) for name in ("mm", "bmm", "matmul")},
 }
-"""{operator: sets of tensor inputs that it is linear in}, for operators of a backward. Rules list more sets."""
+"""{operator of a backward: sets of tensor inputs in which it is linear}. `tables.py` lists further sets."""
 
 
 def backward_is_linear(node: fx.Node) -> bool:
