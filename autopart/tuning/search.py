@@ -30,7 +30,7 @@ from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionE
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
-from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
+from autopart.ir.run.schedules import FLUSHING, Schedule, can_run
 from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption, parse_sync
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
@@ -266,7 +266,7 @@ class Space:
                 if pp == 1:
                     yield mesh, Schedule(None, microbatches, 1)
                     continue
-                yield mesh, Schedule(schedule_for("1f1b", pp, pp, microbatches), microbatches, 1)
+                yield mesh, Schedule("1f1b", microbatches, 1)
                 for virtual in VIRTUAL_STAGES[1:]:
                     if pp * virtual <= self.num_blocks and can_run("interleaved_1f1b", pp * virtual, pp, microbatches):
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
@@ -274,8 +274,7 @@ class Space:
     def sweep(self, devices: int) -> list[Candidate]:
         """Evaluate all candidates with the formulas, and return them, fastest first.
 
-        Pipelines run 1F1B or interleaved 1F1B, or GPipe if they have too few microbatches for 1F1B. Other schedules are
-        tried later, by `rescheduled`.
+        Pipelines run 1F1B or interleaved 1F1B. Other schedules are tried later, by `rescheduled`.
         """
         if devices in self._sweeps:
             return self._sweeps[devices]

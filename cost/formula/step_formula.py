@@ -86,8 +86,8 @@ class Formula:
     """Number of versions of the weights. With two, batches follow each other without a flush of the pipeline."""
 
     over: tuple[str, int] = ("dp", 1)
-    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. A rank's number of neighbours
-    depends on the latter."""
+    """The axis over which `dp_sync` methods communicate, and its number of ranks in the plan. A rank's number of
+    neighbours depends on the number of ranks."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Cache {kernel or collective: its seconds}. Formulas with the same reference sizes may share it."""

@@ -19,7 +19,7 @@ TIME_TOLERANCE = 0.015
 """Share by which the slowest stage may exceed the optimum, if the partition then sends less or is more even."""
 
 BOUND = 1.018
-"""Further limit on the time of the slowest stage, as a multiple of its lower bound. It applies if the optimum is below it."""
+"""Further limit on the time of the slowest stage, as a multiple of its lower bound. Applies if the optimum is less."""
 
 
 @dataclass(frozen=True)

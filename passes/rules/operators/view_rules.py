@@ -25,7 +25,7 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
     """Split the dims of two shapes into common factors.
 
     For example, (4, 12, 32) and (48, 4, 8) have the factors 4, 12, 4, 8. Dims without common factors (6, 4 and 8, 3)
-    remain one factor each, which cannot be sharded.
+    remain one factor each, which cannot be sharded. So do all dims if one has size 0.
 
     Returns:
         Factors of each dim before, factors of each dim after, {factor: size}, and the factors that cannot be sharded.
@@ -40,6 +40,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
             whole.append(name)
         return name
 
+    if 0 in before:
+        return *(tuple((new(size, True),) for size in dims) for dims in (before, after)), sizes, whole
     inputs: list[Dim] = []
     outputs: list[Dim] = []
     i = j = 0
