@@ -199,8 +199,9 @@ class ParallelModule(
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for the global batch, on every rank.
 
-        Without a pipeline axis the call is differentiable. After `loss.backward()` this rank's gradients are complete,
-        also for inputs that require one. So the module can be part of a larger model.
+        Without a pipeline axis the call is differentiable. After `loss.backward()` the gradients of this rank's
+        parameters and of inputs are complete. So the module can be part of a larger model.
+
         With a pipeline axis the call runs without gradients, and `backward()` of its output raises an error. Use `step`
         to train.
         """
@@ -234,22 +235,22 @@ class ParallelModule(
         """Run forward and backward of one global batch through the schedule.
 
         Adds complete gradients to `.grad` of this rank's parameters. Returns the loss of the global batch on every
-        rank, a detached scalar because its backward has run. A batch of a new shape is traced at its first call.
+        rank, as a detached scalar, because its backward has run. A batch of a new shape is traced at its first call.
 
-        With `schedule="1f1b_2bw"` loss and gradients are those of the batch before. The first call leaves no gradient
+        With `schedule="1f1b_2bw"` loss and gradients are those of the previous batch. The first call adds no gradient
         and returns NaN. `flush()` finishes the last batch.
 
         Args:
             loss_fn: computes the loss as `loss_fn(outputs, target)`, for a model that returns no loss. It is traced
                 with the model.
             loss_scale: a number, or a tensor with one entry. Gradients are those of `loss_scale` times the loss. The
-                returned loss and earlier gradients in `.grad` are not multiplied. It is independent of `pm.loss_scale`,
-                which `precision="fp16"` applies and divides out again; there, every `.grad` is None if a gradient is
-                not finite.
-            num_tokens: for a loss that is a mean over labels: the number of labels in all batches whose gradients are
-                accumulated. Loss and gradients are then the sum over this batch's labels divided by that number.
-            outputs: return `(loss, outputs)`, with the model's outputs of this forward for the global batch, detached,
-                on every rank (which takes their memory).
+                returned loss and earlier gradients in `.grad` are not multiplied. With `precision="fp16"`, `step` also
+                applies `pm.loss_scale`, a separate factor, and divides it out again. Then every `.grad` is None if a
+                gradient is not finite.
+            num_tokens: number of labels in all batches whose gradients are accumulated, for a loss that is a mean over
+                labels. Loss and gradients are then sums over this batch's labels, divided by this number.
+            outputs: return `(loss, outputs)` on every rank. `outputs` are the model's outputs for the global batch,
+                detached.
         """
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
@@ -345,8 +346,8 @@ class ParallelModule(
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by the model's names, each as this rank's shard or as the full tensor.
 
-        Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`, plus OptionError for
-        `assign`.
+        Names of other stages' parameters are accepted. Raises OptionError for `assign=True`. In all else it returns and
+        raises as `nn.Module.load_state_dict`.
         """
         self._traced("load_state_dict()")
         self._in_flight.check_landed("load_state_dict()")

@@ -45,7 +45,7 @@ class OverlappedBatches:
 
     @property
     def is_cold(self) -> bool:
-        """True if a batch is in flight on an executable that has not finished a batch before."""
+        """True if the executable of the batch in flight has not finished any batch yet."""
         return False
 
     def bind(self, program: Program, make: Callable[..., Executable]) -> StepRunner:

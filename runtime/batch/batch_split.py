@@ -94,7 +94,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _microbatch_placements(program: Program) -> list[Placement]:
-    """Return how each output of the last stage's graph differs between microbatches: S, P or R."""
+    """Return how microbatches of each last-stage output merge: S (concatenate), P (add), R (take one)."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

@@ -24,10 +24,10 @@ from autopart.runtime.comm.process_mesh import Process
 
 
 def globally_used_inputs(program: Program) -> frozenset[str]:
-    """Return the inputs of which every rank needs the samples of all ranks.
+    """Return the inputs to all-gather, because every rank needs the samples of all ranks.
 
-    These are inputs that a prologue computes with, or that select the rows of a weight to update. Prologues return all
-    other inputs unchanged.
+    A prologue computes masks or positions from them, or they are token ids that select embedding rows to renormalise
+    (`max_norm`). Prologues return all other inputs unchanged.
     """
     tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
     used = {program.input_names[position] for table in tables for position in table.reads}

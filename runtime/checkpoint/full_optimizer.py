@@ -34,7 +34,7 @@ class ShardedMarker:
 
 
 def canonical_names(program: Program, model: nn.Module) -> dict[str, str]:
-    """Return {any name of a parameter: its first name in `named_parameters()`}, in the model's order."""
+    """Map each name of a (possibly tied) parameter to its first name in `named_parameters()`."""
     first: dict[str, str] = {}
     stored_names = program.stored_names
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]

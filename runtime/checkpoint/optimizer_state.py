@@ -158,7 +158,7 @@ def _names(parameter: Tensor) -> list[str]:
 
 
 def local_state(key: str, value: Any, parameter: Tensor, shard_info: ShardInfo) -> Any:
-    """Return this rank's shard of one value of a parameter's state."""
+    """Return this rank's shard of a saved value, such as `exp_avg`, of a parameter's optimizer state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     place = offsets_in_file(value)

@@ -225,7 +225,7 @@ def connect_checkpoints() -> None:
 
 
 def offsets_in_file(tensor: Tensor) -> ShardOffsets | None:
-    """Return the offsets of a `ShardTensor`, also if pickling has made it a plain tensor; else None."""
+    """Return the shard offsets of a `ShardTensor`, also after it was pickled and loaded; else None."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)

@@ -27,7 +27,7 @@ NO_PARAMETERS = "no_parameters_here"
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict entries that are no tensors, such as results of `get_extra_state`."""
+    """Return the state dict entries that are not tensors, such as results of `get_extra_state`."""
     return {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
 
 
@@ -158,7 +158,7 @@ class Loading:
 def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: ShardInfo) -> Tensor:
     """Return this rank's shard of a parameter, from a full tensor or a saved shard.
 
-    Raises CheckpointError if the value has neither shape, or is another rank's shard.
+    Raises CheckpointError if the value has another shape, or is another rank's shard.
     """
     place = shard_offsets_of(shard_info)
     saved_place = offsets_in_file(value)

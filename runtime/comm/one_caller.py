@@ -25,7 +25,7 @@ class Caller(NamedTuple):
 def one_caller(process: Any, method: str) -> Iterator[None]:
     """Mark that this thread runs a collective method, in a `with` block.
 
-    Raises UsageError if another thread runs a collective method, or inside a `torch.func` transform.
+    Raises UsageError if another thread runs a collective method, or if a `torch.func` transform calls the method.
     """
     transform = current_transform()
     if transform:

@@ -212,9 +212,9 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
 def begin_gather(numbers: Sequence[float], process: Process) -> Callable[[], Tensor]:
     """Start an all-gather of `numbers` over all ranks. Return a function that waits for it.
 
-    The function returns a float64 tensor of shape [ranks, numbers], in rank order of the host group. It raises
-    HangError if a rank does not arrive. On gloo an all-gather takes half the time of an all-reduce, because it needs
-    half as many messages.
+    The function returns a float64 tensor of shape [ranks, numbers], in rank order of the host group (all ranks, on
+    CPU). It raises HangError if a rank does not arrive. On gloo an all-gather takes half the time of an all-reduce,
+    because it needs half as many messages.
     """
     mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
     if group is None:
@@ -268,8 +268,8 @@ def _own_group(
     """Create process groups of ranks, and return the group that contains this process.
 
     If the lists cover all processes, every process creates all groups. Otherwise only members create a group, and torch
-    names the group by the number of groups that the process has created. That number can differ between ranks after
-    groups of tied tensors, and then members would wait forever.
+    names the group by the number of groups that the process has created. That number differs between members if some
+    have also created groups for tied tensors. Then they would wait for each other forever.
 
     Args:
         rank_lists: the ranks of each group. They do not overlap.

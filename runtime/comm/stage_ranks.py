@@ -44,7 +44,7 @@ def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
 
 
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
-    """Return the `pp` coordinates of the stages that use a tensor: first stage first, each one once."""
+    """Return the `pp` coordinates of the stages that use a tensor, first stage first, without repetition."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
     coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(coordinates))

@@ -67,7 +67,10 @@ def model_texts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return {first name: tensor} of a model's parameters and buffers, without meta tensors."""
+    """Return {name: tensor} of a model's parameters and buffers, without meta tensors.
+
+    A tied tensor has only its first name.
+    """
     tensors = _tensors(model, every_name=False)
     return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
 
@@ -78,7 +81,10 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def program_text(program: Program) -> str:
-    """Return the graphs of a program as text that is equal on all ranks. Device indices are removed."""
+    """Return the graphs of a program as text, to compare programs between ranks.
+
+    Device indices are removed, because they differ between ranks.
+    """
     lines = []
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
@@ -119,7 +125,7 @@ def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> b
 
 @torch.no_grad()
 def take_first_ranks_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast those parameters and buffers that differ between ranks from the first rank.
+    """Broadcast the first rank's values of all parameters and buffers that differ between ranks.
 
     A collective call. The first rank warns once, and names the first tensor that differs.
     """

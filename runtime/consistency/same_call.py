@@ -134,7 +134,8 @@ def same_rows(mesh: Mesh) -> list[list[int]]:
 class Comparison:
     """Comparison of a call between ranks, which is in flight.
 
-    Creating it starts the all-gather. Every rank must call `finish_comparison`, and must not communicate before.
+    Creating it starts the all-gather. Every rank must call `finish_comparison`. Until then, a rank must not
+    communicate.
     """
 
     def __init__(self, called: ComparedCall, process: Process):

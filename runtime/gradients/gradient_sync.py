@@ -107,5 +107,5 @@ def sync_for(program: Program, current: GradientSync) -> GradientSync:
 
 
 def with_methods(current: GradientSync) -> Any:
-    """Return `current` if it is of `autopart.extras.dp_sync`, else a new synchronisation of that package."""
+    """Return `current` if it can run `dp_sync` methods, else a new one from `autopart.extras.dp_sync`."""
     return sync_extra().make_sync(current.process) if type(current) is GradientSync else current

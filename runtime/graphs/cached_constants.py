@@ -19,7 +19,11 @@ MOST_BYTES = 2**25
 
 
 class Constants:
-    """Cache of those outputs of a bound prologue that depend on no input. They are computed once."""
+    """Cache of prologue outputs that depend on no input. They are computed once, at construction.
+
+    Args:
+        prologue: the prologue of a stage on this rank. It is changed to return the cached values.
+    """
 
     def __init__(self, prologue: fx.GraphModule):
         graph = prologue.graph

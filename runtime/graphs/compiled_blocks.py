@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 def compiled(module: fx.GraphModule) -> fx.GraphModule:
-    """Compile a bound stage graph. Inside it, each recompute region is one checkpointed call."""
+    """Compile a stage graph that is bound to this rank. Each recompute region in it becomes one call."""
     module = with_regions(_with_salts(module))
     subgraphs = _Partition(module).subgraphs()
     if len(subgraphs) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes

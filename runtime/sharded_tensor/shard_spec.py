@@ -114,7 +114,7 @@ class ShardSpec:
     def partial_gradient(self, value: Tensor, axes: set[str]) -> Tensor:
         """Return `value`. In backward, all-reduce its gradient over `axes`.
 
-        The gradient is partial, because ranks along these axes use `value` with different elements.
+        Ranks along these axes combine `value` with different shards of another tensor, so each has a partial gradient.
         """
         if value.requires_grad and torch.is_grad_enabled():
             for axis in sorted(axes):

@@ -39,7 +39,7 @@ _SHARED_SHARDS: Any = WeakIdKeyDictionary()
 
 
 def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, layout: Layout) -> nn.Parameter | None:
-    """Return this rank's shard of `full` if partitioning another module has created it, else None.
+    """Return this rank's shard of `full` if another partitioned module has created it, else None.
 
     Modules that contain `model`, and submodules of `model`, do not count. Raises LayoutError if the other module has
     another mesh or layout.
@@ -68,9 +68,9 @@ def register_local(model: nn.Module, full: nn.Parameter, local: nn.Parameter, me
 
 
 def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
-    """Raise UsageError for parameters of a model that was partitioned, if all lack a gradient.
+    """Raise UsageError for parameters of the original model, if all lack a gradient.
 
-    Only the partitioned model's parameters get gradients.
+    The user should pass the partitioned model's parameters, because only these get gradients.
 
     Args:
         caller: name of the function that received the parameters, for the message.
@@ -104,8 +104,8 @@ class OriginalParams:
         """Watch a parameter of the original model for changes.
 
         Args:
-            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Then a change
-                is no problem, such as loading `full_state_dict()` into the original model.
+            is_equal: function that returns True if the local parameter equals its shard of a full tensor. Such a change
+                needs no warning, for example after `full_state_dict()` was loaded into the original model.
         """
         if not full.is_inference():
             self._versions[name] = weakref.ref(full), full._version, is_equal

@@ -22,13 +22,13 @@ from autopart.runtime.shards.shard_owners import shard_info_of
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
-    """Return the hooks of `Tensor.register_hook` as a dict, which the caller may change."""
+    """Return the hooks of `Tensor.register_hook` as a mutable dict."""
     hooks: Any = tensor._backward_hooks
     return {} if hooks is None else hooks
 
 
 def accumulation_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
-    """Return the hooks of `Tensor.register_post_accumulate_grad_hook` as a dict to change."""
+    """Return the hooks of `Tensor.register_post_accumulate_grad_hook` as a mutable dict."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
 

@@ -26,9 +26,9 @@ from autopart.runtime.training.gradient_norms import inside
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
 
-    Infinite gradients are detected over all ranks, so all ranks take a step or none does, and the scale stays equal.
-    Torch's class does so too once a model is partitioned. This class also works without `scale(loss)`, and its default
-    `device` is "cuda", or "cpu" without GPUs.
+    It detects infinite gradients over all ranks. So all ranks take a step or none does, and the scale stays equal. When
+    a model is partitioned, torch's class is patched to do this too. In addition, this class works without
+    `scale(loss)`. Its default `device` is "cuda", or "cpu" without GPUs.
 
     Example:
         scaler = autopart.GradScaler()

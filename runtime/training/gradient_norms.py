@@ -199,8 +199,8 @@ def _norm(
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
     """All-gather a `_Row` of each rank of this model; with `of_one`, only of ranks of this stage.
 
-    If data ranks have independent models (`dp_sync`), only ranks with this rank's model count. The all-gather is a sum
-    of rows that are zero on other ranks, which does not change any bit.
+    If data ranks have independent models (`dp_sync`), only ranks with this rank's model count. The all-gather is an
+    all-reduce of a matrix in which each rank fills its row. Adding zeros leaves the values bitwise unchanged.
     """
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)

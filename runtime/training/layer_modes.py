@@ -48,7 +48,7 @@ class LayerModes:
 
     @property
     def root(self) -> Any:
-        """The partitioned model. None if this is a copy of a single branch."""
+        """The partitioned model. None in a copy of a single branch."""
         return self._root()
 
     def layer(self, path: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Modules that represent a model and its layers, with the classes, modes and attributes of these."""
+"""Modules that represent a model and its layers, with the original's classes, modes and attributes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer updates a matrix exactly as it updates two halves of the matrix.
+    """Return True if an optimizer updates two halves of a matrix as it updates the full matrix.
 
     Tests this in three steps on a matrix, with the options of `optimizer`. The user's random state is not changed.
     Returns None if the test fails to run.
@@ -166,7 +166,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
 
 def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
-    """Return True if an optimizer of two matrices updates each as an optimizer of one matrix does.
+    """Return True if an optimizer updates two matrices together as it updates each matrix alone.
 
     Tests this in three steps on two matrices, with the options of `optimizer`. The user's random state is not changed.
     Returns None if the test fails to run.

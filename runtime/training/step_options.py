@@ -67,7 +67,10 @@ class StepOptions:
 
     @property
     def text(self) -> str:
-        """Text of the options that must be equal on all ranks: `, loss_scale=1024.0`."""
+        """Options that differ from their defaults, as text for the comparison between ranks.
+
+        For example, `, loss_scale=1024.0`.
+        """
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return "".join(f", {name}={value}" for name, value in changed)
 
