@@ -37,13 +37,9 @@ from autopart.tracing.call_cache import Recent
 def default_schedule(program: Program) -> str:
     """Return the schedule of a program if its plan has none.
 
-    It is interleaved 1F1B if a rank has several stages. Otherwise it is 1F1B, or GPipe if there are fewer microbatches
-    than stages.
+    It is interleaved 1F1B if a rank has several stages, else 1F1B.
     """
-    pp = program.mesh.size("pp")
-    if len(program.stages) > pp:
-        return "interleaved_1f1b"
-    return "1f1b" if program.microbatches >= pp else "gpipe"
+    return "interleaved_1f1b" if len(program.stages) > program.mesh.size("pp") else "1f1b"
 
 
 _MAX_GRAPHS = 4

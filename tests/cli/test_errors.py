@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "runs lstm in full\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
         "model"),
     "pp: too many stages": (skip("pp64"),
-        "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "
+        "StageError: the model cannot be split into 64 stages\n  why    it has 38 operators that depend on "
         "parameters, and 37 possible stage boundaries between them\n  try    pp=38 or less (pp times "
         "virtual_stages is the "
         "number of stages)"),

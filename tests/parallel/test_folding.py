@@ -284,7 +284,7 @@ REFUSED = {
     "compiled": ("tp2", folded(["tp"]), {"compile": True},
         "OptionError: compile=True is not supported on tp2\n"
         "  why    a compiled stage has fixed sizes; the number of rows of a rank's experts is known only at run time\n"
-        "  try    leave compile out, or the pins that cut experts"),
+        "  try    leave compile out, or the pins that shard experts"),
     "balance": ("ep2,tp2", folded(["tp"]), {"balance": 5},
         "OptionError: balance=5 is too large for ep2,tp2\n"
         "  why    a rank that has all tokens has 4 times the mean over 4 ranks\n"

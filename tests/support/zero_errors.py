@@ -99,9 +99,9 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "has one that "
         "divides over it and that tp does not shard\n  try    another size of dp, or zero=0"),
     "zero: a plan without it": (followed(0, 3),
-        f"OptionError: zero=3 contradicts the plan, which cuts no parameters over dp{AGAIN}"),
+        f"OptionError: zero=3 contradicts the plan, which shards no parameters over dp{AGAIN}"),
     "zero: a plan with it": (followed(3, 0),
-        f"OptionError: zero=0 contradicts the plan, which cuts parameters over dp{AGAIN}"),
+        f"OptionError: zero=0 contradicts the plan, which shards parameters over dp{AGAIN}"),
     # methods of dp_sync
     **{f"zero: {how} with a method": (planned("dp2", dp_sync="top_k:0.1", **options),
         f"OptionError: dp_sync='top_k:0.1' on parameters that are stored sharded ({how})\n  why    '{first}' is "

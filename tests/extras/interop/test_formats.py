@@ -246,7 +246,7 @@ CANNOT = {
     "a fused projection": (
         lambda: exported("transformers", build=zoo.phi3),
         "cannot express 'model.layers.*.self_attn.qkv_proj.weight' as S(0; sections=32+16+16)\n  why    the format "
-        "does not cut a fused projection section by section",
+        "does not shard a fused projection section by section",
     ),
     "another module": (lambda: exported("parallelize_module", build=zoo.gpt2), "it is of a Conv1D; the format"),
     "a gather": (
