@@ -121,9 +121,9 @@ class DataSync(GradientSync):
                 hint="pm.attach(optimizer), once, before the first step",
             )
 
-    def check_gradients(self, asked: str) -> None:
+    def check_gradients(self, call: str) -> None:
         if self.changes_models:
-            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
+            raise UsageError(f"{call} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
                              "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
 
     def problem(self, in_step: bool) -> UsageError | None:
