@@ -235,6 +235,6 @@ def _searched(
     (best, *_) = search(
         model, devices, hardware=options.hardware, memory=options.memory, precision=options.precision,
         reduce_dtype=options.reduce_dtype, balance=options.balance, sequence_dims=options.sequence_dims,
-        example_kwargs=example, count=1,
+        example_kwargs=example,
     )  # fmt: skip
     return best, Options(**kept)

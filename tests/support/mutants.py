@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant("runtime/graphs/mask_kernels.py", "key = tuple(id(arguments[name]) for name in self.reads)", "key = ()",
            "masks"),
     # schedules and time
-    Mutant("autopart/ir/run/schedule_actions.py", "next(counts[action.kind])", "action.microbatch",
+    Mutant("autopart/compat/pipelining_internals.py", "self._num_stages - 1 - stage)", "self._num_stages - stage)",
            "schedules timeline memory"),
     Mutant("autopart/ir/run/schedule_actions.py", "a._replace(joined=True)", "a", "schedules timeline simulate"),
     Mutant("cost/predict/collective_costs.py", '"all_reduce": Parts(*(2 * part for part in _one_way))',

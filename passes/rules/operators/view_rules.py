@@ -41,7 +41,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
         return name
 
     if 0 in before:
-        return *(tuple((new(size, True),) for size in dims) for dims in (before, after)), sizes, whole
+        unsharded = [tuple((new(size, True),) for size in dims) for dims in (before, after)]
+        return unsharded[0], unsharded[1], sizes, whole
     inputs: list[Dim] = []
     outputs: list[Dim] = []
     i = j = 0
