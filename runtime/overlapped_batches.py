@@ -59,8 +59,8 @@ class OverlappedBatches:
     def flush(self) -> Tensor:
         """Finish the batch in flight, and add its gradients to `.grad`. Return its loss, NaN without a batch."""
         raise UsageError(
-            "flush() without schedule='1f1b_2bw'", hint="remove the call",
-            why="with other schedules step() finishes its batch: nothing is left to flush",
+            "flush() is only for schedule='1f1b_2bw'", hint="remove the call",
+            why="with other schedules step() finishes its batch, so there is nothing to flush",
         )  # fmt: skip
 
     def drain(self) -> None:

@@ -42,7 +42,7 @@ def partition(
     if best is None:
         places = num_boundaries(nodes)
         raise StageError(
-            f"the model cannot be cut into {num_stages} stages",
+            f"the model cannot be split into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} possible stage "
             "boundaries between them",
             hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
