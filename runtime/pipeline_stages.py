@@ -37,12 +37,9 @@ from autopart.tracing.call_cache import Recent
 def default_schedule(program: Program) -> str:
     """Return the schedule for a program whose plan names none.
 
-    It is 1F1B, interleaved if a rank has several stages; GPipe if there are fewer microbatches than ranks along `pp`.
+    It is 1F1B, interleaved if a rank has several stages.
     """
-    pp = program.mesh.size("pp")
-    if len(program.stages) > pp:
-        return "interleaved_1f1b"
-    return "1f1b" if program.microbatches >= pp else "gpipe"
+    return "interleaved_1f1b" if len(program.stages) > program.mesh.size("pp") else "1f1b"
 
 
 _MAX_GRAPHS = 4

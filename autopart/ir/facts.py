@@ -85,7 +85,7 @@ class Facts(TypedDict, total=False):
     tied_to_mode: bool  # it exists only in train mode, or only in eval mode
     inexact: str  # why `rng="exact"` cannot reproduce this random op
     inexact_on_gpu: str  # why `rng="exact"` cannot reproduce this random op on a GPU
-    loss: bool  # it belongs to the loss, not to the model
+    loss: bool  # an operator of the loss function, or an input that only the loss function reads
     reads_no_value: bool  # it reads only the shape and dtype of its input
     counted_flops: int
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from autopart.common.empty_tensors import without_values
 from autopart.compat.torch_internals import TreeSpec
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
+from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.weight_updates import WeightUpdates
@@ -132,6 +133,11 @@ def device_of_weights(model: nn.Module) -> torch.device:
 
 
 def batch_size(trace: Trace) -> int:
-    """Return the number of samples of the global batch: the most common first dim of the inputs, or 1."""
-    sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
+    """Return the number of samples of the global batch: the most common first dim of the model's inputs, or 1.
+
+    Inputs that only the loss function reads count if the model has no tensor inputs.
+    """
+    inputs = [n for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
+    of_model = [n for n in inputs if not facts(n).get("loss")]
+    sizes = [shape(n)[0] for n in of_model or inputs]
     return max(sizes, key=sizes.count) if sizes else 1

@@ -32,7 +32,7 @@ from autopart.ir.graph import is_floating, shape
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.program import Rng
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra, schedule_for
+from autopart.ir.run.schedules import MULTI_STAGE, Schedule, check_schedule, schedule_extra
 from autopart.ir.run.sync_option import parse_sync
 from autopart.ir.trace import Trace, batch_size
 from autopart.ops.stage_masks import as_traced
@@ -405,17 +405,14 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
             why, hint = f"the mesh {mesh} has no axis pp", "mesh='pp2', or leave it out"
             raise OptionError(f"{asked} needs a pipeline", why=why, hint=hint)
         return Schedule(None, options.microbatches or 1, 1)
-    if name is None and (virtual or 1) > 1:
-        name = "interleaved_1f1b"
+    name = name or ("interleaved_1f1b" if (virtual or 1) > 1 else "1f1b")
     virtual = virtual or (2 if name in MULTI_STAGE else 1)
     microbatches = options.microbatches or _microbatches(traced, mesh, name, pp * virtual)
-    if name is None:
-        name = schedule_for("1f1b", pp, pp, microbatches)
     check_schedule(name, pp * virtual, pp, microbatches)
     return Schedule(name, microbatches, virtual)
 
 
-def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: int) -> int:
+def _microbatches(traced: Trace, mesh: Mesh, schedule: str, num_stages: int) -> int:
     rows = batch_size(traced) // mesh.batch_divisor
     divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
     for microbatches in divisors:
@@ -423,7 +420,7 @@ def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: i
         if first_batch_mixing(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
             continue
         try:
-            check_schedule(schedule or "gpipe", num_stages, mesh.size("pp"), microbatches)
+            check_schedule(schedule, num_stages, mesh.size("pp"), microbatches)
         except ValueError:
             continue
         return microbatches

@@ -1,7 +1,7 @@
 """Check that a traced graph and the model give gradients to the same parameters and inputs.
 
 The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows which
-parameters the outputs and the loss depend on. The traced graph shows the same for the trace. If the two differ, both
+parameters the outputs and the loss depend on. The traced graph is analyzed in the same way. If the two differ, both
 are differentiated, and the sets of tensors that get a gradient must be equal.
 """
 
@@ -169,7 +169,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
-    """Run the traced graph on meta tensors, as the model was run, in the precision of the graph."""
+    """Run the traced graph on meta tensors, with the dtypes of the graph and the tensors of the eager run."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device):

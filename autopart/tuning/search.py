@@ -30,7 +30,7 @@ from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionE
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import RecomputeMode
-from autopart.ir.run.schedules import FLUSHING, Schedule, can_run, schedule_for
+from autopart.ir.run.schedules import FLUSHING, Schedule, can_run
 from autopart.ir.run.sync_option import ALL_REDUCE, SyncOption, parse_sync
 from autopart.ir.trace import Trace
 from autopart.ops.grouped_matmul import expert_counts
@@ -250,7 +250,7 @@ class Space:
                 if pp == 1:
                     yield mesh, Schedule(None, microbatches, 1)
                     continue
-                yield mesh, Schedule(schedule_for("1f1b", pp, pp, microbatches), microbatches, 1)
+                yield mesh, Schedule("1f1b", microbatches, 1)
                 for virtual in VIRTUAL_STAGES[1:]:
                     if pp * virtual <= self.num_blocks and can_run("interleaved_1f1b", pp * virtual, pp, microbatches):
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)

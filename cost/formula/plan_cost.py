@@ -11,7 +11,7 @@ from autopart.common.text import quantity
 from autopart.errors import LayoutError, OptionError, PlanError, StageError
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.run.report_terms import MEMORY_KINDS
-from autopart.ir.run.schedules import Schedule, can_run, check_schedule, schedule_for, versions_of
+from autopart.ir.run.schedules import Schedule, can_run, check_schedule, versions_of
 from autopart.ir.run.sync_option import parse_sync
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) ->
     stages = pp * virtual_stages
     name = was.name
     if name is None or not can_run(name, stages, pp, microbatches):
-        name = "interleaved_1f1b" if virtual_stages > 1 else schedule_for("1f1b", stages, pp, microbatches)
+        name = "interleaved_1f1b" if virtual_stages > 1 else "1f1b"
         check_schedule(name, stages, pp, microbatches)
     return Schedule(name, microbatches, virtual_stages)
 

@@ -46,7 +46,7 @@ def _mark(before: fx.Node, node: fx.Node) -> None:
 
 
 class _AttentionFormula(NamedTuple):
-    """The operands of a decomposed attention (`turned`: transposed keys), and its last call (`result`)."""
+    """The operands of a decomposed attention, and its last call (`result`). `turned`: transposed keys."""
 
     query: fx.Node
     turned: fx.Node
@@ -58,7 +58,10 @@ class _AttentionFormula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a decomposed attention of a stage graph to one operator. `node`: its dropout with local noise."""
+    """Fuse a decomposed attention with dropout into one operator, in a stage graph.
+
+    `node`: the call of `autopart::dropout`, in which each rank draws its own mask.
+    """
     formula = _formula_of(node)
     if formula is None:
         return
@@ -97,9 +100,9 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return keys of shape [..., sequence, head size] from transposed keys.
+    """Return keys of shape [..., sequence, head size], given transposed keys.
 
-    If the transpose is a node of the graph, its input is returned. Otherwise a transpose is added.
+    If the transposed keys come from a transpose node, its input is returned. Otherwise a transpose is added.
     """
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]

@@ -20,7 +20,7 @@ from autopart.extras.block_search.search_methods import BlockSearchResult, Metho
 from autopart.ir.mesh import Mesh
 from autopart.ir.run.mixed_precision import Precision
 from autopart.ir.run.recompute_spec import Recompute, RecomputeMode
-from autopart.ir.run.schedules import Schedule, schedule_for
+from autopart.ir.run.schedules import Schedule
 from autopart.options import Options
 from autopart.tuning.search import LayoutKind, Space, space_of
 
@@ -175,4 +175,4 @@ def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | N
         return Schedule(None, microbatches or 1, 1)
     rows_per_rank = rows // dp
     number = microbatches or max(m for m in range(1, min(rows_per_rank, 4 * pp) + 1) if rows_per_rank % m == 0)
-    return Schedule(schedule or schedule_for("1f1b", pp, pp, number), number, 1)
+    return Schedule(schedule or "1f1b", number, 1)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import count
 from typing import Any, NamedTuple
 
 from autopart.compat.pipelining_internals import pipeline_order, schedule_class
-from autopart.ir.run.schedules import SINGLE_STAGE
 
 
 class Action(NamedTuple):
@@ -37,8 +35,7 @@ def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -
     if schedule is None:
         return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB"),)
     order = pipeline_order(schedule_class(schedule), num_stages, pp, microbatches)
-    number = _numbered if schedule in SINGLE_STAGE else tuple
-    return tuple(number(_plain(order[rank])) for rank in range(pp))
+    return tuple(tuple(_plain(order[rank])) for rank in range(pp))
 
 
 def _plain(order: list[Any]) -> Iterator[Action]:
@@ -51,15 +48,6 @@ def _plain(order: list[Any]) -> Iterator[Action]:
             yield last
         elif action.computation_type.value in "FBIW":
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
-
-
-def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
-    """Renumber the microbatches of each kind of action from 0, in order, as the runtime does.
-
-    In torch's own 1F1B the forwards of the last stage start at 1.
-    """
-    counts = {kind: count() for kind in "FB"}
-    return tuple(Action(action.stage, action.kind, next(counts[action.kind])) for action in order)
 
 
 class PeakActivations(NamedTuple):

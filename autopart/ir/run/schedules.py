@@ -18,7 +18,7 @@ Narayanan et al. 2021, arXiv:2006.09503). They change training, so autopart neve
 FLUSHING = tuple(name for name in SCHEDULES if name not in DELAYED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that run the backward of inputs separately from the backward of weights."""
-SIMPLER = {"1f1b": "gpipe", "1f1b_2bw": "gpipe", "dualpipev": "zbv"}
+SIMPLER = {"1f1b_2bw": "1f1b", "dualpipev": "zbv"}
 """{schedule that needs many microbatches: schedule with equal stage placement that can run one microbatch}."""
 
 
@@ -66,7 +66,7 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
         raise StageError(
             cannot_run, why=f"this schedule runs two stages per rank, not {per_rank}", hint="virtual_stages=2"
         )
-    least = num_stages if schedule in ("1f1b", "dualpipev", *DELAYED) else 1
+    least = num_stages if schedule in ("dualpipev", *DELAYED) else 1
     if microbatches < least:
         raise StageError(
             cannot_run, why=f"this schedule needs at least {least} microbatches", hint=f"microbatches={least}"
@@ -114,8 +114,8 @@ def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
 def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> str:
     """Return the schedule; if a call has too few microbatches for it, return its simpler replacement.
 
-    >>> schedule_for("1f1b", 4, 4, 8), schedule_for("1f1b", 4, 4, 3)
-    ('1f1b', 'gpipe')
+    >>> schedule_for("dualpipev", 4, 2, 8), schedule_for("dualpipev", 4, 2, 3)
+    ('dualpipev', 'zbv')
     """
     return schedule if can_run(schedule, num_stages, pp, microbatches) else SIMPLER.get(schedule, schedule)
 

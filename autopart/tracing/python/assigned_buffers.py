@@ -28,7 +28,8 @@ class _BufferMetadata(NamedTuple):
 class AssignedBuffers:
     """Records the buffers that a forward assigns.
 
-    `caches`: buffers that were None and that the forward filled. `are_filled`: run the forward with filled caches.
+    `caches`: buffers that were None and that the forward filled. `are_filled`: if True, the caches are filled before
+    the forward starts.
     """
 
     def __init__(self, model: nn.Module):
@@ -99,7 +100,7 @@ def _replaced(module: nn.Module, before: Mapping[str, Tensor | None]) -> list[Te
 
 
 def check_caches(model: nn.Module, buffers: AssignedBuffers, program: Any, again: Callable[[], Any]) -> None:
-    """Raise TraceError if a forward that finds its caches filled differs from one that fills them.
+    """Raise TraceError if a forward that finds its caches filled differs from a forward that fills them.
 
     `again` traces the call again with filled caches. Both traces must have equal calls that depend on inputs or
     parameters.

@@ -24,7 +24,7 @@ def view(node: fx.Node) -> Pattern | None:
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
     """Return factors that both shapes consist of: (4, 12, 32) and (48, 4, 8) consist of 4, 12, 4, 8.
 
-    If dims have no common factors (6, 4 and 8, 3), each is one factor that cannot be sharded.
+    If dims have no common factors (6, 4 and 8, 3), or one has size 0, each is one factor that cannot be sharded.
 
     Returns:
         Factors of each dim before, factors of each dim after, {factor: size}, and the factors that cannot be sharded.
@@ -39,6 +39,8 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
             whole.append(name)
         return name
 
+    if 0 in before:
+        return *(tuple((new(size, True),) for size in dims) for dims in (before, after)), sizes, whole
     inputs: list[Dim] = []
     outputs: list[Dim] = []
     i = j = 0
