@@ -271,9 +271,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule: without pp": (skip("dp2", schedule="gpipe"),
         "OptionError: schedule='gpipe' needs a pipeline\n  why    the mesh dp2 has no axis pp\n  try    mesh='pp2', "
         "or leave it out"),
-    "schedule: microbatches": (skip("pp2", schedule="1f1b", microbatches=1),
-        "StageError: schedule='1f1b' cannot run 2 stages on pp=2 with 1 microbatches\n  why    this schedule needs at "
-        "least 2 microbatches\n  try    microbatches=2"),
+    "schedule: microbatches": (skip("pp2", schedule="1f1b_2bw", microbatches=1),
+        "StageError: schedule='1f1b_2bw' cannot run 2 stages on pp=2 with 1 microbatches\n  why    this schedule needs "
+        "at least 2 microbatches\n  try    microbatches=2"),
     "schedule: one stage each": (skip("pp2", schedule="gpipe", virtual_stages=2),
         "StageError: schedule='gpipe' cannot run 4 stages on pp=2 with 8 microbatches\n  why    this schedule runs "
         "one stage per rank, not 2\n  try    virtual_stages=1"),
@@ -294,8 +294,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "draw equal numbers, and no formula computes them from numbers of a fixed distribution\n  where  poisson at "
         "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
     "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
-        "OptionError: rng='exact' cannot reproduce the random numbers of a single device\n  why    one device "
-        "draws a slope only where its input is not positive, so the values decide\n  "
+        "OptionError: rng='exact' cannot reproduce the random numbers of a single device\n  why    torch draws "
+        "slopes only for inputs that are not positive, so the number of draws depends on the values\n  "
         "where  uniform at test_errors.py:{leaky_line} (leak)\n  try    rng='fast'"),
     "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
         "OptionError: unknown local_batch='mine'\n  try    True (each data rank passes its own samples) or False"),

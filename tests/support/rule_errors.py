@@ -68,11 +68,14 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"RuleError: whole='d' of {MATMUL}: there is no factor 'd'\n  why    the factors are a, b, c\n  try    the "
         "names of the line"),
     "rule: sum not said": (rule("a b, b c -> a c"),
-        f"RuleError: the rule of {MATMUL} has no sum=\n  why    some output lacks b; sharding a factor that an "
-        "output lacks leaves a partial sum\n  try    sum='b', or whole= for factors that cannot be sharded"),
+        f"RuleError: the rule of {MATMUL} has no sum=, which does not fit its factors\n  why    some output lacks b; "
+        f"sharding "
+        "a factor that an output lacks leaves a partial sum\n  try    sum='b', or whole= for factors that cannot be "
+        "sharded"),
     "rule: sum of what is kept": (rule("a b, b c -> a c", sum="c", whole="b"),
-        f"RuleError: the rule of {MATMUL} has sum='c'\n  why    every output has all factors of the inputs; sharding "
-        "a factor that an output lacks leaves a partial sum\n  try    leave sum out"),
+        f"RuleError: the rule of {MATMUL} has sum='c', which does not fit its factors\n  why    every output has all "
+        f"factors of the "
+        "inputs; sharding a factor that an output lacks leaves a partial sum\n  try    leave sum out"),
     "rule: made in an output": (rule("a b, b c -> a d", sum="b c"),
         f"RuleError: factor 'd' of the rule of {MATMUL} appears only in an output\n  why    it cannot be sharded"
         "\n  try    whole='d'"),

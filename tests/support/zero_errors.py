@@ -76,7 +76,7 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: 4": (planned("dp2", zero=4), f"OptionError: unknown zero=4{LEVELS}"),
     "zero: 1 without dp": (planned("tp2", zero=1),
         "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh tp2 has no axis dp or cp or ep"
-        "\n  try    mesh='dp2,tp2', or leave it out"),
+        "\n  try    mesh='dp2,tp2', or leave zero= out"),
     "zero: over replicas alone": (planned("dpr2", zero=1),
         "OptionError: zero=1 needs an axis to shard parameters over\n  why    the mesh dpr2 has no axis dp or cp or ep"
         "\n  try    mesh='dpr2,dp2', or leave zero= out"),
@@ -126,11 +126,12 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "already\n  where  line 1\n  "
         "try    S(1) or R"),
     "zero: edited, a sum": (edited("head.weight", {"dp": "P", "tp": "R"}),
-        "PlanError: the plan stores 'head.weight' as P on dp\n  why    a weight is not a partial sum\n  where  line 1\n"
+        "PlanError: the plan's layout P of 'head.weight' on dp is not possible\n  why    a weight is not a partial "
+        "sum\n  where  line 1\n"
         "  try    S(0), S(1) or R"),
     "zero: edited, no dim": (edited("head.bias", {"dp": "S(1)", "tp": "R"}),
-        "PlanError: the plan stores 'head.bias' as S(1) on dp\n  why    its shape is [32], it has no dim 1\n  where  "
-        "line 1\n  try    S(0) or R"),
+        "PlanError: the plan's layout S(1) of 'head.bias' on dp is not possible\n  why    its shape is [32], it has "
+        "no dim 1\n  where  line 1\n  try    S(0) or R"),
     # pins
     "zero: pinned in sections": (pinned({"head.weight": {"dp": "S(0; sections=2)"}}, "dp2"),
         "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: a dim with sections "
