@@ -139,23 +139,23 @@ def verify_loop(
     """Prove a training function: compare a run of the model with a run on every rank.
 
     The model runs in one process; the partitioned model runs on every rank. All runs are in float64 on the CPU, in
-    forked processes with one seed. Compared are: each loss (of `backward()` and `step`), all gradients before and all
-    weights after each optimizer step, the final weights, and the function's return value. The result names the first
-    value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of every
-    step are stored on disk.
+    forked processes with one seed. The comparison covers each loss (of `backward()` and `step`), all gradients before
+    and all weights after each optimizer step, the final weights, and the function's return value. The result names the
+    first value that differs with its step, rank and line. Use a small model and few batches: gradients and weights of
+    every step are stored on disk.
 
     Args:
         fn: `fn(model, batches)` trains. In one process, `model` is the model itself, extended by `step`,
             `clip_grad_norm_`, `no_sync`, `full_state_dict`, `full_grads` and `data_rank` of a ParallelModule.
         mesh, model, plan: as `parallelize`, with named axes.
         batches: passed to `fn` as a list; floating-point tensors become float64.
-        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; of a dict,
-            the entries that the model takes]
+        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch; if it is a
+            dict, its entries that the model takes]
         tolerance: largest difference, relative to the largest value.
         time_limit_s: time limit of one run, in seconds.
         **options: `RunOptions`.
     Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
-    Raises what autopart raises on a rank, once; InputError if `fn` fails in one process or trains nothing.
+    Raises the error that autopart raises on a rank; InputError if `fn` fails in one process or trains nothing.
 
     Example:
         >>> result = autopart.verify_loop(train, "dp2,tp2", model, batches)    # doctest: +SKIP
@@ -225,7 +225,7 @@ def _module(
 def _searched(
     model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
 ) -> tuple[Plan, Options]:
-    """Search over meshes. Return the best plan, and the options that are not part of a plan."""
+    """Search over meshes. Return the best plan, and the options that only `RunOptions` has."""
     if not example_args and example_kwargs is None:
         raise InputError(
             f"mesh={devices} needs an example call",

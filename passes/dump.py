@@ -121,7 +121,7 @@ def dump_of(graph: fx.Graph, root: str) -> Dump | None:
 
 @contextmanager
 def within(dump: Dump | None) -> Iterator[None]:
-    """Within a `with` block, let this dump record passes over graphs that have no dump yet."""
+    """Record passes over new graphs in this dump during a `with` block."""
     token = _within.set(dump)
     try:
         yield

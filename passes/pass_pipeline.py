@@ -143,7 +143,7 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
 
 
 class Driven(Protocol):
-    """Protocol of what a pass runs on: a trace, or an object with a trace's graph."""
+    """Protocol of the object that a driven function gets: a trace, or another object with a graph."""
 
     @property
     def graph(self) -> fx.Graph: ...
@@ -236,7 +236,7 @@ def _node_of(error: Exception) -> fx.Node | None:
 
 
 def _check_order(graph: fx.Graph) -> None:
-    """Raise RuntimeError if a node uses a node that is after it in the graph, or that was erased."""
+    """Raise RuntimeError if a node uses a later node or an erased node."""
     earlier: set[fx.Node] = set()
     for node in graph.nodes:
         if not earlier.issuperset(node.all_input_nodes):
@@ -246,7 +246,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove unused calls, except random operators: removing one would change the numbers of later ones."""
+    """Remove unused calls, except random operators, whose removal would change later random numbers."""
     for node in reversed(graph.nodes):
         if node.users or node.op in ("placeholder", "output"):
             continue

@@ -133,9 +133,9 @@ def device_of_weights(model: nn.Module) -> torch.device:
 
 
 def batch_size(trace: Trace) -> int:
-    """Return the number of samples of the global batch: the most common first dim of the model's inputs, or 1.
+    """Return the number of samples of the global batch: the most common first dim of the inputs, or 1.
 
-    Inputs that only the loss function reads count if the model has no tensor inputs.
+    Inputs that only the loss function reads count only if the model has no other tensor inputs.
     """
     inputs = [n for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
     of_model = [n for n in inputs if not facts(n).get("loss")]

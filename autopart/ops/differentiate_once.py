@@ -8,7 +8,7 @@ from autopart.errors import UsageError
 
 
 def check_differentiated_once(of: str, why: str, hint: str) -> None:
-    """Raise UsageError if the running backward is recorded to be differentiated (`create_graph=True`).
+    """Raise UsageError if the current backward runs with `create_graph=True`.
 
     Args:
         of: the operation whose gradient cannot be differentiated, as a noun.

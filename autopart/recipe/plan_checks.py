@@ -57,7 +57,7 @@ def check_plan_options(options: Options, plan: Plan) -> None:
             f"zero={options.zero} contradicts the plan, which {planned_sharding}",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
-    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions cut as 3 does
+    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions shard as with zero=3
         raise OptionError(
             f"zero={options.zero} contradicts the plan, which has zero={plan.zero}", where=plan.where("zero"),
             hint="leave zero out, or edit the plan",
@@ -101,8 +101,8 @@ def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) ->
 def warn_of_memory(plan: Plan) -> None:
     """Warn, in the first process, if a plan that is about to run needs more memory than the device has.
 
-    A GPU reports its own memory. Without a GPU the hardware profile's memory counts, unless it is the default profile,
-    which does not describe the machine that a model is tried on.
+    A GPU reports its own memory. Without a GPU, the limit is the memory in the hardware profile of the plan. There is
+    no warning for the default profile, because it does not describe this machine.
     """
     if os.environ.get("RANK", "0") != "0" or not plan.memory:
         return

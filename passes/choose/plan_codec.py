@@ -143,7 +143,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
     """Apply the plan's sequence order (zigzag or contiguous) and its sequence dims to the trace.
 
-    If the mesh has no context axis, the order of the trace stays.
+    If the mesh has no context axis, the trace keeps its sequence order.
     """
     if mesh.along("positions"):
         texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
@@ -177,15 +177,15 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     of_experts = mixtures(trace)
     for axis in mesh.solving_order:
         kind = mesh.axis(axis).cuts
-        beside = replace(FREE, axis=axis, cuts=kind).beside(chosen, stored, mesh)
+        constraints = replace(FREE, axis=axis, cuts=kind).with_solved_axes(chosen, stored, mesh)
         places = _read_stored(trace, plan, mesh, axis, stored)
         by_expert = {name for name, place in places.items() if place == shard(0)}
-        beside = replace(beside, stacks=mixtures_on_axis(of_experts, kind, by_expert))
-        _check_cut_again(plan, beside, places, stored)
+        constraints = replace(constraints, stacks=mixtures_on_axis(of_experts, kind, by_expert))
+        _check_cut_again(plan, constraints, places, stored)
         stored = with_placements(stored, axis, places)
         read = _read_strategies if same_trace else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
-        chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
+        chosen[axis] = read(trace, plan, mesh, axis, stored, known, constraints)
     if same_trace:
         microbatches = plan.schedule.microbatches
         rows = BatchSplit(microbatches, batch_strategies(trace, mesh, microbatches), False)
@@ -277,7 +277,7 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
 
 
 def _check_cut_again(
-    plan: Plan, beside: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
+    plan: Plan, constraints: AxisConstraints, places: Mapping[str, Placement], stored: Mapping[str, Layout]
 ) -> None:
     """Raise PlanError if several axes shard one dim of a parameter, unless it is the dim of experts.
 
@@ -285,10 +285,10 @@ def _check_cut_again(
     """
     for name, place in places.items():
         others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
-        if place.is_shard and others and not beside.can_shard_again(name, place):
+        if place.is_shard and others and not constraints.can_shard_again(name, place):
             key = name if name in plan.parameters else pattern_of(name)
             raise PlanError(
-                f"the plan's layout {place} of '{name}' on {beside.axis} is not possible",
+                f"the plan's layout {place} of '{name}' on {constraints.axis} is not possible",
                 why=f"{' and '.join(others)} shards dim {place.dim} already; several axes can only shard the dim "
                 "of experts, and only if there are enough experts", where=plan.where("parameters", key), hint="R",
             )  # fmt: skip
@@ -296,19 +296,19 @@ def _check_cut_again(
 
 def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: AxisConstraints,
+    constraints: AxisConstraints,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """Return strategies on an axis: the plan's if they fit this trace, else solved ones.
 
     Args:
-        beside: constraints by the axes that are decoded already.
+        constraints: pins, and shardings over the axes that are decoded already.
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = on_parameters(trace.graph)
     for node in nodes:
-        allowed = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
-        options = {str(option): option for option in allowed if not _cuts_otherwise(node, option, on_axis)}
+        allowed = constraints.strategies(node, constraints.strategies_on_axis(node, mesh.size(axis)))
+        options = {str(option): option for option in allowed if not _contradicts_storage(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
             _, entry = plan.operator_entry(facts(node)["key"], facts(node)["group"]) or ("", {})
@@ -319,12 +319,12 @@ def _fit_strategies(
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
-    return fit_around(trace.graph, mesh.size(axis), Hardware.load(), on_axis, fixed, beside)
+    return fit_around(trace.graph, mesh.size(axis), Hardware.load(), on_axis, fixed, constraints)
 
 
 def _read_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
-    beside: AxisConstraints,
+    constraints: AxisConstraints,
 ) -> dict[fx.Node, Strategy]:  # fmt: skip
     """Return the strategies on an axis, for the very trace that the plan comes from.
 
@@ -334,7 +334,7 @@ def _read_strategies(
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     for node in on_parameters(trace.graph):
-        options = beside.strategies(node, beside.strategies_on_axis(node, mesh.size(axis)))
+        options = constraints.strategies(node, constraints.strategies_on_axis(node, mesh.size(axis)))
         named_entry = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if named_entry is not None:
@@ -352,7 +352,7 @@ def _read_strategies(
 
 
 def _is_cast(name: str) -> bool:
-    """Return True if an operator name is that of a cast.
+    """Return True if an operator of this name is a cast.
 
     The dtype of a run adds or removes casts, so a plan may name casts that the trace lacks.
     """
@@ -407,10 +407,10 @@ def _fits_weights(
     return True
 
 
-def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
+def _contradicts_storage(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
     """Return True if the strategy shards a weight differently than the weight is stored.
 
-    The plan's entry of this name then belongs to another operator.
+    The plan's entry with this operator's name was then written for another operator.
     """
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if facts(s)["role"] == PARAMETER]  # fmt: skip

@@ -405,7 +405,7 @@ def test_the_dump_in_the_documentation(tmp_path):
     with environment(dump=tmp_path):
         exec(compile(code, "mlp.py", "exec"), {"__name__": "mlp"})
     (folder,) = folders(tmp_path)
-    assert (folder / "65-lower" / "stage0.txt").read_text() == program
+    assert (folder / "67-lower" / "stage0.txt").read_text() == program
     assert without_times((folder / "23-one_linear.diff").read_text()) == without_times(diff)
     for line in listing.splitlines():
         assert line == "..." or without_times(line) in without_times(passes_text(folder)).splitlines()

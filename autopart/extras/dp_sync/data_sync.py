@@ -42,7 +42,8 @@ class DataSync(GradientSync):
         updates: number of steps of the attached optimizer so far.
         state: state of the methods.
         stored: {name: this rank's parameter}.
-        parameters: like `stored`, but with the entries of `unsharded` in place of sharded parameters.
+        parameters: like `stored`, but a sharded parameter is replaced by an unsharded one without storage, whose
+            `.grad` is the full gradient.
     """
 
     methods: dict[str, Method]
@@ -223,8 +224,8 @@ class DataSync(GradientSync):
     def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
         """Return the parameters whose gradients are synchronised together: (method, names) of each bucket.
 
-        A bucket has one method and one dtype. A parameter that has state but no gradient counts as zero. A hook gets
-        all parameters at once, the last parameter first, as in DDP.
+        A bucket has one method and one dtype. A parameter without a gradient is included if it has state; its gradient
+        is zero. A hook gets all parameters at once, the last parameter first, as in DDP.
         """
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
@@ -301,9 +302,9 @@ class DataSync(GradientSync):
     # --- Hooks and checkpoints
 
     def register_hook(self, program: Program, parameters: Mapping[str, Tensor], state: Any, hook: Hook) -> Program:
-        """Register the user's communication hook as the method of every parameter. Return the new program.
+        """Make the user's communication hook the method of every parameter. Return the changed program.
 
-        Raises UsageError or OptionError if a partitioned model cannot run the hook, or if the program excludes hooks.
+        Raises UsageError or OptionError if the hook cannot reduce the gradients of this program.
         """
         check_hook(hook)
         if self.hook is not None:

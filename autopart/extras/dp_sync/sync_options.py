@@ -11,9 +11,9 @@ dp_sync = "gossip:ring"  # every rank has its own model, averaged with its neigh
 Methods of *gradients* change only `.grad`: model replicas stay bitwise identical. With methods of *models* every data
 rank has its own parameters, which the method averages after the optimizer step (`pm.attach(optimizer)`).
 
-The method runs over `dp`. On a mesh that also has `dpr`, it runs over `dpr`, and gradients are all-reduced over `dp`:
-exact within a node, the method between nodes (`across="node"` requires this). With `zero=1` methods of gradients get
-unsharded gradients and work as without ZeRO.
+The method runs over `dp`. If the mesh also has `dpr`, gradients are all-reduced exactly over `dp` (within a node), and
+the method runs over `dpr` (between nodes). `across="node"` requires a mesh with `dpr`. With `zero=1`, methods of
+gradients get unsharded gradients, so they work as without ZeRO.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class DpSync:
         if isinstance(dp_sync, str):
             rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", dp_sync)]
             if len(rows) == 1 and not rows[0][1]:
-                return _complete(DpSync(Method.parse(dp_sync)))
+                return _checked_combination(DpSync(Method.parse(dp_sync)))
             dp_sync = {"only": {name.strip(): method.strip() for name, _, method in rows}}
         if not isinstance(dp_sync, Mapping) or not dp_sync:
             raise OptionError(f"unknown dp_sync={dp_sync!r}", hint=FORM)
@@ -281,7 +281,7 @@ class DpSync:
             raise OptionError(
                 f"dp_sync across={across!r} is unknown", hint="'all' data ranks, or 'node': between nodes"
             )
-        return _complete(DpSync(method, tuple(named), across, from_step, seed))
+        return _checked_combination(DpSync(method, tuple(named), across, from_step, seed))
 
     def as_data(self) -> dict[str, Any]:
         """Return a mapping that `parse` reads, as plans store it."""
@@ -346,8 +346,8 @@ class DpSync:
                 )  # fmt: skip
 
 
-def _complete(sync: DpSync) -> DpSync:
-    """Return `sync` unchanged if its methods can be combined. Raises OptionError if they cannot."""
+def _checked_combination(sync: DpSync) -> DpSync:
+    """Return `sync`. Raise OptionError if its methods or options exclude each other."""
     if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
         raise OptionError(
             f"dp_sync='{sync}' combines a method that averages models with other methods",

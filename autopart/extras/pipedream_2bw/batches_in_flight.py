@@ -77,7 +77,8 @@ class WeightVersions:
 class StageExchange:
     """Sends and receives between neighbouring stages.
 
-    A rank waits for a receive when it starts it. It waits for a send only after it has started the next send.
+    A rank waits for a receive as soon as it has started the receive. It waits for a send only after it has started the
+    next send.
     """
 
     def __init__(self) -> None:
@@ -102,10 +103,9 @@ class StageExchange:
         self.receive(())
 
     def _begin(self, receives: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """Start the pending sends and these receives. Return the work objects that the caller must wait for.
+        """Start the pending sends and these receives. Return the work objects of the receives.
 
-        They are those of the receives. If the backend returns one work object for all (nccl), it is that one. Sends are
-        otherwise waited for later.
+        Sends are waited for later. If the backend returns one work object for all transfers (NCCL), return that object.
         """
         sends, self.unsent = self.unsent, []
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
@@ -208,7 +208,10 @@ class BatchInFlight:
 
 
 class InFlight(OverlappedBatches):
-    """The batch in flight under "1f1b_2bw", and the finished batch whose gradients are not in `.grad` yet."""
+    """State of "1f1b_2bw".
+
+    It has the batch in flight, and a finished batch whose gradients are not in `.grad` yet.
+    """
 
     def __init__(self, schedule: str, process: Process, parameters: Mapping[str, Tensor]):
         super().__init__(schedule, process, parameters)
@@ -227,8 +230,9 @@ class InFlight(OverlappedBatches):
     def step(self, pair: ExecutablePair, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> Tensor:
         """Start a batch, finish the previous batch, and add the gradients of the previous batch to `.grad`.
 
-        Returns the loss of the previous batch, NaN if there is none. Raises InputError if the ranks were called
-        differently. Then the previous batch is finished, and the next call stores its gradients.
+        Returns the loss of the previous batch, NaN if there is none. Raises InputError if ranks pass different
+        arguments. The previous batch is finished before the error is raised, and the next call adds its gradients to
+        `.grad`.
         """
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
@@ -312,7 +316,7 @@ class InFlight(OverlappedBatches):
     def _run(
         self, finishing: BatchInFlight | None, beginning: BatchInFlight | None, meet: Callable[[], None]
     ) -> AutopartError | None:
-        """Run one period of 1F1B: the end of batch `finishing` and the begin of batch `beginning`.
+        """Run one period of 1F1B: the end of batch `finishing` and the start of batch `beginning`.
 
         Returns the error that kept `beginning` from starting, or None.
         """

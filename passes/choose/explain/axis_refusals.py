@@ -24,17 +24,14 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
     return pattern is not None and reads_weights(node) and strategy.factor == pattern.lookup
 
 
-def _of_selected_rows(trace: Trace) -> list[fx.Node]:
-    """Return products of a weight with tokens that a mask selects.
-
-    They are experts that a loop runs one by one.
-    """
+def _looped_expert_products(trace: Trace) -> list[fx.Node]:
+    """Return the matrix products of experts that a loop runs one by one, on tokens selected by a mask."""
     return [n for n in matrix_products(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
     """Return notes on experts that an expert axis cannot shard, because a loop runs them one by one."""
-    axes, looped = mesh.along("experts"), _of_selected_rows(trace)
+    axes, looped = mesh.along("experts"), _looped_expert_products(trace)
     if not axes or not looped:
         return []
     named = ",".join(axes)
@@ -45,9 +42,9 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raise LayoutError if an expert axis does not shard the experts of every mixture, or there are none."""
+    """Raise LayoutError if the model has no experts, or if an expert axis cannot shard all of its experts."""
     ranks, products = mesh.size(axis), [node for node in matrix_products(trace) if facts(node)["pattern"].lookup]
-    if not products and not _of_selected_rows(trace):
+    if not products and not _looped_expert_products(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to shard",
             why="the model has no experts: all tokens go through all of its matrix products",
@@ -78,8 +75,8 @@ def check_axes_divide(
 ) -> None:  # fmt: skip
     """Raise LayoutError for an axis that shards nothing of the model.
 
-    A context axis and an expert axis are checked by their own functions. An axis for features must divide a matrix
-    product, or with pins at least a weight.
+    Context axes and expert axes have their own checks. A feature axis (`tp`) must shard a matrix product. If the user
+    pins layouts, it is enough that its size divides a dim of a weight.
 
     Args:
         chosen: strategies by axis.

@@ -69,8 +69,8 @@ def check_context_axis(
 def context_axis_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
     """Yield the notes of a plan on axes that shard the sequence.
 
-    There is a note if an axis divides no matrix product, if operators need the full sequence, and if shards are
-    unequal.
+    There are notes on an axis that shards no matrix product, on operators that need the full sequence, and on unequal
+    shards.
     """
     for axis in decisions.mesh.along("positions"):
         chosen, ranks = decisions.strategies[axis], decisions.mesh.size(axis)

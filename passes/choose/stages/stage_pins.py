@@ -83,9 +83,9 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 
 
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
-    """Return the indices of the operators that a name with `*` matches, grouped by what the `*` stand for.
+    """Return the operators that a name with `*` matches, as {texts that the `*` match: operator indices}.
 
-    Keys are the tuples of texts that the `*` match.
+    For example, `layers.*` gives the indices of layer 3 under the key `("3",)`.
     """
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
