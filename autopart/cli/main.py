@@ -18,7 +18,7 @@ from autopart import __version__
 from autopart.cli.console import JSON, WIDTH, rank, reports_errors, tell
 from autopart.cli.shared_options import MESH, META, MODEL, PLAN, TRAINING, CommandOptions, facts, shared, training_of
 from autopart.common.extras import load_extra
-from autopart.common.files import check_place
+from autopart.common.files import check_writable
 from autopart.common.progress import phase
 from autopart.errors import OptionError, PlanError
 from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
@@ -58,7 +58,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
       autopart plan --hf-config llama-8b --mesh pp4,tp8 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
+        check_writable(Path(output), PlanError, WRITABLE)
     new_plan = CommandOptions(options).plan()
     if output is None:
         click.echo(new_plan.to_json(), nl=False)
@@ -111,7 +111,7 @@ def search(
       autopart search --hf-config llama-8b --batch 512 --devices 64 -o plan.json
     """
     if output is not None:
-        check_place(Path(output), PlanError, WRITABLE)
+        check_writable(Path(output), PlanError, WRITABLE)
     given = CommandOptions(options)
     planning = given.planning(SearchOptions)
     source = given.source(meta=options["model"] is None)

@@ -37,7 +37,7 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 
 @dataclass(frozen=True)
 class LayoutPin:
-    """Placement on one axis of all parameters or operators whose names match a pattern.
+    """Pin of a placement on one axis, for all parameters or operators whose names match a pattern.
 
     `of_operator`: True if the pattern is for operators.
     """
@@ -63,7 +63,7 @@ class LayoutPin:
 
 @dataclass(frozen=True)
 class CutPin:
-    """Pin of a stage boundary: a stage begins with this module or operator."""
+    """Pin of a stage boundary: a stage begins with the module or operator `name`."""
 
     name: str
 
@@ -73,7 +73,10 @@ class CutPin:
 
 @dataclass(frozen=True)
 class TogetherPin:
-    """Pin of modules to one stage. With `*` in the names, the modules of each match of `*` share a stage."""
+    """Pin of several modules to one stage.
+
+    If the names contain `*`, each match is a separate pin: `model.layers.*` keeps each layer on one stage.
+    """
 
     names: tuple[str, ...]
 
@@ -86,7 +89,10 @@ Pin = LayoutPin | CutPin | TogetherPin
 
 @dataclass(frozen=True)
 class Pins:
-    """All pins of a plan. `text`: content of the file that they come from, to name lines in errors."""
+    """All pins of a plan.
+
+    `text`: content of the pins file, from which error messages take line numbers.
+    """
 
     layouts: tuple[LayoutPin, ...] = ()
     cuts: tuple[CutPin, ...] = ()
@@ -98,7 +104,7 @@ class Pins:
 
     @staticmethod
     def parse(pins: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
-        """Parse pins from a dict (see this module's docstring for its form), or from a JSON file of it.
+        """Parse pins from a dict of the form in this module's docstring, or from a JSON file with such a dict.
 
         Args:
             axes: the mesh axes that can be pinned.
@@ -123,7 +129,7 @@ class Pins:
         return Pins(tuple(layouts), *_stages(pins.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
-        """Return the line of a pin in its file; "" if the pins are not from a file."""
+        """Return the line number of a pin in its file, as text; "" if the pins are not from a file."""
         if not self.text:
             return ""
         if isinstance(pin, TogetherPin):
@@ -131,7 +137,7 @@ class Pins:
         return line_of(self.text, *["cut_before"] * isinstance(pin, CutPin), pin.name)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the pins as the dict that `parse` reads."""
+        """Return the pins as a dict that `parse` accepts."""
         data: dict[str, Any] = {}
         for pin in self.layouts:
             data.setdefault(pin.name, {})[pin.axis] = pin.text

@@ -215,7 +215,7 @@ def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) ->
     allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
     unsaid = [f"--{name}" for name in ("batch", "sequence") if getattr(options, name) is None]
     change = f"; {' and '.join(unsaid)} change{'s' * (len(unsaid) == 1)} it" if unsaid else ""
-    return f"{rows:,} row{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
+    return f"{rows:,} sample{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ _TABLE = threading.Lock()
 
 
 class Caller(NamedTuple):
-    """A thread that is inside a call of a partitioned model: the method, and the nesting depth of calls."""
+    """The thread that is inside a call of a partitioned model, the method's name, and the call depth."""
 
     thread: int
     method: str
@@ -25,7 +25,7 @@ class Caller(NamedTuple):
 def one_caller(process: Any, method: str) -> Iterator[None]:
     """Mark that this thread runs a collective method, in a `with` block.
 
-    Raises UsageError if another thread runs one, or inside a transform of `torch.func`.
+    Raises UsageError if another thread runs a collective method, or if a `torch.func` transform calls the method.
     """
     transform = current_transform()
     if transform:

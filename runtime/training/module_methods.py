@@ -1,4 +1,4 @@
-"""Methods of `nn.Module` other than the call: adapted to a partitioned model, or rejected."""
+"""Methods of `nn.Module`, other than the call, that a partitioned model adapts or rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_lo
 class ModuleMethods(ModuleProxy):
     """Methods of `nn.Module` whose default would be silently wrong on a partitioned model.
 
-    `copy.deepcopy` returns a module with separate parameters (for moving averages) that runs on the same processes.
+    `copy.deepcopy` returns a module with separate parameters, for example for moving averages. The copy runs on the
+    same processes.
     """
 
     _local_parameters: dict[str, nn.Parameter]
@@ -80,12 +81,12 @@ class ModuleMethods(ModuleProxy):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Accept the dtype and device that the module has, in any spelling. Raise UsageError for all others."""
+        """Return this module if it already has the dtype and device. Raise UsageError for all others."""
         args_, kwargs_ = spelled_as(self.__dict__["_process"].device, args, kwargs)
         return super().to(*args_, **kwargs_)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Accept a function that changes no tensor. `to`, `half`, `cuda` and similar methods call this."""
+        """Raise UsageError if `fn` converts tensors. `to`, `half`, `cuda` and similar methods call this."""
         tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
         if not tensors:
             tensors = [*self.__dict__["_source"].model.parameters()]
@@ -114,7 +115,7 @@ class ModuleMethods(ModuleProxy):
         return copied
 
     def _begin_as_copy(self) -> None:
-        """Reset the state that belongs to the parameters of the module from which this one was copied."""
+        """Create new state for steps and gradients. `copy.deepcopy` calls this on the copy."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -146,12 +147,15 @@ class ModuleMethods(ModuleProxy):
 
 
 def patch_wrappers() -> None:
-    """Make DDP, FSDP and similar wrappers reject partitioned models, whose shards they would misread."""
+    """Make DDP, FSDP and similar wrappers reject partitioned models.
+
+    They would treat this rank's shards as full parameters.
+    """
     before_wrappers(refuse_wrapper)
 
 
 def refuse_wrapper(modules: Any, wrapper: str) -> None:
-    """Raise UsageError if a module to be wrapped by `wrapper` is, or contains, a partitioned model."""
+    """Raise UsageError if one of the modules to wrap is, or contains, a partitioned model."""
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(

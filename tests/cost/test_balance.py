@@ -54,9 +54,9 @@ def test_it_is_in_the_plan(planned):
     plan = planned("ep2", balance=1.25)
     assert Plan.from_json(plan.to_json()).balance == 1.25
     text = " ".join(plan.explain().split())
-    assert "balance=1.25: the fullest rank has 1.25 times the mean of the rows of experts; a rank that has all " in text
+    assert "balance=1.25: the busiest rank gets 1.25 times the mean number of expert tokens; with all tokens it" in text
     even = planned("ep2")
-    assert "balance=1: all ranks have as many of the rows of experts; a rank that has all of them takes" in " ".join(
+    assert "balance=1: the busiest rank gets the mean number of expert tokens; with all tokens it needs" in " ".join(
         even.explain().split()
     )
     assert replace(planned("ep2", balance=1), text="").to_json() == even.to_json()

@@ -183,7 +183,7 @@ def images_stay(mesh, dropout=0.0, **options):
     for name, value in model.state_dict().items():
         assert (pm.full_state_dict()[name] - value).abs().max() <= 1e-10, name
     executable = pm._executables.values()[-1]
-    return sorted(executable.rows.own), sorted(executable.rows.whole)
+    return sorted(executable.rows.local_inputs), sorted(executable.rows.gathered_inputs)
 
 
 @pytest.mark.large

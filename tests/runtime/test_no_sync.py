@@ -43,7 +43,7 @@ class Counter:
 
     def __init__(self, monkeypatch):
         self.sums = 0
-        monkeypatch.setattr(reductions, "begin_sum", self.counted(reductions.begin_sum))
+        monkeypatch.setattr(reductions, "begin_all_reduce", self.counted(reductions.begin_all_reduce))
 
     def counted(self, function):
         def call(*args, **kwargs):

@@ -25,7 +25,7 @@ from autopart.extras.dp_sync.sync_options import HOOK, DpSync, Method
 from autopart.extras.dp_sync.transports import GroupTransport
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.run.buckets import alike
+from autopart.ir.run.buckets import bucket_by_kind
 from autopart.ir.sharding import DimSharding
 from autopart.ops.differentiate_once import check_differentiated_once
 from autopart.runtime.comm.process_mesh import Process
@@ -121,10 +121,10 @@ class DataSync(GradientSync):
                 hint="call pm.attach(optimizer) once, before the first step",
             )
 
-    def check_gradients(self, asked: str) -> None:
+    def check_gradients(self, call: str) -> None:
         if self.changes_models:
             raise UsageError(
-                f"{asked} is not available with dp_sync='{self.sync}'",
+                f"{call} is not available with dp_sync='{self.sync}'",
                 why="every data rank has its own model, and its gradients are those of its local batch",
                 hint="p.grad of this rank's parameters",
             )
@@ -230,10 +230,10 @@ class DataSync(GradientSync):
         candidates = {name: self.parameters[name] for name in self.methods
                if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
         buckets = list[tuple[Method, Sequence[str]]]()
-        for names in alike(candidates, self.methods, most_bytes=None):
+        for names in bucket_by_kind(candidates, self.methods, most_bytes=None):
             method = self.methods[names[0]]
             is_hook = method == HOOK or method.name == "powersgd"
-            chunks = [names[::-1]] if is_hook else alike({name: candidates[name] for name in names})
+            chunks = [names[::-1]] if is_hook else bucket_by_kind({name: candidates[name] for name in names})
             buckets += [(method, chunk) for chunk in chunks]
         return buckets
 
@@ -242,7 +242,7 @@ class DataSync(GradientSync):
         if self.wire is None:
             return set()
         parameters, names = self._parameters_with_method(), set[str]()
-        for row in alike(parameters, self.methods):
+        for row in bucket_by_kind(parameters, self.methods):
             server_of = servers(
                 self.methods[row[0]], {name: parameters[name].numel() for name in row}, self.wire.num_ranks
             )
@@ -289,14 +289,14 @@ class DataSync(GradientSync):
 
     def _same_dtype_buckets(self) -> list[dict[str, Tensor]]:
         parameters = self._parameters_with_method()
-        return [{name: parameters[name] for name in row} for row in alike(parameters)]
+        return [{name: parameters[name] for name in row} for row in bucket_by_kind(parameters)]
 
     @torch.no_grad()
     def replica_mean(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.changes_models or self.wire is None:
             return dict(values)
         replicated = {name: values[name].detach() for name in self.methods if name in values}
-        rows = [{name: replicated[name] for name in row} for row in alike(replicated, most_bytes=None)]
+        rows = [{name: replicated[name] for name in row} for row in bucket_by_kind(replicated, most_bytes=None)]
         return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     # --- Hooks and checkpoints
@@ -332,4 +332,4 @@ class DataSync(GradientSync):
 
 
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
-    return [{name: parts[name] for name in row} for row in alike(parts)]
+    return [{name: parts[name] for name in row} for row in bucket_by_kind(parts)]

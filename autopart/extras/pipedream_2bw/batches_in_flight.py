@@ -32,7 +32,7 @@ from autopart.runtime.gradients.step_reduction import accumulate_earlier, sync_t
 from autopart.runtime.overlapped_batches import OverlappedBatches
 from autopart.runtime.pipeline_stages import Pipeline
 from autopart.runtime.training.backward_hooks import defer_hooks
-from autopart.runtime.training.loss_scaling import LossScaling, naming_operators
+from autopart.runtime.training.loss_scaling import LossScaling, explain_missing_operators
 from autopart.runtime.training.step_options import StepOptions, divide_by
 
 
@@ -326,7 +326,7 @@ class InFlight(OverlappedBatches):
         first = [(beginning, index) for index in range(num_warmup)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
         reducing = finishing.executable.reduce_during_backward() if finishing else nullcontext()
-        with torch.enable_grad(), no_autocast(), naming_operators(), reducing:
+        with torch.enable_grad(), no_autocast(), explain_missing_operators(), reducing:
             for index, (forward, backward) in enumerate(itertools.zip_longest([*remaining, *first], backwards)):
                 if first and index == len(remaining):
                     error = _error_of(meet)

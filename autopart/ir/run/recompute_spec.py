@@ -65,7 +65,7 @@ def recompute_modes_of(recompute: Recompute) -> set[RecomputeMode]:
 
 
 def text_of(recompute: Recompute) -> str:
-    """Return the text that `parse_recompute` reads."""
+    """Format a value of `recompute=` as text that `parse_recompute` accepts."""
     return recompute if isinstance(recompute, str) else ",".join(f"{name}={word}" for name, word in recompute.items())
 
 
@@ -80,7 +80,7 @@ def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") ->
 
 
 def _runs(blocks: Iterable[str]) -> list[str]:
-    """Shorten block names to the first and last of each chain: `transformer.h.0 to transformer.h.11`."""
+    """Shorten consecutive block names to the first and last one: `transformer.h.0 to transformer.h.11`."""
     by_container: dict[str, list[str]] = {}
     for block in blocks:
         by_container.setdefault(block.rpartition(".")[0], []).append(block)

@@ -1,4 +1,4 @@
-"""Pipeline schedules, and the numbers of stages and microbatches that each can run. Imports no torch."""
+"""Pipeline schedules, and the numbers of stages and microbatches that each supports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIMPLER = {"1f1b_2bw": "1f1b", "dualpipev": "zbv"}
 
 
 def schedule_named(name: str) -> str:
-    """Return the schedule that a name means, in any case and in the spelling of torch or of papers.
+    """Convert a schedule name to autopart's spelling. Case, separators and torch's prefix do not matter.
 
     An unknown name is returned unchanged.
 
@@ -39,12 +39,15 @@ def _letters(name: str) -> str:
 
 
 def versions_of(schedule: str | None) -> int:
-    """Return how many versions of its weights and of a batch's inputs a rank stores under a schedule."""
+    """Return how many versions of the weights and of the batch inputs a rank stores: 2 for PipeDream-2BW."""
     return 2 if schedule in DELAYED else 1
 
 
 def schedule_extra(schedule: str | None) -> Any:
-    """Import and return the package that runs a schedule of `DELAYED`, None for other schedules."""
+    """Import the optional package that runs an asynchronous schedule (PipeDream-2BW).
+
+    Returns None for all other schedules.
+    """
     return load_extra("pipedream_2bw") if schedule in DELAYED else None
 
 
@@ -81,7 +84,7 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
 
 
 def check_compile(compile: object, schedule: str | None) -> None:
-    """Raise OptionError if stages cannot be compiled."""
+    """Raise OptionError if `compile` is invalid, or if the schedule does not support compiled stages."""
     if not isinstance(compile, bool):
         raise OptionError(f"compile={compile!r} is neither True nor False", hint="compile=True, or False")
     if compile and schedule in SPLIT_BACKWARD:
@@ -93,7 +96,7 @@ def check_compile(compile: object, schedule: str | None) -> None:
 
 
 def check_precision(schedule: str | None, precision: str | None) -> None:
-    """Raise StageError for fp16 with a schedule that cannot scale the loss."""
+    """Raise StageError for fp16 with an asynchronous schedule, which cannot scale the loss."""
     if schedule in DELAYED and precision == "fp16":
         raise StageError(
             f"precision='fp16' cannot be combined with schedule='{schedule}'",
@@ -103,7 +106,7 @@ def check_precision(schedule: str | None, precision: str | None) -> None:
 
 
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
-    """Return True if `check_schedule` does not raise."""
+    """Return True if the schedule supports these numbers of stages, ranks and microbatches."""
     try:
         check_schedule(schedule, num_stages, pp, microbatches)
     except StageError:
@@ -112,7 +115,7 @@ def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
 
 
 def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> str:
-    """Return the schedule; if a call has too few microbatches for it, return its simpler replacement.
+    """Return the schedule, or its simpler replacement if a call has too few microbatches for it.
 
     >>> schedule_for("dualpipev", 4, 2, 8), schedule_for("dualpipev", 4, 2, 3)
     ('dualpipev', 'zbv')

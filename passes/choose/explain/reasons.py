@@ -346,7 +346,7 @@ def _terms(price: ShardingCost) -> list[tuple[float, str]]:
     """
     seconds = (
         (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
-        (price.gradient_sync_s, "gradient sums"),
+        (price.gradient_sync_s, "gradient reduction"),
     )  # fmt: skip
     least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
     shares = ((price.work, "of the matrix work"), (price.weights, "of the weights"))
