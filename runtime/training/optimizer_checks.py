@@ -122,7 +122,7 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             else "pp: a stage's parameters on each rank"
         )
         raise OptionError(
-            f"{name} cannot train a shard of a model", why=f"{of_model}, and a rank has only a shard of it",
+            f"{name} cannot train a shard of a model", why=f"{of_model}, and a rank has a shard",
             where=where, hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
         )  # fmt: skip
     if sharded is not None and why:
@@ -137,7 +137,7 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
         if separable is False:
             raise OptionError(
                 f"{name} cannot train the stages of a pipeline separately",
-                why="its update of one matrix depends on other matrices, and a rank has only those of its stages",
+                why="its update of a matrix depends on matrices of other stages",
                 where="pp: a stage's parameters on each rank", hint="torch.optim.AdamW, or a mesh without pp",
             )  # fmt: skip
         if separable:

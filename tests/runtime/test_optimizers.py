@@ -178,11 +178,11 @@ OF_MUON = """Muon cannot train a shard of 'layers.0.weight'
   where  it is sharded over tp
   try    torch.optim.AdamW for it, or do not shard it: dp with zero=0, or pp"""
 OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline separately
-  why    its update of one matrix depends on other matrices, and a rank has only those of its stages
+  why    its update of a matrix depends on matrices of other stages
   where  pp: a stage's parameters on each rank
   try    torch.optim.AdamW, or a mesh without pp"""
 OF_LBFGS = """LBFGS cannot train a shard of a model
-  why    its step follows from all parameters together, and a rank has only a shard of it
+  why    its step follows from all parameters together, and a rank has a shard
   where  'layers.0.weight', sharded over tp
   try    torch.optim.AdamW, or a mesh of dp alone with zero=0"""
 
