@@ -190,7 +190,7 @@ class _StageRun:
                     on_node(node, values[node])
                 for used in self.last_uses.get(node, ()):
                     values.pop(used, None)
-        raise AssertionError("a graph without an output")
+        raise AssertionError("the graph has no output node")
 
     def _value(
         self, node: fx.Node, values: Mapping[fx.Node, PerRank], received: Iterator[PerRank], names: set[str],

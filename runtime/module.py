@@ -353,8 +353,8 @@ class ParallelModule(
         self._in_flight.check_landed("load_state_dict()")
         if assign:
             raise OptionError(
-                "load_state_dict(assign=True) on a partitioned model",
-                why="its parameters are shards, which optimizers and the program hold",
+                "load_state_dict(assign=True) is not supported for a partitioned model",
+                why="the program and optimizers hold references to its parameters",
                 hint="leave assign out: values are copied into them",
             )
         return super().load_state_dict(state_dict, strict=strict)

@@ -62,8 +62,8 @@ class OverlappedBatches:
         The loss is NaN if no batch is in flight.
         """
         raise UsageError(
-            "flush() without schedule='1f1b_2bw'", hint="remove the call",
-            why="with other schedules step() finishes its batch: nothing is left to flush",
+            "flush() is only for schedule='1f1b_2bw'", hint="remove the call",
+            why="with other schedules step() finishes its batch, so there is nothing to flush",
         )  # fmt: skip
 
     def drain(self) -> None:

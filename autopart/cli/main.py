@@ -85,7 +85,7 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
       autopart explain --hf-config gpt2 --mesh tp2
     """
     if path is not None and (options["model"] or options["hf_config"]):
-        raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
+        raise OptionError("explain takes a plan or a model, not both", hint=f"autopart explain {path}")
     shown_plan = Plan.load(path) if path is not None else CommandOptions(options).plan()
     tell(as_json, facts(shown_plan), shown_plan.explain().rstrip("\n"))
 
@@ -287,9 +287,8 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     if compare and options["weights"] is not None:
         raise OptionError(
             "--compare cannot be combined with --weights",
-            why="the unpartitioned model would need all weights on one rank",
-            hint="leave one of them out",
-        )
+            why="the unpartitioned model would need all weights on one rank", hint="leave one of the two options out",
+        )  # fmt: skip
     source = given.source(meta=options["weights"] is not None and options["model"] is None, short=True)
     from autopart.cli.run_command import TrainingRun
 
@@ -352,7 +351,7 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
       autopart doctor
     """
     if name is not None and options["model"]:
-        raise OptionError("two models are named", hint=f"autopart doctor {name}")
+        raise OptionError("a model is named twice: as an argument and by --model", hint=f"autopart doctor {name}")
     options["model"] = name or options["model"]
     if options["model"] is None and options["hf_config"] is None:
         from autopart.cli.machine import as_data, findings, table

@@ -167,7 +167,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
 
 
-NOT_EXACT = "rng='exact' cannot reproduce the random numbers of a single device"
+RNG_EXACT_UNSUPPORTED = "rng='exact' cannot reproduce the random numbers of a single device"
 
 
 def inexact(node: fx.Node, device: torch.device) -> str:

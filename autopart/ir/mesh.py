@@ -91,7 +91,7 @@ class Mesh:
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
                 why="only plan and parallelize choose the axes; this function needs their names",
-                hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or that of autopart.plan(model, {mesh}, ...)",
+                hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or the mesh of autopart.plan(model, {mesh}, ...)",
             )
         if isinstance(mesh, str):
             sizes = _parse_text(mesh)
@@ -293,7 +293,7 @@ def _from_device_mesh(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> dict[str, int
     names, order = tuple(mesh.mesh_dim_names), [axis.name for axis in axes]
     if list(names) != sorted(names, key=lambda n: order.index(n) if n in order else len(order)):
         raise MeshError(
-            f"the DeviceMesh orders its dims {names}",
+            f"the DeviceMesh has its dims in the order {names}",
             why="ranks are numbered with pp outermost, then dp, cp, ep, and tp innermost",
             hint="pass the dims in this order",
         )
@@ -322,6 +322,8 @@ def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
     """
     ranks = math.prod(map(mesh.size, axes))
     if balance > ranks:
-        raise OptionError(f"balance={balance:g} is too large for {mesh}",
-                          why=f"a rank that has all tokens has {ranks} times the mean over {ranks} ranks",
-                          hint=f"balance={ranks}, or less")  # fmt: skip
+        raise OptionError(
+            f"balance={balance:g} is too large for {mesh}",
+            why=f"the most loaded of {ranks} ranks can have at most {ranks} times the mean number of tokens",
+            hint=f"balance={ranks}, or less",
+        )

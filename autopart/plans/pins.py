@@ -118,7 +118,11 @@ class Pins:
         if pins is None:
             return Pins()
         if not isinstance(pins, Mapping):
-            raise OptionError(f"pins={pins!r} are not pins", why=f"they are a {type(pins).__name__}", hint=FORM)
+            raise OptionError(
+                f"pins={pins!r} cannot be read",
+                why=f"pins must be a dict or a path, not a {type(pins).__name__}",
+                hint=FORM,
+            )
         known = [axis.name for axis in axes]
         named = [(name, places) for name, places in pins.items() if name != "stages"]
         layouts = [pin for name, places in named for pin in _layouts(name, places, text, known)]
@@ -147,7 +151,7 @@ class Pins:
 
 def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
-        raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
+        raise OptionError(f"there is no file of pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
     text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
     try:
         return json.loads(text), text
@@ -158,7 +162,7 @@ def _read(path: Path) -> tuple[Any, str]:
 def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[LayoutPin]:
     where = line_of(text, name) if text else ""
     if not isinstance(places, Mapping) or not places:
-        raise OptionError(f"the pin '{name}': {places!r} names no axis", where=where, hint=FORM)
+        raise OptionError(f"the pin '{name}' names no mesh axis: {places!r}", where=where, hint=FORM)
     pins = []
     for axis, place in places.items():
         if axis not in known:
@@ -170,7 +174,9 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
             hint = (
                 "R, or S(d) to shard dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
             )
-            raise OptionError(f"the pin '{name}' requests '{place}'", why=str(error), where=where, hint=hint) from None
+            raise OptionError(
+                f"the pin '{name}' has the invalid placement '{place}'", why=str(error), where=where, hint=hint
+            ) from None
         pins.append(LayoutPin(name, axis, placed))
     return pins
 
@@ -180,7 +186,7 @@ def _stages(stages: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
     known = {"cut_before", "together"}
     if not isinstance(stages, Mapping) or not stages.keys() <= known:
         raise OptionError(
-            f"pins['stages'] = {stages!r} cannot be read", why="it has cut_before and together", hint=hint
+            f"pins['stages'] = {stages!r} cannot be read", why="its keys are 'cut_before' and 'together'", hint=hint
         )
     cuts, together = stages.get("cut_before", ()), stages.get("together", ())
     if not _are_names(cuts):

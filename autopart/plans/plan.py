@@ -180,8 +180,8 @@ class Plan:
             if problem.validator == "additionalProperties":
                 path += [key for key in problem.instance if f"'{key}'" in problem.message][:1]
             raise PlanError(
-                f"{name} does not have the form of a plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
-                where=line_of(text, *path), hint="autopart plan --schema prints the form",
+                f"{name} is not a valid plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
+                where=line_of(text, *path), hint="autopart plan --schema prints the JSON schema of a plan",
             )  # fmt: skip
         fields = {k: v for k, v in data.items() if k != "format"}
         fields["schedule"] = Schedule(**fields["schedule"])

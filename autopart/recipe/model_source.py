@@ -85,7 +85,7 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     """
     for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
         if value is not None:
-            raise OptionError(f"{option} is for --hf-config", why=f"{name} makes its own example inputs")
+            raise OptionError(f"{option} only applies to --hf-config", why=f"{name} makes its own example inputs")
     build = _find(name)
     torch.manual_seed(options.seed)
     with _creation_context(options.meta, None):

@@ -379,9 +379,9 @@ class Space:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
                 f"no configuration for {devices} devices fits into {quantity(memory, 'B')}",
-                why=f"the smallest is {least}" if least else f"{self.rows} rows cannot be split evenly on any mesh",
+                why=f"the smallest is {least}" if least else f"{self.rows} samples cannot be split evenly on any mesh",
                 hint="more devices, or a smaller batch",
-            )  # fmt: skip
+            )
         return _pareto(within)
 
 
@@ -456,7 +456,7 @@ def search(
     best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
-            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            f"no plan found for {devices} devices fits into {quantity(limit, 'B')} by its exact memory",
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
@@ -511,7 +511,7 @@ def space_of(
     example_rows = _batch_size(example)
     rows = global_batch if global_batch is not None else example_rows
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it must be an integer from 1")
+        raise OptionError(f"global_batch={rows!r} is not a number of samples", why="it must be an integer from 1")
     return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
 
 

@@ -122,8 +122,9 @@ class Cost(dict[str, Any]):
         data = self.plan.timing.get("table") if self.plan is not None else None
         if data is None or "divided" not in data:  # plans of older versions lack it
             raise PlanError(
-                "the plan has no formulas", why="they follow from the table in the entry 'timing' of a plan file",
-                hint="make the plan again with autopart.plan(...), or keep this entry in the file",
+                "the plan has no formulas",
+                why="they are computed from the entry 'timing' of a plan, which this plan lacks or has in an "
+                "older form", hint="make the plan again with autopart.plan(...), or keep this entry in the file",
             )  # fmt: skip
         return from_data(data)
 

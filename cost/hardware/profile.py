@@ -251,9 +251,11 @@ class Hardware:
         """
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in self.flops_per_s:
-            raise OptionError(f"hardware profile '{self.name}' has no peak for {dtype}",
-                              why=f"it has {', '.join(self.flops_per_s)}",
-                              hint="one of these, or a copy of the profile with that peak")  # fmt: skip
+            raise OptionError(
+                f"hardware profile '{self.name}' has no peak FLOP/s for {dtype}",
+                why=f"it has peaks for {', '.join(self.flops_per_s)}",
+                hint="use one of these dtypes, or a copy of the profile with a peak for this one",
+            )
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops, dtype))
         if depth:
             work_s *= 1 + self.half_depth(kind, dtype) / depth

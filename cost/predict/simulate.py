@@ -148,7 +148,7 @@ def simulate(plan: Plan) -> Simulation:
     """
     if not plan.timing:
         raise PlanError(
-            "the plan has no 'timing'", why="the durations of its stages are part of a plan that autopart has made",
+            "the plan has no 'timing'", why="a plan that autopart has made stores the durations of its stages there",
             hint="make the plan again with autopart.plan(...), or keep this entry in the file",
         )  # fmt: skip
     return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)

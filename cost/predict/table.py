@@ -205,7 +205,8 @@ def stage_boundaries(table: Table, setting: RunSetting, hardware: Hardware) -> t
     partition = balance(loads, sent, num_stages, send_cost=cost)
     if partition is None:
         raise StageError(
-            f"the model cannot be split into {num_stages} stages", why="it has too few positions for stage boundaries"
+            f"the model cannot be split into {num_stages} stages",
+            why="it has too few operators at which a stage can begin",
         )
     return partition.cuts
 

@@ -315,7 +315,7 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
             raise OptionError(f"{name} has a duration of {wrong[0]} s", hint="finite seconds, at least 0")
         complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
-        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a share", hint="a number from 0 to 1")
+        raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden} is not a fraction", hint="a number from 0 to 1")
     return replace(durations, **complete)
 
 
@@ -455,7 +455,7 @@ class _EventSimulation:
             at = f"{action.stage}{action.kind}{action.microbatch}"
             stands.append(f"rank {rank} at {at} waits for {stage}{kind}{microbatch}")
         why = "; ".join(stands[:4]) + (f"; and {len(stands) - 4} ranks more" if len(stands) > 4 else "")
-        return StageError("the schedule never ends", why=why)
+        return StageError("the schedule never ends: its actions wait for each other", why=why)
 
 
 def _result(action: Action) -> _Result:

@@ -209,10 +209,10 @@ def _uneven_experts_error(node: fx.Node, dim: int, axis: str, beside: list[str])
     """Return the error for converting a dim of experts on one axis while other axes shard it unevenly."""
     name = node.target if node.op == "get_attr" else describe(node)
     return LayoutError(
-        f"{axis} cannot shard or gather dim {dim} of {name} separately",
-        why=f"its {shape(node)[dim]} experts are also sharded unevenly over {' and '.join(beside)}, and an operator "
-        "other than the experts' products uses them",
-        hint=f"no pins that shard them over {axis}, or sizes of axes whose product divides them",
+        f"{axis} cannot shard or gather dim {dim} of {name}",
+        why=f"its {shape(node)[dim]} experts are sharded unevenly over {' and '.join(beside)} too, and an "
+        "operator other than the expert products uses them",
+        hint=f"remove the pins that shard them over {axis}, or use axis sizes whose product divides their number",
     )
 
 

@@ -25,7 +25,7 @@ from autopart.errors import InputError, OptionError
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
-    NOT_EXACT,
+    RNG_EXACT_UNSUPPORTED,
     describe,
     draws_random_numbers,
     inexact,
@@ -101,7 +101,7 @@ def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
     """Raise OptionError for `rng="exact"` if a random operator cannot match a single device."""
     for node in draws:
         if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
-            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+            raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
 
 
 def write_local(call: LocalCall) -> fx.Node:

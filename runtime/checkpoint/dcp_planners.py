@@ -88,7 +88,8 @@ def reject_chunks_in_safetensors() -> None:
                 if count > 1:
                     raise CheckpointError(
                         f"safetensors cannot hold '{key}' as it is sharded on this mesh",
-                        why=f"this rank has {count} chunks of it; torch's writer keeps one tensor per name in a file",
+                        why=f"this rank has {count} chunks of it, and torch's writer keeps one tensor per name in "
+                        "a file",
                         hint="safetensors.torch.save_file(pm.full_state_dict(), path) on one rank, or a checkpoint in "
                         "torch's own format",
                     )

@@ -96,8 +96,8 @@ def _exchange_state(optimizer: Optimizer, process: Process) -> dict[str, dict[st
                 if value.numel() > 1 and shard_info.cuts and values[key] != ShardedMarker():
                     raise CheckpointError(
                         f"'{key}' of '{shard_info.name}' cannot be gathered",
-                        why=f"it has shape {tuple(value.shape)}, this rank's shard of the parameter "
-                        f"{tuple(parameter.shape)}: how it is sharded is unknown",
+                        why=f"it has shape {tuple(value.shape)}, and this rank's shard of the parameter has "
+                        f"{tuple(parameter.shape)}, so its sharding is unknown",
                         hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
                     )
         local[shard_info.name] = values
@@ -158,8 +158,8 @@ def _check_format(full: Mapping[str, Any], first: Mapping[str, str]) -> None:
         raise CheckpointError(
             "this optimizer state is keyed by parameter index",
             why="indices differ between meshes",
-            hint="pm.full_optimizer_state_dict(optimizer), or of an unpartitioned model torch.distributed.checkpoint."
-            "state_dict.get_optimizer_state_dict(model, optimizer)",
+            hint="save pm.full_optimizer_state_dict(optimizer); for an unpartitioned model, "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
         )
     unknown = [name for name in names if name not in first]
     if unknown:

@@ -40,7 +40,8 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
         shard_info = shard_info_of(parameter)
         if shard_info is None and parameter.numel():
             raise CheckpointError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not of this module",
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that does not belong to this "
+                "module",
                 hint="one optimizer for the partitioned module, torch.optim.AdamW(pm.parameters())",
             )
         if shard_info is not None:

@@ -143,8 +143,8 @@ def _local_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str
     keys = [_names(parameter) for parameter in group[PARAMS]]
     if not options and keys and any(key != [NO_PARAMETERS] for key in keys):
         raise CheckpointError(
-            f"the checkpoint has no group with '{keys[0][0]}'",
-            why="its groups of the optimizer name other parameters",
+            f"the checkpoint has no optimizer group with parameter '{keys[0][0]}'",
+            why="its optimizer groups contain other parameters",
             hint="save the unchanged result of get_state_dict(pm, optimizer), called on every rank",
         )
     names_here = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]

@@ -168,13 +168,16 @@ def checked_shard_of(name: str, value: Tensor, parameter: Tensor, shard_info: Sh
         return to_plain(value)
     if tuple(value.shape) == place.shape:
         return local_shard_of(value, shard_info.local_splits)
-    what = f"'{name}' has shape {tuple(value.shape)} in the state dict"
     if place.is_full:
-        raise CheckpointError(what, why=f"the model's is {place.shape}", hint="load it into the model that was saved")
+        raise CheckpointError(
+            f"'{name}' has shape {tuple(value.shape)} in the state dict",
+            why=f"the model's parameter has shape {place.shape}", hint="load it into the model that was saved",
+        )  # fmt: skip
     raise CheckpointError(
-        what, why=f"the model's is {place.shape}, and this rank's shard of it {tuple(parameter.shape)}",
+        f"'{name}' has shape {tuple(value.shape)} in the state dict",
+        why=f"the model's parameter has shape {place.shape}, and this rank's shard of it has {tuple(parameter.shape)}",
         hint="a full tensor fits on every mesh; a state_dict() of one rank fits on the same rank of the same mesh",
-    )  # fmt: skip
+    )
 
 
 def check_same_shard(name: str, saved: ShardOffsets, local: ShardOffsets) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopart.errors import OptionError, RuntimeSetupError
 from autopart.ir.facts import facts
-from autopart.ir.graph import NOT_EXACT, describe, inexact
+from autopart.ir.graph import RNG_EXACT_UNSUPPORTED, describe, inexact
 from autopart.ir.program import Program
 from autopart.runtime.comm.process_mesh import Process, reduce_over_all
 
@@ -60,7 +60,7 @@ def check_exact(program: Program, device: torch.device) -> None:
     """Raise OptionError if `rng="exact"` is set and this device cannot reproduce a random operator."""
     for node in program.drawn if program.draws == "exact" else ():
         if why := inexact(node, device):
-            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+            raise OptionError(RNG_EXACT_UNSUPPORTED, why=why, where=describe(node), hint="rng='fast'")
 
 
 def get_state(device: torch.device) -> Tensor:
@@ -87,7 +87,7 @@ def check_same_state(program: Program, process: Process) -> None:
         raise RuntimeSetupError(
             "the ranks' random generators are not in the same state",
             why="with rng='exact' every rank draws the numbers of the whole batch itself",
-            hint="torch.manual_seed(0) on every rank, and no draws on one rank alone after it; or rng='fast'",
+            hint="torch.manual_seed(0) on every rank, and no random draws on single ranks afterwards; or rng='fast'",
         )
 
 

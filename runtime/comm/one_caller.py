@@ -41,8 +41,9 @@ def one_caller(process: Any, method: str) -> Iterator[None]:
         if before is not None and before.thread != thread:
             raise UsageError(
                 f"{method}() is called while another thread runs {before.method}()",
-                why="ranks pair their collectives by their order, which two threads do not keep",
-                hint="all calls of pm from one thread, or one after the other (a queue, or a lock around each)",
+                why="ranks match their collectives by order, which two threads do not preserve",
+                hint="make all calls of pm from one thread, or one after the other (a queue, or a lock around "
+                "each call)",
             )
         process.caller = before._replace(depth=before.depth + 1) if before else Caller(thread, method, 1)
     try:

@@ -210,12 +210,15 @@ class Watch:
         away = [rank for rank, record in records.items() if record.state in ("outside", "paused")]
         if gone:
             what = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
-            hint = "its own last words, above or in its log"
+            hint = "read the last lines of its output, above or in its log"
         elif away:
-            what = f"{_ranks(away)} {'do' if len(away) > 1 else 'does'} not come"
-            hint = "the same calls on every rank; pm.pause_timeout() around long work of your own; timeout=600"
+            what = f"{_ranks(away)} {'make' if len(away) > 1 else 'makes'} no call"
+            hint = (
+                "make the same calls on every rank; use pm.pause_timeout() around long work of your own, or timeout=600"
+            )
         else:
-            what, hint = "the ranks are at different places", "the same calls on every rank; timeout=600 if one is slow"
+            what = "the ranks wait in different calls"
+            hint = "make the same calls on every rank; timeout=600 if one is slow"
         states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
         lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
         why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))

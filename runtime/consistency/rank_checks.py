@@ -116,7 +116,7 @@ def check_same_texts(subjects: Mapping[str, str], group: dist.ProcessGroup) -> b
         lines = [_subject_text(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
         more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
-            f"the ranks start differently: they differ in {unlike[0]}",
+            f"the ranks differ in {unlike[0]}",
             why="\n         ".join(lines) + more,
             hint=hint,
         )

@@ -270,7 +270,7 @@ def _error(beyond: Sequence[ReplicaDifference], moment: str, group: dist.Process
     return ReplicaError(
         f"the replicas of '{first.name}' have different values",
         why=f"the values of {differing} and of {reference} differ by up to "
-        f"{largest:.3g}; rounding explains {first.rounding:.1g}",
+        f"{largest:.3g}; rounding explains at most {first.rounding:.1g}",
         where=f"before {moment}{more}",
         hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",
     )

@@ -33,7 +33,7 @@ four times their precision. Different batches differ by about 1.
 """
 SMALLEST = 1e-6
 """Smaller values are treated as rounding around zero."""
-_SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
+_SAME_BATCH = "pass the same global batch on every rank; or parallelize(..., local_batch=True), and pass local samples"
 _SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
 
 
@@ -203,9 +203,10 @@ def _error(called: ComparedCall, groups: Sequence[Sequence[int]], process: Proce
             where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
         )  # fmt: skip
     if len(set(texts)) > 1:
-        what = "the ranks are called with different inputs"
         hint = "the same shapes, options and mode on every rank" if is_local else _SAME_BATCH
-        return InputError(what, why=by_rank(texts, group), where=where, hint=hint)
+        return InputError(
+            "the ranks are called with different inputs", why=by_rank(texts, group), where=where, hint=hint
+        )
     if len(set(numbers)) > 1:
         steps = [f"{name} {number}" for name, number in zip(names, numbers, strict=True)]
         return InputError(
@@ -239,13 +240,15 @@ def _values_error(
     named = ["the seeds of dropout" if name == SEEDS else name for name in called.inputs if name in differ]
     pairs = [f"{ranks_text(who, group)} unlike {ranks_text([first], group)}" for first, who in unlike.items()]
     where += f": {', '.join(pairs)}" if pairs else ""
-    why, hint = "every rank takes the whole batch, and computes its part of it", _SAME_BATCH
+    why, hint = "every rank must be passed the full global batch, of which it computes its shard", _SAME_BATCH
     if called.own_rows is not None:
-        why, hint = "it has no rows of its own for every rank", "the same values on every rank"
+        why, hint = "an input without batch dimension must be equal on all ranks", "pass the same values on every rank"
     if not own_rows.isdisjoint(differ):
-        why, hint = "ranks with one data_rank compute parts of the same rows", _SAME_ROWS
-    what = f"the ranks are called with different values of {', '.join(named or called.floats)}"
-    return InputError(what, why=why, where=where, hint=hint)
+        why, hint = "ranks with equal data_rank compute the same samples", _SAME_ROWS
+    return InputError(
+        f"the ranks are called with different values of {', '.join(named or called.floats)}", why=why, where=where,
+        hint=hint,
+    )  # fmt: skip
 
 
 def _differing(one: tuple, other: tuple) -> list[str]:

@@ -77,9 +77,9 @@ class NoSync:
         for name, parameter in self.parameters.items() if self.matters else ():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, and is used with no_sync()",
+                    f"the gradient hook of '{name}' cannot run inside no_sync()",
                     why="the hook would see this rank's partial gradient, not that of the whole batch",
-                    hint="remove it, and change p.grad before optimizer.step()",
+                    hint="remove the hook, and change p.grad before optimizer.step()",
                 )
         return None
 
@@ -137,9 +137,9 @@ def sharded_error(program: Program) -> UsageError | None:
         axis = program.mesh.stored_over(stored.layout)
         if axis is not None:
             return UsageError(
-                "no_sync() on a model whose parameters are sharded (zero=)",
+                "no_sync() is not supported for sharded parameters (zero=)",
                 why=f"'{name}' is sharded over {axis}: every backward reduce-scatters its gradient",
-                hint="microbatches=4: one step of a batch that is four times as large, split; or zero=0",
+                hint="microbatches=4 in one step of a batch that is four times as large; or zero=0",
             )
     return None
 

@@ -256,9 +256,9 @@ def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
     if stored._version != version:
         raise StageError(
             f"'{name}' was changed between a forward and its backward",
-            why="the backward uses it again, and would compute with other values",
-            hint="optimizer.step() after backward()",
-        )  # fmt: skip
+            why="the backward uses it again, and would compute with the changed values",
+            hint="call optimizer.step() after backward()",
+        )
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class UnshardedGradReduce(ReduceStrategy):
         return (yield from reduction)
 
     def differentiable_reduce(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
-        raise AssertionError("rejected at the begin of the backward: DataSync.watched")
+        raise AssertionError("unreachable: create_graph=True is rejected before, for parameters with a dp_sync method")
 
     def _local_term(self, one: ShardedParam, grad: Tensor) -> Tensor:
         """Return this rank's term of the gradient sum over the data ranks.

@@ -144,8 +144,8 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     kind = kind_of(func, name)
     if kind is FunctionKind.REFUSED:
         raise UsageError(
-            f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
-            why=REFUSED.get(name, "this attribute is the runtime's"),
+            f"{name}() is not supported on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
+            why=REFUSED.get(name, "the runtime itself uses this attribute"),
             hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all",
         )
     if name in DRAWS and _is_of_stage(_first(args, kwargs).spec):
@@ -298,8 +298,8 @@ def _onto(value: Tensor, spec: ShardSpec) -> Tensor:
         return value  # from `to_local()`, or optimizer state
     if torch.broadcast_shapes(value.shape, spec.shape) != torch.Size(spec.shape):
         raise UsageError(
-            f"a tensor of shape {tuple(value.shape)} together with '{spec.name}' of shape {spec.shape}",
-            why=f"this rank holds {spec.local_shape} of it, and the two have no common shape",
+            f"a tensor of shape {tuple(value.shape)} cannot be combined with '{spec.name}' of shape {spec.shape}",
+            why=f"this rank holds a shard of shape {spec.local_shape}, and the shapes cannot be broadcast",
             hint="pass the full tensor, or p.to_local() and local values",
         )
     return spec.take(spec.partial_gradient(value, spec.axes))
@@ -351,9 +351,9 @@ def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
 def _check_all_stages(name: str, spec: ShardSpec) -> None:
     if _is_of_stage(spec):
         raise UsageError(
-            f"{name}() of '{spec.name}' under pp",
+            f"{name}() of '{spec.name}' is not supported under pp",
             why="a rank holds the parameters of its own stages, so a loop over them differs between ranks",
-            hint="pm.summed(fn) adds fn(parameter) over all stages; pm.grad_norm(); pm.full_grads(), "
+            hint="pm.summed(fn) to add fn(parameter) over all stages; pm.grad_norm(), pm.full_grads() or "
             "pm.full_state_dict(); p.to_local() for this rank alone",
         )
 
@@ -497,8 +497,10 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     for index, leaf in enumerate(target):
         sharded = [arg for arg in row(index) if isinstance(arg, ShardedTensor)]
         if sharded and not isinstance(leaf, ShardedTensor) and name.endswith("_"):
-            raise UsageError(f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="it holds a shard",
-                             hint="torch.zeros_like(p) gives a tensor that is sharded like p")  # fmt: skip
+            raise UsageError(
+                f"{name} writes '{sharded[0].spec.name}' into a plain tensor", why="this rank holds only a shard of it",
+                hint="torch.zeros_like(p) gives a tensor that is sharded like p",
+            )  # fmt: skip
         specs.append(leaf.spec if isinstance(leaf, ShardedTensor) else sharded[0].spec if sharded else None)
 
     def conform(arg: Any) -> Any:

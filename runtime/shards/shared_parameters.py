@@ -51,7 +51,8 @@ def tied_shard_of(model: nn.Module, name: str, full: nn.Parameter, mesh: str, la
         if (shard.mesh, dict(shard.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
                 f"'{name}' of {type(model).__name__} is shared with a {shard.kind} that was parallelized on its own",
-                why=f"there it is {_layout_text(shard.layout)} on {shard.mesh}, here {_layout_text(layout)} on {mesh}",
+                why=f"its layout there is {_layout_text(shard.layout)} on {shard.mesh}, and here "
+                f"{_layout_text(layout)} on {mesh}",
                 hint="parallelize the module that holds both, or store it identically on one mesh without pp",
             )
         return local
@@ -80,7 +81,7 @@ def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
         kind = next(shard.kind for shard in _SHARED_SHARDS[originals[0]])
         raise UsageError(
             f"{caller} on the model's own parameters would change nothing: {kind} is partitioned",
-            why="the partitioned model has parameters of its own, and only they have gradients",
+            why="the partitioned model has its own copies of the parameters, and only the copies have gradients",
             hint="make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())",
         )
 

@@ -69,8 +69,8 @@ def trained_names(model: nn.Module, program: Program, known: Collection[str], tr
 def _refuse_flag(name: str, how: str) -> NoReturn:
     raise UsageError(
         f"the model's '{name}' was {how} after parallelize()",
-        why="this call is traced with it, and the calls before were not",
-        hint="freeze the parameters of pm instead",
+        why="this call is traced with the change, and earlier calls were traced without it",
+        hint="freeze or unfreeze the parameters of pm instead",
     )
 
 
@@ -86,8 +86,10 @@ def backward_error(
         in_step: the call is a `step`, which runs no hooks of the module.
     """
     if in_step and module_hooks(module):
-        return UsageError("pm has a hook, and step() would not run it", why="hooks of a module run around pm(...)",
-                          hint="remove it; step(..., outputs=True) returns what the model returns")  # fmt: skip
+        return UsageError(
+            "pm has a hook, and step() would not run it", why="hooks of a module run only in calls of pm(...)",
+            hint="remove it; step(..., outputs=True) returns what the model returns",
+        )  # fmt: skip
     for name, parameter in parameters.items():
         if parameter.requires_grad and name not in trained:
             return UsageError(

@@ -117,8 +117,8 @@ def _check_norm_type(norm_type: float) -> float:
     power = float(norm_type)
     if power == 0 or math.isnan(power):
         raise OptionError(
-            f"norm_type={norm_type!r} is not a norm over the ranks of a mesh",
-            why="torch then counts tensors, and a rank holds shards of tensors",
+            f"norm_type={norm_type!r} is not supported on a mesh",
+            why="for 0, torch counts the tensors with a nonzero norm, and a rank holds shards of tensors",
             hint="norm_type=2.0, or math.inf for the largest element",
         )
     return power
@@ -234,7 +234,7 @@ def _check_lists(rows: Sequence[_Row]) -> None:
         )
     if len(lists) > 1 and all(row.one_of_many for row in rows):
         raise InputError(
-            "every rank requests the norm of one parameter, each of another one",
+            "every rank requests the norm of a single parameter, each rank of a different one",
             why="ranks of other stages hold other parameters, so their loops do not match",
             hint="clip_grad_norm_(p, ...) without a list, or pm.clip_grad_norm_(...)",
         )

@@ -259,7 +259,7 @@ class LayerProxy(ModuleProxy):
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
             "a hook on a layer of a partitioned model would never run", why="its operators are a part of the program",
-            hint="register it on the model before: it is traced",
+            hint="register it on the model before parallelize(), which traces it",
         )  # fmt: skip
 
     register_forward_hook = register_forward_pre_hook = _refuse_hook
@@ -308,7 +308,7 @@ def item_of(module: ModuleProxy, index: Any) -> Any:
         return nn.Sequential(*layers) if kind is nn.Sequential else nn.ModuleList(layers)
     if isinstance(index, int) and -len(items) <= index < len(items):
         return list(items.values())[index]
-    raise IndexError(f"no layer {index!r}; the model has {', '.join(items) or 'none'} in it")
+    raise IndexError(f"there is no layer {index!r}; the layers are {', '.join(items) or 'none'}")
 
 
 def _items(module: ModuleProxy) -> dict[str, Any]:
@@ -373,7 +373,6 @@ def _refuse_elsewhere(modes: LayerModes, path: str, name: str) -> NoReturn:
 
 def _refuse_change(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} of a partitioned model would change nothing",
-        why="the program was traced from the original model",
-        hint="change the model before; values: pm.load_state_dict(...)",
-    )
+        f"{what} of a partitioned model would change nothing", why="the program was traced from the original model",
+        hint="change the model before parallelize(); to change values, use pm.load_state_dict(...)",
+    )  # fmt: skip

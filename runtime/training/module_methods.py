@@ -74,9 +74,10 @@ class ModuleMethods(ModuleProxy):
         if not all(map(is_, map(dict.get, registered, keys), tensors)):
             is_unchanged = list(map(is_, map(dict.get, registered, keys), tensors))
             raise UsageError(
-                f"this call is made with another tensor for '{names[is_unchanged.index(False)]}'",
-                why="functional_call or an assignment replaced it, but the program uses its own tensor",
-                hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
+                f"the tensor '{names[is_unchanged.index(False)]}' is replaced in this call",
+                why="functional_call or an assignment replaced it, but the program uses the original tensor",
+                hint="use pm.load_state_dict(...) to change values, and the unpartitioned model to differentiate "
+                "through updates",
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,9 +139,10 @@ class ModuleMethods(ModuleProxy):
         model = self.__dict__["_source"].model
         if not isinstance(model, (nn.Sequential, nn.ModuleList)) or not isinstance(index, (int, slice)):
             raise UsageError(
-                f"a partitioned {type(model).__name__} has no pm[{index!r}]", why="it has its layers and parameters "
-                "by name", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
-            )  # fmt: skip
+                f"a partitioned {type(model).__name__} has no pm[{index!r}]",
+                why="its layers and parameters are accessed by name",
+                hint="pm.get_parameter(name), or the model's own layers before parallelize()",
+            )
         return item_of(self, index)
 
 
@@ -157,9 +159,10 @@ def refuse_wrapper(modules: Any, wrapper: str) -> None:
     for module in [modules] if isinstance(modules, nn.Module) else list(modules):
         if partitioned_in(module) is not None or isinstance(module, ModuleProxy):
             raise UsageError(
-                f"{wrapper} around a partitioned model", why="it would treat this rank's shards as full parameters",
-                hint="an axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself; zero=3 is FSDP",
-            )  # fmt: skip
+                f"{wrapper} cannot wrap a partitioned model",
+                why="it would treat this rank's shards as full parameters",
+                hint="use the mesh axis dp: parallelize(model, 'dp2,tp2') reduces gradients itself, and zero=3 is FSDP",
+            )
 
 
 def partitioned_in(module: nn.Module) -> str | None:

@@ -122,11 +122,9 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
             else "pp: a stage's parameters on each rank"
         )
         raise OptionError(
-            f"{name} cannot train a shard of a model",
-            why=f"{of_model}, and a rank has a shard",
-            where=where,
-            hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
-        )
+            f"{name} cannot train a shard of a model", why=f"{of_model}, and a rank has a shard",
+            where=where, hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
+        )  # fmt: skip
     if sharded is not None and why:
         raise OptionError(
             f"{name} cannot train a shard of '{sharded.name}'",
@@ -138,11 +136,10 @@ def _check_class(optimizer: torch.optim.Optimizer, sharded: ShardInfo | None, pr
         separable = is_separable(optimizer, process.device)
         if separable is False:
             raise OptionError(
-                f"{name} cannot train the stages of a pipeline one by one",
-                why="it updates two matrices together differently from each matrix alone",
-                where="pp: a stage's parameters on each rank",
-                hint="torch.optim.AdamW, or a mesh without pp",
-            )
+                f"{name} cannot train the stages of a pipeline separately",
+                why="its update of a matrix depends on matrices of other stages",
+                where="pp: a stage's parameters on each rank", hint="torch.optim.AdamW, or a mesh without pp",
+            )  # fmt: skip
         if separable:
             allow_reductions_in(optimizer)
 

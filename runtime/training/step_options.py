@@ -56,13 +56,17 @@ class StepOptions:
                 hint="step(..., outputs=True), which returns (loss, outputs)",
             )
         if num_tokens is not None and kwargs.get("num_items_in_batch") is not None:
-            raise InputError("num_tokens= and num_items_in_batch= are both given", why="each is what the sum over "
-                             "labels is divided by", hint="one of the two; num_tokens= suits every model")  # fmt: skip
+            raise InputError(
+                "num_tokens= and num_items_in_batch= are both given", why="each is the divisor of the sum over labels",
+                hint="one of the two; num_tokens= suits every model",
+            )  # fmt: skip
         scale = 1.0 if loss_scale is None else _number("loss_scale", loss_scale)
         tokens = None if num_tokens is None else _number("num_tokens", num_tokens)
         if tokens is not None and tokens <= 0:
-            raise InputError(f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
-                             hint="how many labels count in all the batches whose gradients are added up")  # fmt: skip
+            raise InputError(
+                f"num_tokens={tokens} is not a number of labels", why="it must be 1 or more",
+                hint="the number of labels in all batches whose gradients are accumulated",
+            )  # fmt: skip
         return cls(float(scale), tokens, outputs)
 
     @property

@@ -40,8 +40,8 @@ def explain_backward() -> None:
             return torch_backward(self, *args, **kwargs)
         except RuntimeError as error:
             raise UsageError(
-                "backward() of a tensor that needs no gradient",
-                why=f"the loss that pm.step(...) returns is detached, for its backward has run ({error})",
+                "backward() is called on a tensor that requires no gradient",
+                why=f"the loss of pm.step(...) is detached, because step() has run the backward already ({error})",
                 hint="loss = pm.step(**batch) without backward(); or loss = pm(**batch), and loss.backward()",
             ) from error
 

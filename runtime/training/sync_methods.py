@@ -50,7 +50,7 @@ class SyncMethods:
         program = self._traced("attach()")
         optimized = set(map(id, parameters_of(optimizer)))
         if not any(id(parameter) in optimized for parameter in self._local_parameters.values()):
-            raise UsageError("attach() of an optimizer that has none of this module's parameters",
+            raise UsageError("attach() is called for an optimizer that has none of this module's parameters",
                              hint="optimizer = torch.optim.AdamW(pm.parameters()); pm.attach(optimizer)")  # fmt: skip
         if self._data_sync.changes_models:
             self._sync_with_methods(program).attach(optimizer)

@@ -49,7 +49,7 @@ class LazyTensor:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         raise UnsupportedByLazyTensor(name)
 
     @property

@@ -329,7 +329,7 @@ def _meta_model(model: nn.Module, non_parameters: Mapping[str, Tensor]) -> nn.Mo
     except CannotCopy as error:
         raise CheckpointError(
             f"{type(model).__name__} cannot be partitioned without its values", why=str(error),
-            hint="load its weights into it, and leave weights= out",
+            hint="load weights into the model before parallelize(), and leave weights= out",
         ) from None  # fmt: skip
 
 

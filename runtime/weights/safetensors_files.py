@@ -75,8 +75,8 @@ class SafetensorsFiles:
         absent = sorted(set(listed or ()) - set(names))
         if absent:
             raise CheckpointError(
-                f"the index at {self.path} names tensors that are not there: {listing(absent)}",
-                why=f"according to the index they are in {file.name}", hint="copy the folder again, all of it",
+                f"the index at {self.path} names tensors that are missing: {listing(absent)}",
+                why=f"according to the index they are in {file.name}", hint="copy the complete folder again",
             )  # fmt: skip
         lines = [f"{file.name} {file.stat().st_size}"]
         for name in names:
@@ -179,8 +179,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise CheckpointError(
-            f"{index} names files that are not there: {listing(absent)}",
-            why=f"of its {len(files)} files, {len(files) - len(absent)} are there",
-            hint="copy the folder again, all of it",
-        )
+            f"{index} names files that do not exist: {listing(absent)}",
+            why=f"{len(files) - len(absent)} of its {len(files)} files exist", hint="copy the complete folder again",
+        )  # fmt: skip
     return files

@@ -83,9 +83,9 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, LazyTenso
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             f"the checkpoint cannot be read shard by shard for {', '.join(shown)}{more}",
-            why=f"transformers converts it for {type(model).__name__} by more than moving elements of tensors",
-            hint="from_pretrained(folder).save_pretrained(other, save_original_format=False), once where the model "
-            "fits, and weights=other",
+            why=f"transformers converts it for {type(model).__name__} by computing values, not only by moving elements",
+            hint="load the full model once with from_pretrained(folder), call .save_pretrained(other, "
+            "save_original_format=False), and pass weights=other",
         )
     return tensors
 

@@ -79,7 +79,7 @@ def test_what_is_so_and_what_cannot_be(plan):
 
 def test_names_that_are_not_there(plan):
     with pytest.raises(
-        autopart.AutopartError, match=r"the plan has nothing called 'model.layers.0.mlp.down'\n.*down_proj"
+        autopart.AutopartError, match=r"the plan has nothing with the name 'model.layers.0.mlp.down'\n.*down_proj"
     ):
         plan.why("model.layers.0.mlp.down")
     with pytest.raises(autopart.AutopartError, match=r"'model\.nowhere' as R on tp matches nothing"):

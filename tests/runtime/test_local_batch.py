@@ -268,9 +268,9 @@ def wrong(mesh, use):
 
 
 WRONG = {
-    ("dp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows", "drop_last=True"],
-    ("dp2", "rows to cut"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
-    ("tp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
+    ("dp2", "rows"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples", "drop_last=True"],
+    ("dp2", "rows to cut"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples"],
+    ("tp2", "rows"): ["different numbers of samples", "rank 0: 2 samples; rank 1: 3 samples"],
     ("tp2", "neighbours"): ["different values of input_ids, labels", "rank 1 unlike rank 0", "pm.data_rank"],
     ("dp2,tp2", "neighbours"): ["values of input_ids, labels", "rank 1 unlike rank 0, rank 3 unlike rank 2"],
     ("dp2,pp2", "neighbours"): ["values of input_ids, labels", "rank 2 unlike rank 0, rank 3 unlike rank 1"],

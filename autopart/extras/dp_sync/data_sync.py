@@ -116,23 +116,26 @@ class DataSync(GradientSync):
     def check_optimizer_attached(self) -> None:
         if self.changes_models and not self.is_attached and self.steps:
             raise UsageError(
-                f"dp_sync='{self.sync}' and no optimizer is attached",
-                why="every data rank has its own model; the method averages the models after the optimizer's step",
-                hint="pm.attach(optimizer), once, before the first step",
+                f"dp_sync='{self.sync}' needs an attached optimizer",
+                why="every data rank has its own model, and the method averages the models after the optimizer's step",
+                hint="call pm.attach(optimizer) once, before the first step",
             )
 
     def check_gradients(self, call: str) -> None:
         if self.changes_models:
-            raise UsageError(f"{call} with dp_sync='{self.sync}'", why="every data rank has its own model, and "
-                             "the gradient of its local batch", hint="p.grad of this rank's parameters")  # fmt: skip
+            raise UsageError(
+                f"{call} is not available with dp_sync='{self.sync}'",
+                why="every data rank has its own model, and its gradients are those of its local batch",
+                hint="p.grad of this rank's parameters",
+            )
 
     def problem(self, in_step: bool) -> UsageError | None:
         has_own_backward = not in_step and "pp" not in self.process.groups
         for name in self.methods if has_own_backward else ():
             if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
                 return UsageError(
-                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and your own backward",
-                    why="ranks synchronise gradients when the backward has ended, and the hook would run before",
+                    f"the gradient hook of '{name}' cannot run with dp_sync='{self.sync}' and your own backward()",
+                    why="ranks synchronise gradients after the backward, and the hook would run before that",
                     hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
                     "optimizer.step()",
                 )
@@ -257,8 +260,10 @@ class DataSync(GradientSync):
         Raises UsageError for a second optimizer.
         """
         if self.is_attached:
-            raise UsageError("attach() of a second optimizer", why="replicas would be averaged twice",
-                             hint="one optimizer for all parameters")  # fmt: skip
+            raise UsageError(
+                "attach() is called for a second optimizer", why="replicas would be averaged twice",
+                hint="pass all parameters to one optimizer",
+            )  # fmt: skip
         self.is_attached = True
         optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
@@ -303,8 +308,10 @@ class DataSync(GradientSync):
         """
         check_hook(hook)
         if self.hook is not None:
-            raise UsageError("a second communication hook", why="each would reduce the gradients",
-                             hint="one hook that does both")  # fmt: skip
+            raise UsageError(
+                "a communication hook is registered already", why="both hooks would reduce the gradients",
+                hint="register one hook that does both",
+            )  # fmt: skip
         check_hookable(program)
         axis = program.mesh.along("rows")[0]
         hooked = {name: replace(stored, method=HOOK if axis in stored.grad_axes else None)

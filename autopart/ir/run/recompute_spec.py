@@ -42,7 +42,9 @@ def parse_recompute(recompute: Any) -> Recompute:
         raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={RECOMPUTE_MODES}")
     for name, word in recompute.items():
         if not isinstance(name, str) or not name or word not in get_args(RecomputeMode):
-            raise OptionError(f"recompute of '{name}' is {word!r}", why=f"a mode is {RECOMPUTE_MODES}", hint=FORM)
+            raise OptionError(
+                f"unknown recompute mode {word!r} for '{name}'", why=f"the modes are {RECOMPUTE_MODES}", hint=FORM
+            )
     return dict(recompute)
 
 

@@ -55,39 +55,54 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
     """Raise StageError if a schedule cannot run this number of stages and microbatches on `pp` ranks."""
     if schedule not in SCHEDULES:
         raise StageError(f"unknown schedule '{schedule}'", hint=", ".join(SCHEDULES))
-    head = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
+    cannot_run = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
     if num_stages % pp:
-        raise StageError(head, why=f"{num_stages} is not a multiple of {pp}", hint=f"{pp} or {2 * pp} stages")
+        raise StageError(
+            cannot_run, why=f"the number of stages is not a multiple of pp={pp}", hint=f"{pp} or {2 * pp} stages"
+        )
     per_rank = num_stages // pp
     if schedule in SINGLE_STAGE and per_rank != 1:
-        raise StageError(head, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
+        raise StageError(
+            cannot_run, why=f"this schedule runs one stage per rank, not {per_rank}", hint="virtual_stages=1"
+        )
     if schedule in V_SHAPED and per_rank != 2:
-        raise StageError(head, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
+        raise StageError(
+            cannot_run, why=f"this schedule runs two stages per rank, not {per_rank}", hint="virtual_stages=2"
+        )
     least = num_stages if schedule in ("dualpipev", *DELAYED) else 1
     if microbatches < least:
-        raise StageError(head, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
+        raise StageError(
+            cannot_run, why=f"this schedule needs at least {least} microbatches", hint=f"microbatches={least}"
+        )
     rounds = max(1, microbatches // pp)
     if schedule.startswith("interleaved") and microbatches % rounds:
-        why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
-        raise StageError(head, why=why, hint=f"microbatches={rounds * pp}")
+        raise StageError(
+            cannot_run,
+            why=f"{microbatches} microbatches cannot be split into {rounds} equal rounds of one microbatch or "
+            "more per rank", hint=f"microbatches={rounds * pp}",
+        )  # fmt: skip
 
 
 def check_compile(compile: object, schedule: str | None) -> None:
     """Raise OptionError if `compile` is invalid, or if the schedule does not support compiled stages."""
     if not isinstance(compile, bool):
-        raise OptionError(f"compile={compile!r} is not a choice", hint="compile=True, or False")
+        raise OptionError(f"compile={compile!r} is neither True nor False", hint="compile=True, or False")
     if compile and schedule in SPLIT_BACKWARD:
-        raise OptionError(f"compile=True with schedule='{schedule}'",
-                          why="the schedule splits the backward in two, and a compiled stage cannot",
-                          hint="another schedule, for example '1f1b' or 'interleaved_1f1b'")  # fmt: skip
+        raise OptionError(
+            f"compile=True cannot be combined with schedule='{schedule}'",
+            why="the schedule runs the backward in two parts, and a compiled stage has one backward",
+            hint="another schedule, for example '1f1b' or 'interleaved_1f1b'",
+        )
 
 
 def check_precision(schedule: str | None, precision: str | None) -> None:
     """Raise StageError for fp16 with an asynchronous schedule, which cannot scale the loss."""
     if schedule in DELAYED and precision == "fp16":
-        raise StageError(f"schedule='{schedule}' with precision='fp16'",
-                         why="the previous batch would determine the loss scale",
-                         hint="precision='bf16', or schedule='1f1b', which finishes each batch")  # fmt: skip
+        raise StageError(
+            f"precision='fp16' cannot be combined with schedule='{schedule}'",
+            why="step() leaves the gradient of the previous batch, so the loss scale would change one batch late",
+            hint="precision='bf16', or schedule='1f1b', which finishes each batch",
+        )
 
 
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:

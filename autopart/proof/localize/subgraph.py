@@ -132,7 +132,8 @@ class Builder:
         layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
         if layout[ROWS].sections:
             raise LayoutError(
-                f"'{name}' cannot be recorded as {layout[ROWS]}", why="samples are recorded as one contiguous range"
+                f"a subgraph cannot contain '{name}' with the batch layout {layout[ROWS]}",
+                why="a rank's samples must be one contiguous range",
             )
         node = self.weight(_RECORDED + name, tensor)
         facts(node)["hidden"] = True
@@ -305,7 +306,7 @@ class _Parser:
         options = dict(field.partition(" ")[::2] for field in head.split(" | "))
         if "mesh" not in options:
             raise PlanError(
-                "the text of a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2"
+                "the text of a subgraph must begin with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2"
             )
         self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
@@ -346,7 +347,7 @@ class _Parser:
     def _leaf(self, name: str, kind: str, rest: str, settings: Mapping[str, str]) -> fx.Node:
         match = re.fullmatch(r"(\w+)\[([\d, ]*)\]( fixed)?(?: below (\d+))?", rest)
         if match is None:
-            raise PlanError(f"'{rest}' is not a value", hint="f64[8,12], or i64[8,12] below 7")
+            raise PlanError(f"'{rest}' does not describe a tensor", hint="f64[8,12], or i64[8,12] below 7")
         sizes = [int(size) for size in match[2].split(",") if size.strip()]
         tensor = random_values(sizes, _DTYPES[match[1]], len(self.nodes), int(match[4] or 2))
         tensor.requires_grad_(tensor.is_floating_point() and not match[3] and kind != "input")

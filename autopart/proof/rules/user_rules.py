@@ -66,9 +66,10 @@ def rule(
     _check_signature(operator, new_rule)
     if REGISTERED.get(operator, new_rule) != new_rule:
         raise RuleError(
-            f"{operator} has another rule already", why=f"it is {call_text(operator, REGISTERED[operator])}",
-            hint="one rule per operator and process; several lines for several forms of a call",
-        )  # fmt: skip
+            f"{operator} is registered with another rule already",
+            why=f"it is {call_text(operator, REGISTERED[operator])}",
+            hint="register one rule per operator and process; it can have a line for each form of the call",
+        )
     if operator not in REGISTERED and has_rule(operator):
         raise RuleError(
             f"{operator} has a rule already", why="it is built into autopart", hint="nothing to register",
@@ -147,7 +148,7 @@ def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
         stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} has {stated}",
+            f"the rule of {operator} has {stated}, which does not fit its factors",
             why=f"{names}; sharding a factor that an output lacks leaves a partial sum",
             hint=f"sum='{' '.join(lacking)}', or whole= for factors that cannot be sharded"
             if lacking
@@ -266,7 +267,7 @@ def _check_fits(node: fx.Node, name: str) -> None:
         raise RuleError(
             f"the rule of {name} does not fit this call", why=call_text(name, REGISTERED[name]),
             where=", ".join(str(list(n.meta["val"].shape)) for n in tensor_inputs(node)),
-            hint="a line for these numbers of tensors and dims",
+            hint="add a line to the rule with as many tensors and dims as this call has",
         )  # fmt: skip
 
 

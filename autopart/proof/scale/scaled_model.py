@@ -210,8 +210,8 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
     with_blocks = f", with {_blocks_text(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
-        why=f"weights and gradients of the model and of all ranks together take {needed.weights / 1e9:.3g} GB, "
-        f"activations {needed.values / 1e9:.3g} GB{with_blocks}",
+        why="verify runs the model and all ranks in this process: weights and gradients take "
+        f"{needed.weights / 1e9:.3g} GB, activations {needed.values / 1e9:.3g} GB{with_blocks}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )
 
@@ -245,7 +245,7 @@ def _with_fewer_blocks(
                 continue
             raise
         return ScaledCopy(copied, kept, is_random), needed
-    raise AssertionError("the last attempt must keep all blocks")
+    raise AssertionError("unreachable: the last attempt keeps all blocks, and returns or raises")
 
 
 def _with_smaller_sizes(

@@ -84,7 +84,7 @@ def read_training(
         calls.append(bind_call(model, (), inputs))
     if targets and len(targets) < len(calls):
         raise InputError(
-            f"{len(targets)} of {len(calls)} batches have a '{TARGET}' for the loss_fn",
+            f"{len(targets)} of {len(calls)} batches have the entry '{TARGET}' for the loss_fn",
             hint="one in every batch, or none",
         )
     return Training(

@@ -64,7 +64,9 @@ def run_forked(
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeSetupError(
-            "verify_loop() starts processes with os.fork", why="this operating system does not have it", hint="Linux"
+            "verify_loop() starts processes with os.fork",
+            why="this operating system does not have it",
+            hint="run it on Linux",
         )
     context = multiprocessing.get_context("fork")
     store = tempfile.mktemp(dir=folder) if connected else ""

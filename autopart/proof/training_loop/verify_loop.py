@@ -91,8 +91,11 @@ def prove(
             raise _plain_failure(report.failure)
         count, steps, trains = report.value
         if not trains:
-            raise InputError("the function trains nothing", why="no loss, no optimizer step, and no weight changes",
-                             hint="fn(model, batches) calls model.step(...) and optimizer.step()")  # fmt: skip
+            raise InputError(
+                "the training function trains nothing",
+                why="it computed no loss, took no optimizer step and changed no weight",
+                hint="fn(model, batches) calls model.step(...) and optimizer.step()",
+            )
 
         def on_a_rank(rank: int) -> RankResult:
             made = parallelize(model, mesh, **example, **options)
@@ -115,8 +118,10 @@ def _check(fn: Any, model: Any, options: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         value = options.get(name)
         if value is not None and (name != "schedule" or value == "1f1b_2bw") and value != "fp32":
-            raise OptionError(f"verify_loop() with {name}={value!r}", why=why,
-                              hint="verify(...) for it, and verify_loop without it")  # fmt: skip
+            raise OptionError(
+                f"verify_loop() does not support {name}={value!r}", why=why,
+                hint="verify(...) supports this option; or call verify_loop() without it",
+            )  # fmt: skip
 
 
 def _in_double(values: Any) -> Any:
@@ -142,8 +147,10 @@ def _example(model: nn.Module, batch: Any) -> dict[str, Any]:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError("the first batch is not a call of the model", why=str(error),
-                         hint="example_args=(x,), or example_kwargs={'input': x}") from None  # fmt: skip
+        raise InputError(
+            "the model cannot be called with the first batch", why=str(error),
+            hint="example_args=(x,), or example_kwargs={'input': x}",
+        ) from None  # fmt: skip
     return {"example_kwargs": kwargs} if kwargs else {"example_args": args}
 
 
@@ -209,8 +216,10 @@ class _LoopRun:
 def _plain_failure(failure: Failure) -> AutopartError:
     if failure.refusal is not None:
         return failure.refusal
-    return InputError("the function fails with the plain model", why=failure.text, where=failure.where,
-                      hint="run it in one process first")  # fmt: skip
+    return InputError(
+        "the training function fails with the unpartitioned model", why=failure.text, where=failure.where,
+        hint="run it in one process first",
+    )  # fmt: skip
 
 
 def _merge_ranks(
