@@ -1,8 +1,8 @@
 """Constant tensors of a trace, whose values are computed when Python code needs them.
 
-`nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
-`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that read only the
-metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
+For example, `nn.Transformer` compares a mask with the causal mask, and other models take the maximum of position ids.
+Functions like `torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that
+read only the metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
 
 A tensor in the user's code that is not a parameter, buffer or input is a constant of the trace, too. A forward that
 writes to such a tensor is refused.
@@ -42,7 +42,7 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """Result number `place` of a recorded call that created a constant tensor.
+    """A constant tensor: result number `place` of a recorded call.
 
     Constant tensors among the call's arguments are replaced by their own `_Made` objects.
     """
@@ -55,7 +55,7 @@ class _Made:
 
 @dataclass(frozen=True, eq=False)
 class _Metadata:
-    """Shape and dtype of a tensor, in place of a tensor whose values are not needed."""
+    """Shape and dtype of a tensor. It replaces an argument of a recorded call whose values are not needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +113,7 @@ class ConcreteConstants:
         self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget all recorded calls."""
+        """Forget the recorded calls of these tensors."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
@@ -151,7 +151,10 @@ class ConcreteConstants:
         return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
 
     def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
-        """Return `compute(value)` of a recorded constant; UNKNOWN if its calls draw random numbers."""
+        """Compute a constant from its recorded calls, and return `compute` of it.
+
+        Returns UNKNOWN if one of the calls draws random numbers.
+        """
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
             result = compute(self._real(recipe, {}))
@@ -213,9 +216,9 @@ class ConcreteConstants:
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-    """Replace the tensor of which a call such as `ones_like` reads only metadata by that metadata.
+    """Return the arguments of a call such as `ones_like(x)` with `x` replaced by its shape and dtype.
 
-    Returns the new arguments and keyword arguments.
+    The call reads only metadata of `x`. Returns positional and keyword arguments.
     """
     place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
     like = args[place] if place < len(args) else kwargs.get(keyword)
