@@ -112,7 +112,7 @@ class Executable:
                 comparison.finish_comparison()
                 outputs = self.rows.as_loss_terms(self._merge_on_all_ranks(runs))
             self._write_buffers()
-        return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
+        return [output.of(outputs) for output in self.program.outputs]
 
     def step(
         self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
@@ -137,7 +137,7 @@ class Executable:
         loss = self._global_loss([loss for loss, *_ in runs])
         other_outputs = self.program.outputs[1:]
         outputs = self._merge_on_all_ranks(runs) if any(o.position is not None for o in other_outputs) else []
-        return loss, [o.constant if o.position is None else outputs[o.position] for o in other_outputs]
+        return loss, [output.of(outputs) for output in other_outputs]
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:

@@ -77,6 +77,7 @@ class Facts(TypedDict, total=False):
     block: tuple[str, int]  # of a deduplicated graph, traced or lowered: chain of equal blocks, and block number
     times: int  # of a deduplicated graph: how many nodes of the model the node represents, if more than one
     counted: bool  # its size is data-dependent
+    numbers: frozenset[int]  # of the output node: which of the model's outputs are Python numbers, computed by it
 
     # From the passes that normalise.
     named: str  # operator name for `key`, if a pass wrote the node in place of another operator

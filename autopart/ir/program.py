@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -206,13 +206,20 @@ class Output:
     """One flat output of the model: output `position` of the last stage's graph, or a constant.
 
     `layout`: layout of the tensor. `made_of`: names of the model inputs on which the output depends. It is filled only
-    if every rank passes its local batch.
+    if every rank passes its local batch. `is_number`: the model returns a Python number, such as `loss.item()`.
     """
 
     position: int | None
     layout: Layout
     constant: Any = None
     made_of: frozenset[str] = frozenset()
+    is_number: bool = False
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return the output, given the full tensor outputs of the last stage's graph."""
+        if self.position is None:
+            return self.constant
+        return values[self.position].item() if self.is_number else values[self.position]
 
 
 @dataclass(frozen=True)

@@ -406,13 +406,17 @@ class _Writer:
         """
         last = self.stages[-1]
         results: list[Output] = []
+        end = self.trace.graph.output_node()
+        flat, numbers = end.args[0], facts(end).get("numbers", ())
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
         for output, whole in outputs:
             if not isinstance(output, fx.Node):
                 results.append(Output(None, {}, output))
                 continue
             layout = self._output_layout(output, whole, self.local_rows)
-            results.append(Output(len(nodes), dict(layout), made_of=self._input_names(output)))
+            is_number = any(output is flat[index] for index in numbers)
+            made_of = self._input_names(output)
+            results.append(Output(len(nodes), dict(layout), made_of=made_of, is_number=is_number))
             nodes.append((output, layout, self.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():
             self._update(name, node)
