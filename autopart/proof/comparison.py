@@ -350,7 +350,10 @@ def output_errors(program: Program, results: Mapping[int, list[tuple]], expected
         merged = merge_microbatches(program, microbatches)
         for i, output in enumerate(program.outputs):
             if output.position is not None:
-                error = relative(merged[output.position], torch.as_tensor(expected[i]))
+                actual, reference = merged[output.position], expected[i]
+                if output.is_number:
+                    reference = torch.as_tensor(reference, dtype=actual.dtype)
+                error = relative(actual, reference)
                 errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), error)
     return errors
 
