@@ -15,6 +15,7 @@ from autopart.compat.torch_internals import TreeSpec
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.value_guards import ValueGuards
 from autopart.ir.run.weight_updates import WeightUpdates
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Trace:
     trained parameters before the graph runs. `precision`: the mixed precision that the graph was traced in. Parameters
     are cast to it when they are read; `parameters` has them as they are stored.
     `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
+    `value_guards`: the values of inputs that Python read. The trace serves calls with equal values.
     `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
     `whole`: the trace before deduplication, with all blocks.
     """
@@ -73,6 +75,7 @@ class Trace:
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
     has_random_branches: bool = False
+    value_guards: ValueGuards = field(default_factory=ValueGuards)
     folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
 

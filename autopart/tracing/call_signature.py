@@ -52,6 +52,7 @@ class ExportEntry(nn.Module):
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
+        self.real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.draws_by_torch = False  # whether Python's random numbers are torch's
         self.spoken = [users_input(model, name) for name in names]
@@ -67,6 +68,8 @@ class ExportEntry(nn.Module):
         for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
             self.semantics.named(tensors[name], f"the input {spoken}")
         is_traced = Tracing.current() is not None
+        if is_traced:
+            self.semantics.known.bind([tensors[name] for name in self.tensor_names[: len(self.real)]], self.real)
         remaining = iter([tensors[name] for name in self.tensor_names])
         pairs = zip(self.leaf_names, self.options, self.is_tensor, strict=True)
         leaves = {name: next(remaining) if is_tensor else option for name, option, is_tensor in pairs}

@@ -37,14 +37,6 @@ class Base(nn.Module):
         self.gate, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
 
-class IfInput(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = self.gate(x)
-        if mask.sum() > 0:  # here
-            y = -y
-        return self.out(y)
-
-
 class IfOutput(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.gate(x)
@@ -64,12 +56,12 @@ class Inside(nn.Module):
 
 class Item(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)[: int(mask.sum().item())])  # here
+        return self.out(x[: int(self.gate(x).sum().item())])  # here
 
 
 class Bins(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) * mask.long().bincount().sum()  # here
+        return self.out(x) * self.gate(x).long().bincount().sum()  # here
 
 
 class Numpy(Base):
@@ -266,9 +258,8 @@ def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") 
 DRAW_OUTSIDE = "torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors"
 BUFFERS_ONLY = "only buffers and parameters can be written"
 CASES: dict[Callable[[], nn.Module], str] = {
-    IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
-    Item: cannot(DECIDES + "the input mask", BRANCH),
+    Item: cannot(DECIDES + "the output of gate", BRANCH),
     Bins: cannot("the size of the result of bincount depends on tensor values", SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same computation in torch, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
