@@ -181,7 +181,7 @@ def _traced(
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
         *entry.semantics.hook_notes,
         *entry.semantics.skipped.notes(),
-        *(f"traced for {guard}; each other value is traced again" for guard in entry.semantics.decisions.guards),
+        *entry.semantics.decisions.notes(),
     )
     traced = replace(traced, has_random_branches=entry.semantics.chances.count > 0)
     dtype = ambient_autocast(device_of_weights(model).type)
@@ -269,7 +269,7 @@ def _exported_once(entry: ExportEntry, example: Mapping[str, torch.Tensor]) -> A
     entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
-    traced = traceable(entry, entry.apply_function)
+    traced = traceable(entry, entry.apply_function, entry.semantics.to_list)
     stacks = short_stacks(ExportEntry.forward.__code__)
     containers = same_containers(entry.model)
     with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:

@@ -125,6 +125,15 @@ def written_mask(m, x, lengths):
     return m.a(x[:, : n % LENGTH]).square().mean()
 
 
+def numpy_lengths(m, x, lengths):
+    y = m.a(x)
+    return sum(y[i, : int(n)].square().sum() for i, n in enumerate(lengths.cpu().numpy()))
+
+
+def tensor_of_entries(m, x, lengths):
+    return (m.a(x).mean((1, 2)) * torch.tensor([n + 1 for n in lengths])).square().sum()
+
+
 def no_row_selected(m, x, lengths):
     rows = m.a(x)[lengths > 7]
     return m.b(x).sum() if rows.shape[0] == 0 else rows.square().mean()
@@ -134,7 +143,7 @@ CASES = (
     trimmed, item_of_lengths, sliced_by_a_tensor, rows_of_a_list, entries_one_by_one, branch_of_a_mask,
     branch_of_a_count, mean_of_positives, missing_labels, groups_of_a_batch_vector, zeros_of_a_tensors_size, bins,
     one_hot_of_unknown_classes, repeated_rows, different_values, pairs_of_selected, hard_negatives, written_mask,
-    no_row_selected,
+    numpy_lengths, tensor_of_entries, no_row_selected,
 )  # fmt: skip
 
 
@@ -160,6 +169,60 @@ def test_microbatches_use_the_value_of_the_global_batch():
     example = torch.randn(ROWS, LENGTH, SIZE), lengths
     result = autopart.verify(Net(trimmed), "dp2", example_args=example, microbatches=2)
     assert result.ok and result.max_error < 1e-10, result
+
+
+class Packed(nn.Module):
+    """Recurrent layers on packed sequences; the loss reads all results."""
+
+    def __init__(self, kind: type, use: Any, **options: Any) -> None:
+        super().__init__()
+        self.r, self.use, self.first = kind(SIZE, SIZE, **options), use, options.get("batch_first", False)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=self.first, enforce_sorted=False)
+        return self.use(self, *self.r(packed))
+
+
+def padded_and_final(m, packed, final):
+    y, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=m.first)
+    states = final if isinstance(final, tuple) else (final,)
+    return (y.sum(int(m.first)) / lengths[:, None]).square().mean() + sum(state.square().mean() for state in states)
+
+
+def data_of_steps(m, packed, final):
+    changed = nn.utils.rnn.PackedSequence(packed.data.tanh(), *packed[1:])
+    y, _ = nn.utils.rnn.pad_packed_sequence(changed, batch_first=m.first, padding_value=-1.0, total_length=LENGTH)
+    return packed.data.softmax(0).square().sum() + y.mean()
+
+
+PACKED = {
+    "lstm": (nn.LSTM, padded_and_final, {"batch_first": True}),
+    "two layers both ways": (nn.LSTM, padded_and_final, {"num_layers": 2, "bidirectional": True}),
+    "projected": (nn.LSTM, padded_and_final, {"proj_size": 4, "bias": False}),
+    "gru": (nn.GRU, padded_and_final, {"bidirectional": True}),
+    "rnn": (nn.RNN, data_of_steps, {"nonlinearity": "relu"}),
+    "data": (nn.GRU, data_of_steps, {"batch_first": True, "num_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name):
+    kind, use, options = PACKED[name]
+    torch.manual_seed(0)
+    example = torch.randn(ROWS, LENGTH, SIZE), LENGTHS
+    result = autopart.verify(Packed(kind, use, **options), "dp2", example_args=example)
+    assert result.ok and result.max_error < 1e-10, result
+    assert not [note for note in result.notes if "not compared" in note]
+
+
+def test_packed_sequences_of_one_largest_length_share_a_trace():
+    torch.manual_seed(0)
+    model = Packed(nn.LSTM, padded_and_final, batch_first=True).double()
+    pm = autopart.parallelize(model, "dp1", example_args=batch(1))
+    for lengths in (LENGTHS, LENGTHS.flip(0), LENGTHS.clamp(min=4)):
+        x, _ = batch(1)
+        assert torch.allclose(pm(x, lengths), model(x, lengths), atol=1e-12)
+    assert pm._compiler._num_traces == 2
 
 
 def batch(last: int) -> tuple[Tensor, Tensor]:

@@ -72,9 +72,6 @@ class ValueGuard:
     call: ValueCall
     value: Any
 
-    def __str__(self) -> str:
-        return f"{self.text} = {shown_value(self.value)} ({self.where})"
-
 
 class ValueGuards:
     """The value guards of one trace, in the order in which Python read the values."""

@@ -21,6 +21,7 @@ from autopart.compat.symbolic_shape_internals import all_selected
 from autopart.compat.torch_internals import TorchDispatchMode, exporting, tree_map
 from autopart.tracing.autograd.decompositions import TRACE_DECOMPOSITIONS
 from autopart.tracing.dynamic.branch_source import skipped_code_of
+from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, passing_answer
@@ -53,7 +54,7 @@ class _Placed(TorchFunctionMode):
     def __init__(self, device: torch.device, known: ConcreteConstants):
         super().__init__()
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.known = known
+        self.known, self.packed = known, PackedSequences(known)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -65,6 +66,9 @@ class _Placed(TorchFunctionMode):
             answer = self.known.answer((func, args, kwargs), tensors, of_inputs=True)
             if answer is not UNKNOWN:
                 return answer
+            if getattr(func, "__name__", "") in ("numpy", "__array__"):
+                real = self.known.value_of(Tensor.detach, args[0])
+                return func(*args, **kwargs) if real is UNKNOWN else real.numpy()
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
@@ -85,6 +89,8 @@ class _Placed(TorchFunctionMode):
             and (real := self.known.result((func, args, kwargs))) is not UNKNOWN
         ):
             return real
+        if (packed := self.packed.run(func, args, self.known.value_of)) is not UNKNOWN:
+            return packed
         func, args, kwargs = with_size((func, args, kwargs), self.known.value_of)
         self.known.write((func, args, kwargs), written_by(func, args, kwargs))
         result = TRACE_DECOMPOSITIONS.get(func, func)(*args, **kwargs)

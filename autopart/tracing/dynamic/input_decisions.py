@@ -21,14 +21,20 @@ import torch
 from torch import Tensor
 
 from autopart.compat.symbolic_shape_internals import expression, fix_size, is_symbol
+from autopart.compat.torch_internals import outside_of_tracing
 from autopart.errors import Refusal, TraceError
-from autopart.ir.run.value_guards import ValueCall, ValueGuard, ValueGuards, ValueProgram
+from autopart.ir.run.value_guards import ValueCall, ValueGuard, ValueGuards, ValueProgram, shown_value
 from autopart.tracing.python.concrete_constants import READING, UNKNOWN, Call, ConcreteConstants, tensors_in
 from autopart.tracing.trace_errors import NOT_THE_USERS
 
 _SYMBOLIC = frozenset({"item", "tolist", "__float__"})
 """Functions for whose results a trace has symbols."""
-_REFUSALS = Refusal.DECISION, Refusal.SIZE
+_ARRAYS = frozenset({"numpy", "__array__"})
+"""Functions whose results are arrays of numpy. Python gets arrays of integers, which are guards entry by entry."""
+_REFUSALS = Refusal.DECISION, Refusal.SIZE, None
+"""Refusals that real values can avoid. None: the model's own code fails on a symbol."""
+_MAX_SINGLE = 4
+"""Number of traces that each make one read real. The next one makes all reads of integers and sizes real."""
 _SYMBOL = re.compile(r"\b[uz]+f?\d+\b")
 
 Site = tuple[CodeType, int]
@@ -50,6 +56,7 @@ class InputDecisions:
         self.known, self.check = known, check
         self.symbolic: dict[Site, bool] = {}
         self._sites: set[Site] = set()
+        self._attempts = 0
         self._site_of: dict[str, Site] = {}
         self._guards: dict[Any, ValueGuard] = {}
 
@@ -57,9 +64,23 @@ class InputDecisions:
     def guards(self) -> ValueGuards:
         return ValueGuards(list(self._guards.values()))
 
+    def notes(self) -> list[str]:
+        """Return one note for each expression whose values are guards."""
+        values: dict[tuple[str, str], dict[str, None]] = {}
+        for guard in self.guards:
+            values.setdefault((guard.text, guard.where), {})[shown_value(guard.value)] = None
+        return [
+            f"traced for {text} = {' and '.join(list(shown)[:3])}{', ...' * (len(shown) > 3)} ({where}); each other "
+            "value is traced again"
+            for (text, where), shown in values.items()
+        ]
+
     def answer(self, call: Call, inputs: Sequence[Tensor], frame: FrameType) -> Any:
         """Return the value that Python gets for a call such as `item()`; UNKNOWN if the trace has to go on."""
         name = getattr(call[0], "__name__", "")
+        if name in _ARRAYS and not inputs[0].is_floating_point():
+            entries = self.read(frame, Tensor.tolist, inputs[0])
+            return UNKNOWN if entries is UNKNOWN else _as_array(inputs[0], entries)
         if name not in READING or not inputs or not all(map(self.known.is_recorded, inputs)):
             return UNKNOWN
         users_frame = _users_frame(frame)
@@ -77,8 +98,8 @@ class InputDecisions:
         value = self._guarded(recorded, _users_frame(frame))
         return None if value is UNKNOWN else value
 
-    def read(self, frame: FrameType, func: Callable[[Tensor], int], tensor: Tensor) -> Any:
-        """Return an integer computed from a tensor; UNKNOWN if the tensor's values are unknown."""
+    def read(self, frame: FrameType, func: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Return a value computed from a tensor; UNKNOWN if the tensor's values are unknown."""
         recorded = self.known.recorded((func, (tensor,), {}))
         return UNKNOWN if recorded is None else self._guarded(recorded, _users_frame(frame))
 
@@ -96,7 +117,7 @@ class InputDecisions:
                 self._symbol(symbol, recorded, _users_frame(frame))
         for tensor in tensors_in(output):
             for dim, size in enumerate(tensor.shape if not tensor.is_nested else ()):
-                if not isinstance(size, int) and is_symbol(symbol := expression(size)):
+                if is_symbol(symbol := expression(size)):
                     self._note_size(call, tensor, dim, symbol, frame)
         return output
 
@@ -135,13 +156,20 @@ class InputDecisions:
         symbols = {self._site_of[name] for name in named & self._site_of.keys()}
         integers = {site for site, is_float in self.symbolic.items() if not is_float}
         sizes = {*self._site_of.values()} - self.symbolic.keys()
-        groups = (symbols, integers, sizes, self.symbolic.keys())
+        self._attempts += 1
+        first = symbols if self._attempts <= _MAX_SINGLE else symbols | integers | sizes
+        groups = (first, integers, sizes, self.symbolic.keys())
         chosen = next((new for sites in groups if (new := sites - self._sites)), None)
         self._sites |= chosen or set()
         self._guards.clear()
         self._site_of.clear()
         self.symbolic.clear()
         return chosen is not None
+
+
+def _as_array(tensor: Tensor, entries: Any) -> Any:
+    with outside_of_tracing():
+        return torch.tensor(entries, dtype=tensor.dtype).reshape(tuple(tensor.shape)).numpy()
 
 
 def _full_text(error: BaseException | None) -> str:

@@ -30,11 +30,11 @@ def with_size(call: Call, read: Read) -> Call:
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return func, args, _repeated(args, kwargs, read)
     if name == "one_hot" and (args[1:] or (kwargs.get("num_classes", -1),))[0] == -1:
-        largest = _read_argument(_largest, args, kwargs, read)
-        return call if largest is UNKNOWN else (func, args[:1], {**kwargs, "num_classes": largest + 1})
+        last = _read_argument(largest, args, kwargs, read)
+        return call if last is UNKNOWN else (func, args[:1], {**kwargs, "num_classes": last + 1})
     if name == "bincount" and not kwargs.get("minlength") and len(args) < 3:
-        largest = _read_argument(_largest, args, kwargs, read)
-        return call if largest is UNKNOWN else (func, args, {**kwargs, "minlength": largest + 1})
+        last = _read_argument(largest, args, kwargs, read)
+        return call if last is UNKNOWN else (func, args, {**kwargs, "minlength": last + 1})
     return call
 
 
@@ -59,7 +59,8 @@ def _total(counts: Tensor) -> int:
     return int(counts.sum())
 
 
-def _largest(labels: Tensor) -> int:
+def largest(labels: Tensor) -> int:
+    """Return the largest entry of a tensor."""
     return int(labels.max())
 
 

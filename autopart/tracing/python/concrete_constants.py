@@ -142,7 +142,7 @@ class ConcreteConstants:
         func, args, kwargs = call
         selected = self._made.get(output)
         if selected is None and getattr(func, "__name__", "") in _SELECTING and args and isinstance(args[0], Tensor):
-            shape = tuple(args[0].shape)
+            shape = tuple(map(expression, args[0].shape))
             if all(isinstance(size, int) for size in shape):
                 rest = self.recorded((func, args[1:], kwargs))
                 form = Metadata(shape, args[0].dtype)
@@ -320,7 +320,7 @@ def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[t
     like = args[place] if place < len(args) else kwargs.get(keyword)
     if not isinstance(like, Tensor):
         return args, kwargs
-    shape = tuple(like.shape) if name in _SHAPED_LIKE else ()
+    shape = tuple(map(expression, like.shape)) if name in _SHAPED_LIKE else ()
     if not all(isinstance(size, int) for size in shape):
         return args, kwargs
     form = Metadata(shape, like.dtype)

@@ -45,6 +45,7 @@ from autopart.tracing.dynamic.data_dependent_branches import DataDependentBranch
 from autopart.tracing.dynamic.float_calls import Floats, ReadsFloat
 from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
+from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
 from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
@@ -98,6 +99,7 @@ class EagerSemantics(TorchFunctionMode):
         self.data = WeakIdKeyDictionary()  # results of `.data`
         self.known = ConcreteConstants(tensors)
         self.decisions = InputDecisions(self.known, self._check_may_rewrite)
+        self.packed = PackedSequences(self.known)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # texts of value checks, for notes
@@ -147,13 +149,21 @@ class EagerSemantics(TorchFunctionMode):
             raise ReadsFloat
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
-        func, args, kwargs = with_size((func, args, kwargs), partial(self.decisions.read, frame))
+        read = partial(self.decisions.read, frame)
+        if (output := self.packed.run(func, args, read)) is not UNKNOWN:
+            return output
+        func, args, kwargs = with_size((func, args, kwargs), read)
         output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
+
+    def to_list(self, tensor: Tensor) -> Any:
+        """Return the result of `tensor.tolist()`; None if the trace makes a list of symbols."""
+        value = self.decisions.answer((Tensor.tolist, (tensor,), {}), [tensor], sys._getframe(1))
+        return as_places(tensor) if value is UNKNOWN else value
 
     def _item(self, tensor: Tensor) -> Any:
         return self.__torch_function__(Tensor.item, (), (tensor,)) if self.known.is_recorded(tensor) else tensor
@@ -287,11 +297,14 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 
 
 @contextmanager
-def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
+def traceable(
+    model: nn.Module, apply: Callable[..., Any] = apply_as_operator, to_list: Callable[[Tensor], Any] = as_places
+) -> Iterator[None]:
     """Replace modules and functions that cannot be traced by equivalent code, inside a `with` block.
 
     A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
-    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). A cast of a module to the
+    becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
+    `tensor.tolist()`. A cast of a module to the
     dtype that it already has becomes a no-op.
     """
     exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
@@ -307,7 +320,7 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
             exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
     exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
-    with attributes(exchanged), redirected_functions(apply), other_lists(as_places):
+    with attributes(exchanged), redirected_functions(apply), other_lists(to_list):
         yield
 
 
