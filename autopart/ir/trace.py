@@ -56,6 +56,7 @@ class Trace:
     are cast to it when they are read; `parameters` has them as they are stored.
     `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
     `value_guards`: the values of inputs that Python read. The trace serves calls with equal values.
+    `attribute_updates`: {attribute of a module: its value after the call} for numbers and flags that the forward changes.
     `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
     `whole`: the trace before deduplication, with all blocks.
     """
@@ -76,6 +77,7 @@ class Trace:
     precision: Precision | None = None
     has_random_branches: bool = False
     value_guards: ValueGuards = field(default_factory=ValueGuards)
+    attribute_updates: Mapping[str, Any] = field(default_factory=dict)
     folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
 

@@ -318,6 +318,11 @@ class VerificationRun:
         self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
         """Run and compare training steps, and add their results to a verification."""
+        if self.traced.attribute_updates:
+            raise InputError(
+                f"steps={training.steps} of a model that changes {next(iter(self.traced.attribute_updates))}",
+                why="each step is another trace, and verify() has one", hint="verify_loop(), which calls parallelize()",
+            )  # fmt: skip
         if not verification.ok:
             return replace(
                 verification,

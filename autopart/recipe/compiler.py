@@ -177,6 +177,9 @@ class Compiler:
             arguments = {"target": target, "call": arguments}
         with with_values(self.model, settings):
             traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
+        for name, value in traced.trace.attribute_updates.items():
+            path, _, attribute = name.rpartition(".")
+            vars(self.model.get_submodule(path))[attribute] = value
         self.changed_values = traced.changed_values + traced.trace.value_guards.text
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
@@ -218,7 +221,7 @@ class Compiler:
         def key_of(numbers: bool) -> Hashable:
             return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
 
-        computed: dict[Hashable, Any] = {}
+        computed: dict[str, Any] = {}
 
         def fits(traced: _Traced) -> bool:
             return traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
@@ -315,7 +318,7 @@ class Compiler:
             with record_reads() as reads:
                 traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
             device = device_of_weights(self.model) if self.precision is None else None
-            return traced, Guards(reads, model, others, slots.values(), device)
+            return traced, Guards(reads, model, others, slots.values(), device, traced.attribute_updates)
 
         traced, guards = once()
         if guards.unstable:

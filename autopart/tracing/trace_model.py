@@ -156,7 +156,7 @@ def _traced(
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
-        notes = check_attributes(
+        notes, updates = check_attributes(
             users_model(model), entry.state, program, entry.semantics.known,
             lambda: again_filled(entry.assigned, lambda: _exported(entry, example)),
             computed if entry.assigned.caches else None,
@@ -187,6 +187,7 @@ def _traced(
     dtype = ambient_autocast(device_of_weights(model).type)
     autocast = str(dtype).removeprefix("torch.") if dtype is not None else ""
     traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards)
+    traced = replace(traced, attribute_updates=updates)
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
     traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)

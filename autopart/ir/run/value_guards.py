@@ -6,7 +6,7 @@ needs another trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,14 +91,14 @@ class ValueGuards:
         return "".join(f", with {guard.text} = {guard.value}" for guard in self.guards)
 
     @cached_property
-    def _steps(self) -> ValueProgram:
+    def _program(self) -> ValueProgram:
         return ValueProgram([guard.call for guard in self.guards])
 
     @cached_property
     def _values(self) -> list[Any]:
         return [guard.value for guard in self.guards]
 
-    def hold(self, tensors: Sequence[Tensor], computed: dict[Hashable, Any]) -> bool:
+    def hold(self, tensors: Sequence[Tensor], computed: dict[str, Any]) -> bool:
         """Return True if a call with these tensors has the values of the traced call.
 
         Args:
@@ -106,10 +106,10 @@ class ValueGuards:
         """
         if not self.guards:
             return True
-        key = self._steps.key
+        key = self._program.key
         if key not in computed:
             try:
-                computed[key] = self._steps.run(tensors)
+                computed[key] = self._program.run(tensors)
             except _FAILURES:  # an operator rejects the new values: the model's own call will, too
                 computed[key] = None
         return computed[key] == self._values
@@ -125,7 +125,8 @@ class ValueProgram:
         for result in results:
             self._add(result)
         self._results = [self._numbers[id(result)] for result in results]
-        self.key = (tuple(self._described()), tuple(self._results))
+        self.key = "\n".join([*map(self._described, self.recorded), *map(str, self._results)])
+        """Text that is equal for programs that compute equal values."""
 
     @property
     def inputs(self) -> list[int]:
@@ -145,14 +146,12 @@ class ValueProgram:
                 self._numbers[id(one)] = len(self.recorded)
                 self.recorded.append(one)
 
-    def _described(self) -> Iterator[Hashable]:
-        for one in self.recorded:
-            if isinstance(one, ValueCall):
-                yield one.func, self._text(one.args), self._text(dict(one.kwargs)), one.place
-            elif isinstance(one, InputTensor):
-                yield one.place
-            else:
-                yield id(one) if isinstance(one, Tensor) else (one.shape, one.dtype)
+    def _described(self, one: Any) -> str:
+        if isinstance(one, ValueCall):
+            return f"{id(one.func)} {self._text(one.args)} {self._text(dict(one.kwargs))} {one.place}"
+        if isinstance(one, InputTensor):
+            return f"input {one.place}"
+        return f"tensor {id(one)}" if isinstance(one, Tensor) else f"{one.shape} {one.dtype}"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, (list, tuple)):
@@ -164,48 +163,62 @@ class ValueProgram:
         return f"%{self._numbers[id(value)]}" if _is_recorded(value) else repr(value)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the values for a call with these input tensors."""
-        results: list[Any] = []
+        """Return the values for a call with these input tensors, computed on the device of the tensors."""
         device = next((tensors[place].device for place in self.inputs), torch.device("cpu"))
+        results: list[Any] = []
         with torch.no_grad():
-            for one in self.recorded:
-                results.append(self._result(one, tensors, results, device))
+            for step in self._steps:
+                results.append(step(tensors, results, device))
         return [results[number] for number in self._results]
 
-    def _result(self, one: Any, tensors: Sequence[Tensor], results: list[Any], device: torch.device) -> Any:
+    @cached_property
+    def _steps(self) -> list[_Step]:
+        return [self._step(one) for one in self.recorded]
+
+    def _step(self, one: Any) -> _Step:
+        """Return a function that computes one of the recorded values from the earlier ones."""
         if isinstance(one, InputTensor):
-            return tensors[one.place].detach()
+            place = one.place
+            return lambda tensors, results, device: tensors[place].detach()
         if isinstance(one, Tensor):
-            return one.to(device)
+            return lambda tensors, results, device: one.to(device)
         if isinstance(one, Metadata):
-            return torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
-        return call_with(one, lambda source: results[self._numbers[id(source)]], device)
+            return lambda tensors, results, device: torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
+        if getattr(one.func, "__name__", "") in _TO_DEVICE and _is_recorded(one.args[0]):
+            number = self._numbers[id(one.args[0])]
+            return lambda tensors, results, device: results[number]
+        kwargs = {**one.kwargs, "device": torch.device("cpu")} if one.kwargs.get("device") is not None else one.kwargs
+        args, named, func, of_several = self._filled(one.args), self._filled(dict(kwargs)), one.func, one.place
+
+        def call(tensors: Sequence[Tensor], results: Sequence[Any], device: torch.device) -> Any:
+            result = func(*args(results, device), **named(results, device))
+            is_one = of_several is None or isinstance(result, Tensor)
+            return result if is_one else tree_flatten(result)[0][of_several]
+
+        return call
+
+    def _filled(self, value: Any) -> Callable[[Sequence[Any], torch.device], Any]:
+        """Return a function that puts computed values, and the device, into an argument of a recorded call."""
+        if _is_recorded(value):
+            number = self._numbers[id(value)]
+            return lambda results, device: results[number]
+        if isinstance(value, torch.device):
+            return lambda results, device: device
+        if not isinstance(value, (list, tuple, dict, slice)) or not value:
+            return lambda results, device: value
+        if isinstance(value, dict):
+            named = {name: self._filled(entry) for name, entry in value.items()}
+            return lambda results, device: {name: entry(results, device) for name, entry in named.items()}
+        if isinstance(value, slice):
+            bounds = self._filled((value.start, value.stop, value.step))
+            return lambda results, device: slice(*bounds(results, device))
+        parts, kind = [self._filled(part) for part in value], type(value)
+        if hasattr(value, "_fields"):
+            return lambda results, device: kind(*[part(results, device) for part in parts])
+        return lambda results, device: kind([part(results, device) for part in parts])
 
 
-def call_with(call: ValueCall, result_of: Callable[[Any], Any], device: torch.device) -> Any:
-    """Make a recorded call again on a device. `result_of`: returns the tensor of a recorded call or input."""
-    name = getattr(call.func, "__name__", "")
-    if name in _TO_DEVICE and isinstance(call.args[0], (ValueCall, InputTensor)):
-        return result_of(call.args[0])
-    args = _replaced(call.args, result_of, device)
-    kwargs = {key: _replaced(value, result_of, device) for key, value in call.kwargs.items()}
-    if kwargs.get("device") is not None:
-        kwargs["device"] = device
-    result = call.func(*args, **kwargs)
-    if call.place is None or isinstance(result, Tensor):
-        return result
-    return tree_flatten(result)[0][call.place]
-
-
-def _replaced(value: Any, result_of: Callable[[Any], Any], device: torch.device) -> Any:
-    if isinstance(value, (list, tuple)):
-        parts = [_replaced(part, result_of, device) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, slice):
-        return slice(*(_replaced(part, result_of, device) for part in (value.start, value.stop, value.step)))
-    if _is_recorded(value):
-        return result_of(value)
-    return device if isinstance(value, torch.device) else value
+_Step = Callable[[Sequence[Tensor], Sequence[Any], torch.device], Any]
 
 
 def _is_recorded(value: Any) -> bool:

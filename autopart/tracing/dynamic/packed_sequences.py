@@ -108,7 +108,9 @@ class PackedSequences:
                 source = _reversed(padded, steps) if direction else padded
                 if is_lstm:
                     source, of_cell[0] = _carrying(source, of_cell[0], mask)
-                results = func(source, initial if is_lstm else initial[0], of_cell, has_biases, 1, 0.0, training, False, False)
+                results = func(
+                    source, initial if is_lstm else initial[0], of_cell, has_biases, 1, 0.0, training, False, False
+                )
                 last = (steps.lengths.to(mask.device) - 1)[None, :, None].expand(1, -1, results[0].size(2))
                 finals.append((results[0].gather(0, last), *results[2:]))
                 outputs.append(_reversed(results[0], steps) if direction else results[0])

@@ -65,14 +65,19 @@ class Guards:
         inputs: identities of the numbers that are inputs of the program; they are not guarded.
         device: device of the program; None if the program casts the tensors that it reads. The program uses tensors on
             this device directly, so only tensors that it has copied from other devices are guarded.
+        updated: attributes of modules that every call changes. Other attributes that the code changes are not guarded.
     """
 
     def __init__(
         self, reads: RecordedReads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = (),
-        device: torch.device | None = None,
+        device: torch.device | None = None, updated: Iterable[str] = (),
     ):  # fmt: skip
         self._reads, self._device = reads, device
         self._inputs = {slot.identity for slot in inputs}
+        modules = dict(users_modules(model))
+        self._updated = {
+            (id(vars(modules[path])), name) for path, _, name in (name.rpartition(".") for name in updated)
+        }
         self.unstable: list[str] = []
         """Paths of values that the user's code changes in one call and reads in the next call."""
         self._containers: list[_Entries] = []
@@ -178,7 +183,8 @@ class Guards:
         changes = [*self.changes()]
         if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
             return {}
-        return {change.path: change.slot for change in changes if change.slot is not None}
+        slots = {change.path: change.slot for change in changes if change.slot is not None}
+        return {path: slot for path, slot in slots.items() if slot.identity not in self._updated}
 
     def _follow(self, path: str, thing: Any) -> None:
         if id(thing) not in self._seen and not isinstance(thing, types.BuiltinFunctionType):
@@ -243,7 +249,7 @@ class Guards:
             return
         if id(value) in self._of_model:
             return
-        if (identity_of(holder), name) in self._reads.changed:
+        if (identity_of(holder), name) in self._reads.changed and (id(mapping), name) not in self._updated:
             is_left = self._reads.is_left_changed(holder, name, value)
             if is_left and not isinstance(holder, nn.Module):  # `PythonState` checks attributes of modules
                 self.unstable.append(f"{path}{name}")

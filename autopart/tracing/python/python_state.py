@@ -19,6 +19,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name
 from autopart.tracing.python.concrete_constants import ConcreteConstants, tensors_in
 from autopart.tracing.python.hidden_tensors import HiddenTensors
+from autopart.tracing.python.layer_settings import is_plain
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -255,12 +256,13 @@ def _zeros(leaf: Any) -> Any:
 def check_attributes(
     model: nn.Module, state: PythonState, program: Any, known: ConcreteConstants, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
-) -> tuple[str, ...]:  # fmt: skip
-    """Raise TraceError if a forward reads an attribute that it also changes: the next call would differ.
+) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
+    """Raise TraceError if a forward reads a tensor attribute that it also changes: the next call would differ.
 
     A tensor counts as read if its first value is a constant of the trace, or if Python read its values. For numbers,
     and for tensors in variables that had none, `again` traces the call again, starting with the values that the forward
-    has stored. Both graphs must be equal. Returns notes for the user.
+    has stored. Both graphs must be equal, except if only numbers and flags of modules have changed. Returns notes for
+    the user, and {attribute: new value} of numbers and flags that the next call reads.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.
@@ -289,7 +291,10 @@ def check_attributes(
     if numbers or first_tensors or left:
         state.start = {**numbers, **first_tensors}
         state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
-        if not _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left)):
+        is_same = _is_same(program, again, computed or _text, may_fail=bool(first_tensors or left))
+        if not is_same and not first_tensors and not left and _are_plain(numbers, model):
+            return (_SETS.format(", ".join(numbers)),), numbers
+        if not is_same:
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(
@@ -299,6 +304,15 @@ def check_attributes(
                 hint="a tensor in a buffer (register_buffer), changed by tensor operations",
             )
     if not changed:
-        return ()
+        return (), {}
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
-    return (f"forward() also sets {written}: this happens only while the model is traced",)
+    return (f"forward() also sets {written}: this happens only while the model is traced",), {}
+
+
+_SETS = "forward() changes {}, which the next call reads: every call sets the new values, and each value is traced"
+
+
+def _are_plain(numbers: Mapping[str, Any], model: nn.Module) -> bool:
+    """Return True if all changed attributes are numbers, flags or strings of modules of the model."""
+    paths = {path for path, _ in model.named_modules()}
+    return all(is_plain(value) and name.rpartition(".")[0] in paths for name, value in numbers.items())
