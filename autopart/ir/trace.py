@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from autopart.compat.torch_internals import TreeSpec
 from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
-from autopart.ir.run.value_guards import ValueGuards
+from autopart.ir.run.value_guards import ValueCall, ValueGuards, ValueProgram
 from autopart.ir.run.weight_updates import WeightUpdates
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Trace:
     are cast to it when they are read; `parameters` has them as they are stored.
     `has_random_branches`: True if random numbers decide which branches run (stochastic depth).
     `value_guards`: the values of inputs that Python read. The trace serves calls with equal values.
-    `attribute_updates`: {attribute of a module: its value after the call} for numbers and flags that the forward changes.
+    `attribute_updates`: {attribute of a module: its new value} for numbers and flags that the forward changes.
     `folds`: deduplicated blocks. One block of the graph, and of `parameters`, represents several (`ir/blocks/`).
     `whole`: the trace before deduplication, with all blocks.
     """
@@ -84,6 +84,14 @@ class Trace:
     def without_values(self) -> Trace:
         """Return a copy whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
+
+    def attributes_after(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
+        """Return {attribute: value} of the attributes that a call with these input tensors changes."""
+        if not self.attribute_updates:
+            return {}
+        recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}
+        values = ValueProgram([*recorded.values()]).run(tensors)
+        return {**self.attribute_updates, **dict(zip(recorded, values, strict=True))}
 
     @property
     def all_parameters(self) -> Mapping[str, torch.Tensor]:

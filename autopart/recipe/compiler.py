@@ -177,7 +177,7 @@ class Compiler:
             arguments = {"target": target, "call": arguments}
         with with_values(self.model, settings):
             traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
-        for name, value in traced.trace.attribute_updates.items():
+        for name, value in traced.trace.attributes_after(call.tensors).items():
             path, _, attribute = name.rpartition(".")
             vars(self.model.get_submodule(path))[attribute] = value
         self.changed_values = traced.changed_values + traced.trace.value_guards.text
@@ -221,13 +221,8 @@ class Compiler:
         def key_of(numbers: bool) -> Hashable:
             return call_key(arguments, call, training, loss_fn, numbers), settings, with_outputs
 
-        computed: dict[str, Any] = {}
-
-        def fits(traced: _Traced) -> bool:
-            return traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
-
         def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
-            if traced := self._traced.find(key, fits):
+            if traced := self._traced.find(key, _fits(flatten_call(arguments))):
                 return traced
             first = next((traced.first_guards for traced in self._traced.of(key)), None)
             changed_values = "" if first is None else self._changed_values(first)
@@ -239,7 +234,7 @@ class Compiler:
 
         key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
         inputs = None if kind is None else self._numbers.get(kind, NumberInputs)
-        if not inputs and (known := self._traced.find(key, fits)):
+        if not inputs and (known := self._traced.find(key, _fits(call))):
             return known, call
         numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
         inputs = inputs or self._numbers.get(kind, NumberInputs)
@@ -248,16 +243,16 @@ class Compiler:
             return {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
 
         key_now = (kind, inputs.key(numbers)) if inputs else key
-        if inputs and (known := self._traced.find(key_now, fits)):
-            return known, flatten_call(with_numbers())
+        if inputs and (known := self._traced.find(key_now, _fits(given := flatten_call(with_numbers())))):
+            return known, given
         earlier = self._traced.of(key_now)
         added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {})
         while inputs.can_be_tensors() and self.precision is None:
             self._has_number_inputs = True
-            given = with_numbers()
+            with_inputs = with_numbers()
             try:
-                traced = traced_as((kind, inputs.key(numbers)), given, {**slots_of(loss_fn), **inputs.slots})
-                return traced, flatten_call(given)
+                traced = traced_as((kind, inputs.key(numbers)), with_inputs, {**slots_of(loss_fn), **inputs.slots})
+                return traced, flatten_call(with_inputs)
             except TraceError:
                 if not added:
                     raise
@@ -366,6 +361,12 @@ class Compiler:
                 )
             traced.programs[purpose] = replace(program, row_inputs=traced.row_inputs)
         return traced.programs[purpose]
+
+
+def _fits(call: Call) -> Callable[[_Traced], bool]:
+    """Return a function that tests if a trace serves a call: its guards on Python values and on inputs hold."""
+    computed: dict[str, Any] = {}
+    return lambda traced: traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

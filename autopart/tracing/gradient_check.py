@@ -94,7 +94,7 @@ def with_gradients_checked(
         inputs = [without_values(t) for t in traced.call.tensors]
         known = ConcreteConstants()
         if traced.value_guards:
-            known.bind(inputs[: len(entry.real)], entry.real)
+            known.bind(inputs, entry.real)
         with no_autocast(), meta_run(device, known):
             flat = tree_flatten(_call(entry, stands_for, inputs))[0]
     except Exception as error:  # whatever the model's code makes of tensors without values

@@ -156,6 +156,7 @@ def _traced(
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
+        of_numbers = entry.state.pop_symbolic(entry.semantics.known)
         notes, updates = check_attributes(
             users_model(model), entry.state, program, entry.semantics.known,
             lambda: again_filled(entry.assigned, lambda: _exported(entry, example)),
@@ -187,7 +188,7 @@ def _traced(
     dtype = ambient_autocast(device_of_weights(model).type)
     autocast = str(dtype).removeprefix("torch.") if dtype is not None else ""
     traced = replace(traced, notes=notes, autocast=autocast, value_guards=entry.semantics.decisions.guards)
-    traced = replace(traced, attribute_updates=updates)
+    traced = replace(traced, attribute_updates={**updates, **of_numbers})
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
     traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)

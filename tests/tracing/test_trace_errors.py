@@ -135,11 +135,11 @@ class WritesTensor(KeepsTensor):
 class Counts(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls: list[int] = []
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        self.calls += 1
-        return self.out(self.gate(x)) / self.calls
+        self.calls = [*self.calls, 1]
+        return self.out(self.gate(x)) / len(self.calls)
 
 
 class DrawsInPython(Base):
@@ -176,7 +176,8 @@ class Packs(nn.Module):
         self.gate = nn.GRU(SIZE, SIZE, batch_first=True)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        rows = nn.utils.rnn.pack_padded_sequence(x[None], mask[:1, 0].long(), batch_first=True)  # here
+        lengths = self.gate(x[None])[0][:, 0, 0].long()
+        rows = nn.utils.rnn.pack_padded_sequence(x[None], lengths, batch_first=True)  # here
         return self.gate(rows)[1]
 
 
@@ -198,11 +199,6 @@ class Ignores(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         drawn = random.uniform(0, 1), np.random.rand()
         return self.out(self.gate(x)) if self.training or min(drawn) >= 0 else x
-
-
-class DrawsAConstant(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) + torch.tensor([random.random()])
 
 
 class DrawsByItself(Base):
@@ -284,14 +280,11 @@ CASES: dict[Callable[[], nn.Module], str] = {
                        "register_buffer('memory', ...)", ""),
     WritesTensor: cannot("the tensor 'memory' is written and is not a buffer", "register_buffer('memory', ...)", ""),
     Counts: other("{name} computes something else in every call",
-                  "forward() leaves calls = 1, and the next call reads it",
+                  "forward() leaves calls = [1], and the next call reads it",
                   "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
                          DRAW_OUTSIDE, ""),
-    DrawsAConstant: other("{name} draws random numbers from random in its forward",
-                          "forward() runs once, for the trace: every step would use the numbers drawn there",
-                          DRAW_OUTSIDE, ""),
     DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
                         "forward() runs once, for the trace: every step would use the numbers drawn there",
                         DRAW_OUTSIDE, ""),

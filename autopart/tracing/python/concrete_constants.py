@@ -78,6 +78,12 @@ class ConcreteConstants:
             if value.layout is torch.strided:
                 self._made[tensor] = InputTensor(place)
 
+    def bind_numbers(self, numbers: Sequence[Any]) -> None:
+        """Record the Python numbers that are inputs of the trace: the last inputs that `bind` got."""
+        for place, number in enumerate(numbers, len(self.inputs) - len(numbers)):
+            record = ValueCall(Tensor.item, (InputTensor(place),), {}, None, of_inputs=True)
+            self.symbols[expression(number)] = record
+
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return True for a tensor that is computed from constants and inputs alone."""
         if tensor not in self._made and self._is_constant(tensor):

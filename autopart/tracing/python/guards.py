@@ -183,8 +183,7 @@ class Guards:
         changes = [*self.changes()]
         if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
             return {}
-        slots = {change.path: change.slot for change in changes if change.slot is not None}
-        return {path: slot for path, slot in slots.items() if slot.identity not in self._updated}
+        return {change.path: change.slot for change in changes if change.slot is not None}
 
     def _follow(self, path: str, thing: Any) -> None:
         if id(thing) not in self._seen and not isinstance(thing, types.BuiltinFunctionType):
