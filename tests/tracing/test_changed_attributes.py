@@ -70,6 +70,35 @@ class Warm(Base):
         return y.square().mean()
 
 
+class Queue(Base):
+    """A queue of keys with a pointer buffer (MoCo): rows or columns are written at the pointer."""
+
+    def __init__(self, columns: bool = False) -> None:
+        super().__init__()
+        self.columns = columns
+        self.register_buffer("queue", torch.linspace(-1, 1, 12 * SIZE).view(12, SIZE))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        if columns:
+            self.queue = self.queue.T.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.a(x[:, 0])
+        keys_of_queue = self.queue.clone().detach()
+        loss = (keys @ (keys_of_queue if self.columns else keys_of_queue.T)).logsumexp(1).mean()
+        start = int(self.pointer)
+        if self.columns:
+            self.queue[:, start : start + len(x)] = keys.detach().T
+        else:
+            self.queue[start : start + len(x)] = keys.detach()
+        self.pointer[0] = (start + len(x)) % 12
+        return loss
+
+
+class Columns(Queue):
+    def __init__(self) -> None:
+        super().__init__(columns=True)
+
+
 def compared(mesh: str, kind: type, lengths: tuple[int, ...]) -> tuple[float, int]:
     """Train copies of a model. Return the largest difference of losses and gradients, and the number of traces."""
     torch.manual_seed(0)
@@ -94,6 +123,8 @@ CASES: dict[type, tuple[tuple[int, ...], int]] = {
     Schedule: ((6,) * 8, 3),
     EveryThird: ((6,) * 9, 3),
     Warm: ((6,) * 3, 2),
+    Queue: ((6,) * 5, 1),
+    Columns: ((6,) * 4, 1),
 }
 
 
@@ -108,8 +139,9 @@ def test_each_call_reads_what_the_one_before_has_set(kind):
 def test_processes():
     for worst, _ in dist.run_ranks(compared, 2, "dp2", Rotary, (6, 6, 4), timeout_s=150):
         assert worst < 1e-10
-    for worst, _ in dist.run_ranks(compared, 2, "dp2", EveryThird, (6,) * 4, timeout_s=150):
-        assert worst < 1e-10
+    for kind in (EveryThird, Queue):
+        for worst, _ in dist.run_ranks(compared, 2, "dp2", kind, (6,) * 4, timeout_s=150):
+            assert worst < 1e-10
 
 
 @pytest.mark.parametrize("kind", [Rotary, Schedule])
@@ -125,3 +157,10 @@ def test_steps_of_one_trace_cannot_be_verified():
     x: Any = torch.randn(4, 6, SIZE)
     with pytest.raises(InputError, match="each step is another trace"):
         autopart.verify(Schedule(), "dp2", example_args=(x,), steps=2)
+
+
+@pytest.mark.parametrize("kind", [Queue, Columns])
+def test_steps_with_a_pointer(kind):
+    torch.manual_seed(0)
+    result = autopart.verify(kind(), "dp2", example_args=(torch.randn(4, 6, SIZE),), steps=4)
+    assert result.ok, result

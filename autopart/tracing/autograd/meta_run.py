@@ -74,8 +74,9 @@ class _Placed(TorchFunctionMode):
                 return passing
             if func is Tensor.__bool__ and (skipped := skipped_code_of(asking_frame(sys._getframe(1)))) is not None:
                 return skipped.runs_if
-            if func in (Tensor.item, Tensor.__float__):
-                return torch.ones((), dtype=args[0].dtype).item()
+            if func in (Tensor.item, Tensor.__float__, Tensor.__int__):
+                one = torch.ones((), dtype=args[0].dtype).item()
+                return int(one) if func is Tensor.__int__ else one
             if func is Tensor.tolist:
                 zeros = torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
                 return tree_map(lambda zero: _Listed() if type(zero) is int else zero, zeros)

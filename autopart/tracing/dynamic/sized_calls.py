@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from autopart.compat.symbolic_shape_internals import expression
 from autopart.tracing.python.concrete_constants import UNKNOWN, Call
 
 _FACTORIES = frozenset({"arange", "zeros", "ones", "full", "empty", "eye", "linspace"})
@@ -73,6 +75,18 @@ def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor],
         is_index = name in ("__getitem__", "__setitem__")
         return args[0], *(_slices(argument, item) if is_index else _numbers(argument, item) for argument in args[1:])
     return args
+
+
+def with_positions(index: Any) -> Any:
+    """Return an index with positions in place of a slice that begins at a symbolic number and has a known length."""
+    if type(index) is tuple:
+        changed = tuple(map(with_positions, index))
+        is_one = sum(isinstance(part, Tensor) for part in changed) == 1
+        return changed if is_one and not any(isinstance(part, Tensor) for part in index) else index
+    if not isinstance(index, slice) or index.step not in (None, 1) or not isinstance(index.start, torch.SymInt):
+        return index
+    length = expression(index.stop - index.start) if index.stop is not None else None
+    return torch.arange(length) + index.start if isinstance(length, int) else index
 
 
 def _numbers(argument: Any, item: Callable[[Tensor], Any]) -> Any:

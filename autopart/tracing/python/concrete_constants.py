@@ -267,6 +267,12 @@ class ConcreteConstants:
         for buffer, form in self._held:
             self._made[buffer] = form
 
+    def reads_buffers(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that is computed from buffers, inputs and constants, at least one a buffer."""
+        if not self.is_recorded(tensor):
+            return False
+        return bool(_forms_of(ValueProgram([self._made[tensor]])) & {id(form) for _, form in self._held})
+
     def is_fixed(self, tensor: Tensor) -> bool:
         """Return True if a tensor has equal values in every call."""
         if not self._is_known(tensor):

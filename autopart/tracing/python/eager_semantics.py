@@ -47,7 +47,7 @@ from autopart.tracing.dynamic.index_lists import as_places, indexed
 from autopart.tracing.dynamic.input_decisions import InputDecisions
 from autopart.tracing.dynamic.packed_sequences import PackedSequences
 from autopart.tracing.dynamic.random_branches import RandomBranches, depends_only_on_random
-from autopart.tracing.dynamic.sized_calls import with_numbers, with_size
+from autopart.tracing.dynamic.sized_calls import with_numbers, with_positions, with_size
 from autopart.tracing.python.concrete_constants import UNKNOWN, ConcreteConstants, memory_of, tensors_in, written_by
 from autopart.tracing.python.value_checks import asking_frame, check_text, passing_answer
 from autopart.tracing.trace_errors import NOT_THE_USERS, LostInTrace
@@ -122,6 +122,8 @@ class EagerSemantics(TorchFunctionMode):
         if func in _OF_METADATA:
             return func(*args, **kwargs)
         args = with_numbers(func, indexed(func, args), self._item)
+        if func is Tensor.__setitem__:
+            args = args[0], with_positions(args[1]), args[2]
         tensors = list(tensors_in((args, kwargs)))
         self.check_unspent(tensors)
         check_criterion(func, tensors)
@@ -146,6 +148,9 @@ class EagerSemantics(TorchFunctionMode):
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
         if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
+            raise ReadsFloat
+        reads_pointer = func is Tensor.__int__ and self.known.reads_buffers(args[0])
+        if reads_pointer and self.floats.may_be_added(sys._getframe(1), "int"):
             raise ReadsFloat
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
