@@ -364,7 +364,7 @@ class Compiler:
 
 
 def _fits(call: Call) -> Callable[[_Traced], bool]:
-    """Return a function that tests if a trace serves a call: its guards on Python values and on inputs hold."""
+    """Return a function that tests if a trace serves a call, by its guards."""
     computed: dict[str, Any] = {}
     return lambda traced: traced.guards.hold() and traced.trace.value_guards.hold(call.tensors, computed)
 

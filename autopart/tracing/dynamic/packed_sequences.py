@@ -1,4 +1,4 @@
-"""Packed sequences (`pack_padded_sequence`) and recurrent layers on them, as operators on padded sequences.
+"""Packed sequences and recurrent layers on them, as operators on padded sequences.
 
 The data of a packed sequence is the selection of the padded sequence by the mask of valid steps, in time-major order. A
 recurrent layer runs on the padded sequence. A row's final state is its output at its last valid step. The cell state of
@@ -42,7 +42,7 @@ class PackedSequences:
         self._padded = WeakIdKeyDictionary()  # {data: the same sequence, padded}
 
     def run(self, func: Callable[..., Any], args: tuple, read: Read) -> Any:
-        """Return the result of a function of packed sequences; UNKNOWN for other functions and other sequences."""
+        """Return the result of a function of packed sequences; UNKNOWN for other functions."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return self._pack(*args, read)

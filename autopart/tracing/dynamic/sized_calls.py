@@ -78,7 +78,7 @@ def with_numbers(func: Callable[..., Any], args: tuple, item: Callable[[Tensor],
 
 
 def with_positions(index: Any) -> Any:
-    """Return an index with positions in place of a slice that begins at a symbolic number and has a known length."""
+    """Replace a slice of known length that begins at a symbolic number by positions."""
     if type(index) is tuple:
         changed = tuple(map(with_positions, index))
         is_one = sum(isinstance(part, Tensor) for part in changed) == 1

@@ -270,7 +270,7 @@ def check_attributes(
     model: nn.Module, state: PythonState, program: Any, known: ConcreteConstants, again: Callable[[], Any],
     computed: Callable[[Any], Any] | None = None,
 ) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
-    """Raise TraceError if a forward reads a tensor attribute that it also changes: the next call would differ.
+    """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
     A tensor counts as read if its first value is a constant of the trace, or if Python read its values. For numbers,
     and for tensors in variables that had none, `again` traces the call again, starting with the values that the forward
