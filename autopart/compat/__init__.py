@@ -1,1 +1,1 @@
-"""All uses of private parts of torch in autopart."""
+"""All uses of torch's private APIs in autopart."""

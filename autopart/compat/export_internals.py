@@ -1,4 +1,4 @@
-"""Private parts of torch.export: nested traces, conditions, transforms, lazy modules."""
+"""Private APIs for torch.export: nested traces, `torch.cond`, `torch.func` transforms, lazy modules."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from autopart.common.scoped import attributes
 
 
 def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function of tensors of the current trace into a separate graph.
+    """Trace a function into a separate graph while another trace is running.
 
-    Other values of the current trace that the function reads become attributes of the graph's module. Attributes that
-    are not used are removed.
+    `tensors`: the function's arguments, from the outer trace. Other tensors of the outer trace that the function uses
+    become attributes of the graph's module.
     """
     popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
     try:
@@ -46,7 +46,10 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 
 def quiet_shapes() -> AbstractContextManager[None]:
-    """Silence torch's log messages on operators that reject their arguments. The errors are still raised."""
+    """Silence torch's log messages about operators whose shape inference fails.
+
+    The errors are still raised.
+    """
     return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
 
 
@@ -62,7 +65,7 @@ def compiled_when_called() -> AbstractContextManager[None]:
 def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
     """Limit the recorded stack trace of operators to frames inside the function `outermost`.
 
-    torch resolves all frames of the process for each operator, but the trace keeps only frames of the model's call.
+    By default torch records all frames of the process for each operator, which is slow.
     """
     if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
         return nullcontext()
@@ -90,7 +93,7 @@ class _Stack:
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
-    """Make a call and return its result. Mark the operators that it adds to the innermost trace.
+    """Run `call`, mark the nodes that it adds to the current trace, and return its result.
 
     The mark is `meta[note] = True`.
     """
@@ -106,7 +109,7 @@ def noted(call: Callable[[], Any], note: str) -> Any:
 def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace `torch.cond(condition, a, b, operands)` by `to(condition, a, b, operands)`.
 
-    A `torch.cond` whose condition is a Python value is not replaced.
+    A `torch.cond` whose condition is a Python bool is not replaced.
     """
     name = "_hop_compile_and_call"
     original: Any = getattr(higher_order, name, None)
@@ -124,7 +127,8 @@ def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None
 def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replace torch's functions that implement `torch.func` by `to(name, original, args, kwargs)`.
 
-    A Hessian then uses `jacrev` twice, because fake tensors have no forward-mode derivative of a backward.
+    `jacfwd` is replaced by `jacrev`, because fake tensors do not support forward-mode derivatives of a backward. So
+    `hessian`, which is `jacfwd` of `jacrev`, becomes `jacrev` of `jacrev`.
     """
     places = [(functorch_apis, "vmap_impl")]
     places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
@@ -137,7 +141,7 @@ def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return True for a value inside of `torch.vmap`, which has no storage of its own."""
+    """Return True for a tensor inside `torch.vmap`, which has no storage."""
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
@@ -154,7 +158,10 @@ def keep_calls(target: Any) -> None:
 
 
 def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
-    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`; None means torch's own result."""
+    """Replace `tensor.tolist()` of a traced tensor by `to(tensor)`.
+
+    If `to` returns None, torch's own `tolist()` runs.
+    """
 
     def instead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def tolist(tensor: Any) -> Any:
@@ -182,3 +189,17 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def restored_transforms() -> Iterator[None]:
+    """Context manager that exits `torch.func` transforms (vmap, grad) that an error has left entered.
+
+    Otherwise the user's next random number raises "called random operation while in randomness error mode".
+    """
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise

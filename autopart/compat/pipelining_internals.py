@@ -1,4 +1,4 @@
-"""Private parts of torch.distributed.pipelining: schedules, a stage, 1F1B of one batch."""
+"""Private APIs of torch.distributed.pipelining: schedules, stages, a 1F1B schedule run step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 _SCHEDULES = {
-    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "gpipe": "ScheduleGPipe", "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV", "looped_bfs": "ScheduleLoopedBFS",
 }  # fmt: skip
@@ -20,21 +20,22 @@ _SCHEDULES = {
 def schedule_class(schedule: str) -> Any:
     """Return torch's class of a pipeline schedule.
 
-    This file imports `torch.distributed.pipelining` only inside functions. It imports torch.compile, which takes as
-    long as importing torch.
+    This file imports `torch.distributed.pipelining` only inside functions, because that imports torch.compile, which
+    takes as long as importing torch.
     """
     from torch.distributed import pipelining
 
+    if schedule == "1f1b":
+        return one_forward_one_backward_class()
     if schedule == "1f1b_2bw":
         return batch_class()
-
     return getattr(pipelining, _SCHEDULES[schedule])
 
 
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
-    """Return {rank: ordered actions} of a schedule, computed by torch's code without processes.
+    """Return {rank: ordered actions} of a schedule. torch's code computes it, without starting processes.
 
-    The step of torch's code that adds sends and receives is skipped: it takes minutes for large pipelines.
+    torch's step that adds sends and receives is skipped, because it takes minutes for large pipelines.
     """
     from torch.distributed import pipelining
 
@@ -55,10 +56,10 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 
 @functools.cache
 def stage_class() -> Any:
-    """Return the class of a pipeline stage without torch's initial peer-to-peer handshake.
+    """Return a subclass of torch's `PipelineStage` whose first handshake skips the rank itself.
 
-    In torch 2.11 a rank with two neighbouring stages (zbv, dualpipev) would shake hands with itself, which gloo
-    rejects. `after_backward` is called when a microbatch's backward has reached the weights.
+    In torch 2.11 a rank with two neighbouring stages (zbv, dualpipev) would send to itself, which gloo rejects. The
+    class also calls `after_backward` when a microbatch's backward has computed the weight gradients.
     """
     from torch.distributed import pipelining
 
@@ -78,20 +79,48 @@ def stage_class() -> Any:
             return done
 
         def after_backward(self) -> None:
-            """Does nothing. The code that creates the stage replaces it."""
+            """Do nothing. The code that creates the stage replaces this method."""
 
     return PipelineStage
 
 
 @functools.cache
-def batch_class() -> Any:
-    """Return the class of a 1F1B schedule of one batch on one stage, with separate forward and backward.
+@functools.cache
+def one_forward_one_backward_class() -> Any:
+    """Return the class of a 1F1B schedule that also runs fewer microbatches than stages.
 
-    `step` of this class only stores the batch.
+    The constructor of torch's class rejects them; its step runs them.
     """
     from torch.distributed import pipelining
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-    class Batch(pipelining.Schedule1F1B):
+    class OneForwardOneBackward(pipelining.Schedule1F1B):
+        def __init__(self, stage: Any, n_microbatches: int, **options: Any):
+            super(pipelining.Schedule1F1B, self).__init__(stage, n_microbatches, **options)
+
+        def _get_pipeline_order(self) -> dict[int, list[Any]]:
+            order: dict[int, list[Any]] = {}
+            for stage in range(self._num_stages):
+                warmup = min(self._n_microbatches, self._num_stages - 1 - stage)
+                forwards = [_Action(stage, _ComputationType.FORWARD, m) for m in range(self._n_microbatches)]
+                backwards = [_Action(stage, _ComputationType.FULL_BACKWARD, m) for m in range(self._n_microbatches)]
+                pairs = zip(forwards[warmup:], backwards, strict=False)
+                rest = backwards[self._n_microbatches - warmup :]
+                order[stage] = [*forwards[:warmup], *(action for pair in pairs for action in pair), *rest]
+            return order
+
+    return OneForwardOneBackward
+
+
+def batch_class() -> Any:
+    """Return a 1F1B schedule class whose caller runs each forward and backward of a microbatch itself.
+
+    `step` only stores the batch and initializes the stage.
+    """
+
+    base: Any = one_forward_one_backward_class()
+
+    class Batch(base):
         def _step_microbatches(
             self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *_: Any, **__: Any
         ) -> None:
@@ -103,7 +132,7 @@ def batch_class() -> Any:
             return self._stage.get_fwd_recv_ops(microbatch)
 
         def forward(self, microbatch: int) -> list[dist.P2POp]:
-            """Run the forward of the next microbatch, and return the sends that it started."""
+            """Run the forward of a microbatch, and return the sends that follow it."""
             output = self._stage.forward_one_chunk(microbatch, *self.arguments[microbatch], save_forward_output=False)
             self._maybe_compute_loss(self._stage, output, self.targets, microbatch)
             return self._stage.get_fwd_send_ops(microbatch)
@@ -112,14 +141,14 @@ def batch_class() -> Any:
             return self._stage.get_bwd_recv_ops(microbatch)
 
         def backward(self, microbatch: int) -> list[dist.P2POp]:
-            """Run the backward of the next microbatch, and return the sends that it started."""
+            """Run the backward of a microbatch, and return the sends that follow it."""
             loss = self._maybe_get_loss(self._stage, microbatch)
             is_last = microbatch == self._n_microbatches - 1
             self._stage.backward_one_chunk(microbatch, loss=loss, last_backward=is_last)
             return self._stage.get_bwd_send_ops(microbatch)
 
         def losses(self) -> list[torch.Tensor]:
-            """Losses of the microbatches, on the last stage."""
+            """Return the losses of the microbatches; empty if this is not the last stage."""
             losses: list[torch.Tensor] = []
             self._update_losses(self._stage, losses)
             return losses
@@ -131,8 +160,8 @@ def batch_class() -> Any:
 def split_backward_counts_twice() -> bool:
     """Return True if torch's split backward is wrong for a parameter that a stage uses twice.
 
-    If a gradient reaches one use through the other, torch 2.11 counts it twice; later versions do not. A small example
-    is tested instead of the version: z = (x + w) + w has gradient 2 with respect to w.
+    In torch 2.11 the gradient is counted twice if the second use depends on the first. Later versions are right. The
+    function tests an example instead of the version: z = (x + w) + w has gradient 2 with respect to w.
     """
     from torch.distributed.pipelining import _backward
 

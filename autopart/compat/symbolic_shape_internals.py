@@ -1,4 +1,4 @@
-"""Private parts of torch's symbolic shapes: data-dependent sizes and scalars."""
+"""Private APIs of torch's symbolic shapes: data-dependent sizes and scalars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_symbol(size: Any) -> bool:
 
 
 def expression(size: Any) -> Any:
-    """Return a size or scalar of a trace as a sympy expression; a plain number is returned unchanged."""
+    """Return a size or scalar of a trace as a sympy expression. A Python number is returned unchanged."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     known = size.node.expr  # with the replacements that torch has found since
@@ -36,7 +36,7 @@ def expression(size: Any) -> Any:
 
 
 def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """Replace size symbols in a traced value by these numbers. Symbols without a number stay."""
+    """Replace size symbols in a traced value by the numbers in `sizes`. Other symbols stay."""
     if isinstance(value, (tuple, list)):
         return type(value)(with_sizes(part, sizes) for part in value)
     if isinstance(value, torch.SymInt):
@@ -51,7 +51,7 @@ def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def symbolic_functions() -> dict[Any, str]:
-    """Return {operator: name of the `math` function}, for functions that torch traces on symbolic scalars."""
+    """Return {operator: name of a `math` function} for functions that torch traces on symbolic scalars."""
     names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 
@@ -63,7 +63,7 @@ def evaluated(formula: Any, numbers: Iterable[tuple[Symbol, Any]]) -> Any:
     return sympy_interp(PythonReferenceAnalysis, dict(numbers), formula)
 
 
-def fix_size(size: torch.SymInt, value: int) -> None:
+def fix_size(size: int | torch.SymInt, value: int) -> None:
     """Replace a data-dependent size of a trace by a number, in all tensors that have this size."""
     torch._check(size == value)
 
@@ -79,10 +79,14 @@ def many_elements(
 ) -> AbstractContextManager[None]:
     """Decide conditions on data-dependent sizes during a trace.
 
-    If torch's own code tests whether a data-dependent size is 0 or 1, the result is False, because its kernels are
-    right for these sizes too. For a condition in the model's code, `answer_model` decides. It is passed the frame, and
-    a function that returns the condition as a tensor. It returns None if the outcome is unknown. `decide` is passed
-    all other formulas, and returns the value of the formula, or None.
+    If torch's own code tests whether a data-dependent size is 0 or 1, the result is False. This is safe, because
+    torch's kernels for larger sizes also handle sizes 0 and 1.
+
+    Args:
+        answer_model: decides a condition in the model's code. Its arguments are the frame that evaluates the condition
+            and a function that returns the condition as a tensor. It returns None if it cannot decide.
+        decide: returns the value of a formula that `answer_model` does not decide, or None. Its arguments are the
+            formula and the frame that evaluates it.
     """
     ask: Any = ShapeEnv.evaluate_expr
 
@@ -112,13 +116,13 @@ def many_elements(
 
 
 def all_selected() -> AbstractContextManager[Any]:
-    """Let operators that select by a meta mask select all elements, inside a `with` block."""
+    """Make `nonzero` of a meta tensor return the indices of all elements, inside a `with` block."""
     patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
     return patch
 
 
 def _truth(env: Any, asked: Any) -> torch.Tensor:
-    """Return a comparison of symbolic scalars as a tensor."""
+    """Return a comparison of symbolic scalars as a 0-d bool tensor."""
     left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
     kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
     tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
@@ -126,7 +130,7 @@ def _truth(env: Any, asked: Any) -> torch.Tensor:
 
 
 def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return a symbolic scalar as a tensor."""
+    """Return a symbolic scalar as a 0-d tensor."""
     return torch.full((), number, dtype=dtype)
 
 
@@ -140,7 +144,7 @@ _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
 def _asking_frame() -> types.FrameType | None:
-    """Return the frame of the code that evaluates the condition."""
+    """Return the frame of the code that evaluates the condition, without torch's symbolic-shape frames."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Private parts of torch that tensor subclasses with `__torch_function__` need."""
+"""Private APIs of torch for tensor subclasses with `__torch_function__`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_local_values(function: F) -> F:
-    """Decorate a function of autopart so that sharded tensors are plain local tensors in it."""
+    """Decorate a function so that torch treats sharded tensors in it as plain local tensors."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

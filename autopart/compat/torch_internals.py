@@ -1,4 +1,4 @@
-"""Private parts of torch that several packages use."""
+"""Private APIs of torch that several packages use."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ tree_unflatten = pytree.tree_unflatten
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with the name that functional collectives use for it."""
+    """Return the process group of this name. Functional collectives refer to groups by name."""
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
 def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
-    """Compile a function with inductor. Its cached code on disk is only reused for an equal tag."""
+    """Compile a function with inductor. Inductor's on-disk cache is shared only between equal tags."""
     inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
 
@@ -63,22 +63,25 @@ def is_operator(target: Any) -> bool:
 
 
 def targets_in(graph: fx.Graph) -> list[Any]:
-    """Return the distinct targets of all calls in a graph, including calls that a pass has removed."""
+    """Return the distinct targets of all calls in a graph. Calls that a pass has erased can be included."""
     return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
 
 
 def is_composite(target: Any) -> bool:
-    """Return True for an operator that decomposes into other operators, or for a plain function."""
+    """Return True for a plain Python function, or for an operator that decomposes into other operators."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
 
 
 def is_higher_order(target: Any) -> bool:
-    """Return True if a node's target is a higher-order operator, which contains a subgraph."""
+    """Return True if a node's target is a higher-order operator, such as a `no_grad` region."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def keeping_draws() -> Any:
-    """Keep random operators with unused results in a trace, as they advance the model's generator."""
+    """Keep random operators in a trace even if their results are unused, inside a `with` block.
+
+    They advance the model's random generator.
+    """
     import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
 
     return inductor_config.patch(fallback_random=True)
@@ -112,16 +115,17 @@ def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Run operators on real tensors during a trace: disables the Python dispatcher in a `with` block.
+    """Run operators on real tensors during a trace, inside a `with` block.
 
-    With this dispatcher, padding returns a tensor that requires grad even under `no_grad`.
+    Torch's Python dispatcher is disabled too: with it, padding returns a tensor that requires grad even under
+    `no_grad`.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function into a separate graph, on fake tensors with the metadata of these tensors."""
+    """Trace a function into a separate graph, on fake tensors with the metadata of `tensors`."""
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
@@ -135,7 +139,7 @@ class Tracing:
 
     @classmethod
     def current(cls) -> Tracing | None:
-        """Return the innermost running trace; None if there is none, or if it records no modules."""
+        """Return the innermost running trace; None if there is none, or if it records no module paths."""
         made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
         tracer = made_by.fx_tracer if made_by is not None else None
         return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
@@ -150,7 +154,7 @@ class Tracing:
         return cast(fx.Node, self.tracer.graph._root.prev)
 
     def nodes_after(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes of the graph that were added after this node."""
+        """Return the nodes of the graph after this node, in graph order."""
         nodes = []
         while node.next is not self.tracer.graph._root:
             node = node.next
@@ -162,7 +166,7 @@ class Tracing:
         return cast(fx.Node, slot.proxy.node) if slot is not None else None
 
     def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
-        """Add a call to the graph. Its argument is a list of tensors, its results are `tensors`."""
+        """Add a call `target(nodes)` to the graph, and make `tensors` its results. Return the call's node."""
         name = operator_name(target)
         create = self.tracer.create_node
         with torch._C.DisableTorchFunction():
@@ -178,17 +182,23 @@ class Tracing:
         return list(self.tracer.tensor_tracker.keys())
 
     def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
-        """Give an untraced tensor a node in the trace: a call on `base`."""
+        """Add the call `target(base, *options)` to the graph, with `tensor` as its result.
+
+        `tensor` must have no node in the trace.
+        """
         with torch._C.DisableTorchFunction():
             args, name = (self.node_of(base), *options), operator_name(target)
             node = self.tracer.create_node("call_function", target, args, {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
     def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
-        """Replace all uses of `tensor`, earlier and later, by `replacement`, the result of a call on it.
+        """Replace all uses of `tensor` in the trace by `replacement`, including uses that were traced earlier.
 
-        Returns False if the call depends on a node that comes after a use. `before`: {replacement: the tensor that it
-        replaced}.
+        `replacement` is the result of a call on `tensor`. The call moves to directly after its last input. Returns
+        False if `tensor` has a use before that position.
+
+        Args:
+            before: {replacement: replaced node} of earlier calls. Adds this replacement.
         """
         old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
@@ -210,12 +220,12 @@ class Tracing:
         return True
 
     def counts(self) -> Any:
-        """Return what the trace records on modules: how often each has run, and which are running."""
+        """Return the trace's state of modules: how often each module was called, and which are running."""
         tracer, scope = self.tracer, self.tracer.scope
         return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
 
     def restore(self, counts: Any) -> None:
-        """Reset the trace's record of modules to a result of `counts`."""
+        """Reset the trace's state of modules to an earlier result of `counts`."""
         tracer = self.tracer
         for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
             held.clear()
@@ -224,21 +234,21 @@ class Tracing:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run the calls in a `with` block without recording them in the trace."""
+        """Run operators in a `with` block without recording them in the trace."""
         with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
             yield
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Call methods of tensors without any `__torch_function__` mode."""
+    """Disable `__torch_function__` of modes and of tensor subclasses, inside a `with` block."""
     return cast(AbstractContextManager[Any], torch._C.DisableTorchFunction())
 
 
 def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Pass every step of a trace to `to(run, tracer, function, args, kwargs)`, inside a `with` block.
 
-    Steps are operators, and the entry and exit of grad-mode and autocast regions. `run()` does what torch does without
-    interception.
+    A step is an operator, or the entry or exit of a grad-mode or autocast region. `run()` executes the step as torch
+    would.
     """
     mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
     dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
@@ -258,7 +268,7 @@ def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 class _Redirected:
-    """Code object that replaces that of `torch.autograd.Function.apply` inside `redirected_functions`."""
+    """Replacement for the code object of `torch.autograd.Function.apply` inside `redirected_functions`."""
 
     to: Callable[..., Any]
     """Replacement of `apply`: receives torch's own `apply`, the class, and the call's arguments."""
@@ -276,7 +286,7 @@ class _Redirected:
 def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
     """Replace `F.apply(*args, **kwargs)` of every autograd.Function by `to(apply, F, args, kwargs)`.
 
-    The code object of `apply` is replaced, so that this also affects `f = F.apply` that was bound earlier.
+    The code object of `apply` is replaced. So an earlier reference such as `f = F.apply` is redirected too.
     """
     function = vars(torch.autograd.Function)["apply"].__func__
     code = function.__code__
@@ -294,14 +304,14 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 def exporting() -> AbstractContextManager[None]:
-    """Make `torch.compiler.is_exporting()` return True, as it does while `torch.export` runs a model."""
+    """Make `torch.compiler.is_exporting()` return True in a `with` block, as in `torch.export`."""
     return attributes({(torch.compiler, flag): True for flag in ("_is_exporting_flag", "_is_compiling_flag")})
 
 
 def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Replace non-reentrant `torch.utils.checkpoint` by a call of its function in `around(function)`.
+    """Make non-reentrant `torch.utils.checkpoint` call its function plainly, inside `around(function)`.
 
-    The random state is then neither saved nor restored.
+    Nothing is recomputed, and the random state is neither saved nor restored.
     """
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -312,12 +322,12 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> A
 
 
 def gather_collective() -> Callable[..., Any]:
-    """All-gather into one tensor. Torch 2.13 renamed the function."""
+    """Return the function that all-gathers into one tensor. Torch 2.13 renamed it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def scatter_collective() -> Callable[..., Any]:
-    """Reduce-scatter into one tensor. Torch 2.13 renamed the function."""
+    """Return the function that reduce-scatters into one tensor. Torch 2.13 renamed it."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -349,7 +359,7 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a process group that exists: a DeviceMesh passes none to its groups."""
+    """Set the timeout of an existing process group. DeviceMesh cannot set it when it creates the group."""
     _set_pg_timeout(timeout, group)
 
 
@@ -359,18 +369,21 @@ def default_store() -> dist.Store:
 
 
 def clone_of(store: dist.Store) -> dist.Store:
-    """Return a second client of a store, with its own connection, for use in another thread."""
+    """Return a second client of a store, with a separate connection, for use in another thread."""
     return cast(dist.Store, cast(Any, store).clone())
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep these objects until the process ends: destroying a process group waits for its collectives."""
+    """Keep these objects until the process ends.
+
+    Used for process groups: destroying a group waits for its collectives.
+    """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return (name, value) for each leaf of a call's arguments. Names are `mask`, `batch.ids`, `states.0`."""
+    """Return (name, value) for each leaf of a call's arguments, such as `mask`, `batch.ids` or `states.0`."""
     if _is_flat(arguments):
         return list(arguments.items())
     named = []
@@ -386,10 +399,7 @@ def structure_of(arguments: Mapping[str, Any]) -> Hashable:
 
 
 def _is_flat(arguments: Mapping[str, Any]) -> bool:
-    """Return True if no argument is a container, as in most calls.
-
-    This avoids torch's slow pytree functions.
-    """
+    """Return True if no argument is a container, as in most calls. Torch's slow pytree is then not needed."""
     return all(isinstance(value, _LEAVES) for value in arguments.values())
 
 
@@ -414,10 +424,12 @@ def operator_name(func: Any) -> str:
 
 @functools.cache
 def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
-    """Pass torch's full state dicts to two functions.
+    """Call two functions whenever torch gathers or loads a full state dict.
 
-    `put_together` gets each state dict that `StateDictOptions(full_state_dict=True)` gathers, before it is returned.
-    `check_loaded` gets each one that `broadcast_from_rank0=True` has filled from the first rank.
+    Args:
+        put_together: gets each state dict that `StateDictOptions(full_state_dict=True)` gathers. torch then gathers the
+            result of `put_together` instead.
+        check_loaded: gets each local state dict that `broadcast_from_rank0=True` has filled.
     """
     from torch.distributed.checkpoint import state_dict as state_dicts
 
@@ -437,15 +449,18 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 
 
 def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply two float8 matrices, of shapes [m, k] and [k, n]; the second is column-major.
+    """Multiply float8 matrices of shapes [m, k] and [k, n]. The second must be column-major.
 
-    Each has a scalar scale. Returns bfloat16 of shape [m, n].
+    `scale`: scalar tensor, the scale of both matrices. Returns bfloat16 of shape [m, n].
     """
     return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
 
 
 def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Overwrite the gradient of a softmax's output by the gradient of its input, and return it (last dim)."""
+    """Compute the input gradient of a softmax over the last dim, in place.
+
+    `grad`: gradient of the softmax's output, which is overwritten. `weights`: the output.
+    """
     return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
 
 

@@ -1,4 +1,4 @@
-"""Private parts of torch for training loops: end of backward, gradient norms, loss scaling."""
+"""Private APIs of torch for training loops: end of backward, gradient norms, loss scaling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def current_transform() -> str:
 
 
 class _Norms:
-    """Replacement functions for clipping and norms of `torch.nn.utils`, and torch's originals."""
+    """Replacements of `clip_grad_norm_` and `get_total_norm`, and torch's original functions."""
 
     clip: Callable[..., Any]
     total: Callable[..., Any]
@@ -55,8 +55,8 @@ class _Norms:
 def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
     """Replace `torch.nn.utils.clip_grad_norm_` by `clip(original, ...)`, and `get_total_norm` by `total`.
 
-    Both replacements run under `torch.no_grad()`. The code objects are replaced, so that this also affects names that
-    were imported earlier.
+    Both replacements run under `torch.no_grad()`. The code objects are replaced. So names that other code imported
+    earlier are redirected too.
     """
     if _Norms.own_clip is not None:
         return
@@ -70,9 +70,9 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 
 
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Replace a function's code object, and return a function that has the original code.
+    """Replace the code object of `function` by that of `code`. Return a function with the original code.
 
-    `names`: globals that the new code needs.
+    `names`: additional globals for the original code.
     """
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -85,8 +85,8 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
 def redirect_unscale(to: Callable[..., Any]) -> None:
     """Replace the unscaling of every `torch.amp.GradScaler` by `to(original, scaler, optimizer, ...)`.
 
-    Unscaling divides an optimizer's gradients by the scale and looks for infinities. It returns {device: tensor}, 1.0
-    if an infinity was found on the device and 0.0 if not.
+    Unscaling divides an optimizer's gradients by the scale and looks for infinities. `original` and `to` return
+    {device: tensor}: 1.0 if a gradient on the device has an infinity, else 0.0.
     """
     scalers: Any = torch.amp.GradScaler
     original = scalers._unscale_grads_
@@ -101,7 +101,7 @@ def redirect_unscale(to: Callable[..., Any]) -> None:
 
 
 def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the norms of all tensors, computed in at least float32: one vector per device and dtype."""
+    """Return the norm of every tensor, as one vector per device and dtype, in at least float32."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

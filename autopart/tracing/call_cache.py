@@ -113,7 +113,7 @@ def call_key(
 
 
 def _value_key(value: Any, numbers: bool) -> Hashable:
-    """Return a comparison key of an argument, equal only if a trace would be equal.
+    """Return a comparison key of an argument. Arguments with equal keys give equal traces.
 
     An object that is not plain data equals only itself.
     """
@@ -175,7 +175,10 @@ def warn_of_many(number: int, seconds: float, values: Mapping[tuple[str, str], C
 
 
 def warn_of_copies(rows: int, mesh: Mesh) -> None:
-    """Warn that every data rank computes the full batch, because the batch size does not divide over them."""
+    """Warn that every data rank computes the full batch.
+
+    The batch size is not a multiple of the number of data ranks.
+    """
     axes = mesh.along("rows")
     over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(

@@ -32,12 +32,10 @@ PREFIX = "model."
 
 
 class ExportEntry(nn.Module):
-    """Module that calls a model with fixed arguments, except the tensors.
+    """Module that torch.export traces: it calls the model with the tensors as inputs.
 
-    Other arguments can be of any type.
-
-    Its inputs are named by `tensor_names`; its outputs are the model's. `autocast`: the autocast state of the call.
-    `state`: recorder of the forward's side effects.
+    All other arguments are fixed, and can be of any type. The names of the inputs come from `tensor_names`. The outputs
+    are the model's. `autocast`: the autocast state of the call. `state`: recorder of the forward's side effects.
     """
 
     def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):

@@ -46,7 +46,10 @@ def compute_dtype_context(model: nn.Module, precision: Precision | None, kept: C
 
 @contextmanager
 def cast_at_boundary(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Cast the floating-point inputs of the model's call, and its outputs to float32, for a `with` block."""
+    """Cast a model's floating-point inputs to the compute dtype, and its outputs to float32.
+
+    Applies to calls of the model inside a `with` block.
+    """
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda leaf: precision.cast(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -74,14 +77,14 @@ def check_precision(model: nn.Module, precision: Precision) -> None:
     if autocast is not None:
         dtype = str(autocast).removeprefix("torch.")
         raise OptionError(
-            f"precision='{precision.name}' inside torch.autocast({dtype})",
+            f"precision='{precision.name}' cannot be used inside torch.autocast({dtype})",
             why="both set the dtype in which operators compute",
             hint="use one of the two; autocast regions inside the model keep their effect",
         )
 
 
 def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str, ...]:
-    """Return a note that lists the complex parameters, which are not cast; nothing if there are none."""
+    """Return a note that lists the complex parameters, which are not cast. Empty if there are none."""
     if precision is None:
         return ()
     kept = [f"'{name}'" for name, parameter in users_model(model).named_parameters() if parameter.is_complex()]
@@ -90,7 +93,7 @@ def precision_notes(model: nn.Module, precision: Precision | None) -> tuple[str,
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor. A parameter without memory becomes another one without memory."""
+    """Cast a tensor. For a parameter without memory, return a tensor of the new dtype without memory."""
     if value.is_meta or value.untyped_storage().nbytes() or not value.numel():
         return value.to(dtype)
     form = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)

@@ -43,7 +43,7 @@ def functional(program: Any) -> Any:
     if hidden is not None:
         record_origin(hidden)
         raise TraceError(
-            "F.instance_norm is given running statistics to write",
+            "F.instance_norm is called with running statistics that it would write",
             refusal=Refusal.WRITE,
             why="torch.export does not record these writes",
             where=source_text(hidden),
@@ -56,8 +56,8 @@ def functional(program: Any) -> Any:
 def inline_regions(module: Any) -> None:
     """Replace each `no_grad` and autocast region by the operators in its body.
 
-    `EagerSemantics` has already written the effect of grad mode into the bodies. Autocast is entered and left by calls,
-    which `run_decompositions` replaces by casts.
+    The effect of `no_grad` is in the bodies already: `EagerSemantics` traced it as `detach` calls. Autocast regions
+    become calls that enter and exit autocast, which `run_decompositions` replaces by casts.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -156,7 +156,7 @@ def own_graph(
     """Return a copy of the exported graph with parameters, buffers and constants as `get_attr` nodes.
 
     Args:
-        attributes: {placeholder: name of its tensor in the model}. Inputs are not in it and stay placeholders.
+        attributes: {placeholder: name of its tensor in the model}. Placeholders without an entry are inputs and stay.
         parameters: the placeholders of parameters.
     """
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
@@ -213,7 +213,9 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
-    """Split an exported program's outputs: the model's, then new values of buffers and parameters.
+    """Split an exported program's outputs into the model's outputs and new values of its tensors.
+
+    The new values are {name of a buffer or parameter: node}.
 
     Args:
         users_name: maps a tensor's name in the exported program to the user's name.

@@ -1,7 +1,7 @@
 """Check that a traced graph and the model give gradients to the same parameters and inputs.
 
 The model's own Python runs once more outside of the trace, on meta tensors (`meta_run`). Its autograd graph shows which
-parameters the outputs and the loss depend on. The traced graph shows the same for the trace. If the two differ, both
+parameters the outputs and the loss depend on. The traced graph is analyzed in the same way. If the two differ, both
 are differentiated, and the sets of tensors that get a gradient must be equal.
 """
 
@@ -173,7 +173,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _GradientRun, device: torch.device, inputs: Sequence[Tensor]) -> _GradientRun:
-    """Run the traced graph on meta tensors, as the model was run, in the precision of the graph."""
+    """Run the traced graph on meta tensors, with the dtypes of the graph and the tensors of the eager run."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device, ConcreteConstants()):
@@ -191,10 +191,10 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     ordered = [n for n in (*traced.parameters, *(f"input {n}" for n in traced.call.names)) if n in (lost or made_up)]
     names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
-    what = f"the trace of {name} loses the gradient of {names}"
-    why = "the model gives them a gradient, and its trace does not"
-    if not lost:
-        what = f"the trace of {name} gives a gradient to {names}"
-        why = "the model gives them none"
-    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
-                      hint="the same computation in plain torch operations, which torch.export records")  # fmt: skip
+    return TraceError(
+        f"the trace of {name} {'loses the gradient of' if lost else 'gives a gradient to'} {names}",
+        refusal=Refusal.GRADIENT,
+        why="the model gives them a gradient, and the trace does not" if lost else "the model gives them no gradient",
+        where=source_text(readers[0]) if readers else "",
+        hint="the same computation in plain torch operations, which torch.export records",
+    )

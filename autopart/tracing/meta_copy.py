@@ -28,7 +28,8 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 class Source:
     """The model that later calls are traced from: the user's model, or its copy without parameter values.
 
-    The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it.
+    The user's model is kept alive until its parameters are sharded. After that, only the user's references keep it
+    alive.
     """
 
     def __init__(self, model: nn.Module):
@@ -123,7 +124,7 @@ def meta_copy_of(
 def _twins(
     model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
 ) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
-    """Return two dicts by object id: replacements in the copy, and objects that it must not reference."""
+    """Return {id: replacement in the copy} and {id: object that the copy must not reference}."""
     twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -58,7 +58,7 @@ def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
 
 
 def check_model(model: Any) -> None:
-    """Raise TraceError for an object that is no nn.Module, or has TorchScript or lazy parts."""
+    """Raise TraceError for an object that is no nn.Module, or that has TorchScript or lazy modules."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",

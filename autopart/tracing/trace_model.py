@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from autopart.common.scoped import no_autocast
-from autopart.compat.export_internals import compiled_when_called, short_stacks
+from autopart.compat.export_internals import compiled_when_called, restored_transforms, short_stacks
 from autopart.compat.symbolic_shape_internals import many_elements
 from autopart.compat.torch_internals import keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
@@ -118,6 +118,7 @@ def check_values(call: Call) -> None:
             )  # fmt: skip
 
 
+@restored_transforms()
 def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
     """Trace `model(**arguments)` and return its graph, parameters and buffers.
 
@@ -126,7 +127,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         arguments: the call by name, from `bind_call`.
         written: frozen parameters that another call writes. They become buffers in this trace, too.
     Raises:
-        TraceError: the model cannot be traced. It has the user's line and a hint.
+        TraceError: the model cannot be traced. The error has the user's source line and a hint.
     """
     device = device_of_weights(model)
     call = flatten_call(arguments)
@@ -196,9 +197,9 @@ def _traced(
 
 
 def _with_draws(entry: ExportEntry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
-    """Return the program.
+    """Return the program, or a second trace if the program depends on random numbers of Python or numpy.
 
-    If Python's random numbers affect it, trace again with torch's generator in their place.
+    The second trace draws these numbers from torch's generator.
     """
 
     def check(program: Any) -> None:
@@ -336,10 +337,10 @@ def _from_exported(
 
 @contextmanager
 def _quiet(semantics: EagerSemantics) -> Iterator[None]:
-    """Silence torch.export's warnings, and the graph that it prints when it fails, in a `with` block.
+    """Run torch.export in a `with` block, without its warnings and the graph that it prints when it fails.
 
-    Data-dependent sizes are assumed to be larger than 1 (`many_elements`). Data-dependent branches that skip only
-    writes are traced as if their code ran.
+    Conditions on data-dependent sizes are decided as in `many_elements`. Data-dependent branches that skip only writes
+    are traced as if their code ran.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
@@ -357,11 +358,16 @@ def _quiet(semantics: EagerSemantics) -> Iterator[None]:
 
 
 def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
-    """Mark the operators of the loss function (metadata `loss`), and convert module paths to the user's."""
+    """Mark operators of the loss function, and inputs that only it reads, with the fact `loss`.
+
+    Also convert module paths to those of the user's model.
+    """
     for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}
         facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
         facts(node)["nn_module_stack"] = {key: (users_name(model, path), kind) for key, (path, kind) in stack.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        facts(node)["loss"] = all(facts(user)["loss"] for user in node.users)
 
 
 def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:

@@ -1,1 +1,1 @@
-"""Facts of a traced graph that plans are chosen from: roles, factors of dims, sharding strategies."""
+"""Facts that planning needs about a traced graph: roles, factors of dims, sharding strategies."""

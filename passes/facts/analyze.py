@@ -102,9 +102,9 @@ def annotate(trace: Trace) -> None:
 
 
 def _leave_sizes_open(graph: fx.Graph) -> None:
-    """Replace sizes of views that depend on how many elements a mask selects by -1.
+    """Replace sizes in the arguments of views by -1, if they depend on the number of selected elements.
 
-    The view then infers the size at run time.
+    A mask selects the elements, so their number is known only at run time. The view then infers the size.
     """
     for node in graph.nodes:
         if takes_shape(facts(node).get("pattern")):
@@ -115,7 +115,7 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
 
 
 def _note_host(graph: fx.Graph) -> None:
-    """Mark values that the code of a GPU model creates on the CPU (`on_host`), including random numbers.
+    """Mark values on the CPU with `on_host`, if the model runs on a GPU. Random numbers are included.
 
     The program creates marked values on the CPU too.
     """
@@ -140,7 +140,7 @@ def _note_dispatched(graph: fx.Graph) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Give nodes that have equal strategies one cache for the results of `strategies`."""
+    """Give nodes that have equal strategies one shared cache for the results of `strategies`."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -149,7 +149,7 @@ def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> Non
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """Return a number for each call; calls with equal rule, inputs and output get equal numbers.
+    """Return a number for each call. Calls with equal rule, inputs and output get equal numbers.
 
     Calls with equal numbers have equal `strategies`.
     """
@@ -179,7 +179,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
 
 def _routing(node: fx.Node) -> tuple:
-    """Return which operands of a call are dispatched tokens, and its number of experts, as a hashable key."""
+    """Return a hashable key of a MoE call: number of experts, and which operands are dispatched tokens."""
     if not facts(node).get("routed"):
         return ()
     return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
@@ -246,8 +246,8 @@ def _note_draws(graph: fx.Graph) -> None:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
                 refusal=Refusal.RANDOM,
-                why="ranks must draw equal numbers, and no formula separates the random numbers from the values",
-                where=describe(node), hint="draw them outside the model and pass them in",
+                why="all ranks must draw equal numbers, and no formula computes them from numbers of a fixed "
+                "distribution", where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip
         if draws or (reads and facts(node)["role"] == DATA):
             random.add(node)
@@ -302,9 +302,9 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _has_given_size(node: fx.Node) -> list[bool]:
-    """Return, for each output dim of a view, True if the view's arguments fix its size.
+    """Return, for each output dim of a view, True if the size is fixed, not data-dependent.
 
-    The input of the view has a dim of elements selected by a mask.
+    Called for views whose input has a dim of elements selected by a mask.
     """
     if -1 in node.args[1]:
         return [size != -1 for size in node.args[1]]
@@ -312,9 +312,10 @@ def _has_given_size(node: fx.Node) -> list[bool]:
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
-    """Replace atoms whose size depends on data by atoms of kind `DATA_DIM`.
+    """Replace atoms with data-dependent sizes by atoms of kind `DATA_DIM`.
 
-    `before`: atoms of this dim in the tensor that is written to. If they depend on data, they are returned instead.
+    `before`: atoms of this dim in the tensor that an operator writes to. If one of them has a data-dependent size,
+    `before` is returned.
     """
     if selections_in(before):
         return before
@@ -324,7 +325,7 @@ def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
     """Write `atoms` (indivisible factors of the dims) on every node.
 
-    Nodes with one rule and equal inputs get one Python object, so that later caches can use its id.
+    Nodes with equal rule and equal inputs share one `atoms` object, so that later caches can use its id.
     """
     known: dict[Hashable, tuple] = {}
     equal: dict[tuple, tuple] = {}
@@ -346,9 +347,10 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
 
 
 def _find_rows(graph: fx.Graph) -> bool:
-    """Find tensors created without inputs (`zeros(8, 12)`) one of whose dims is used as the batch dim.
+    """Find batch dims of tensors that are created without inputs, such as `zeros(8, 12)`.
 
-    Adds these dims to the fact `rows` of the tensor. Returns True if a dim was added.
+    A dim is a batch dim if a later operator combines it with another batch dim. Adds the dim to the fact `rows` of the
+    tensor. Returns True if a dim was added.
     """
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
@@ -374,7 +376,7 @@ def _find_rows(graph: fx.Graph) -> bool:
 
 
 def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
-    """Return the factors of a call that are the batch, and its input dims of kind `DATA_DIM`.
+    """Return the batch factors of a call, and its input dims of kind `DATA_DIM`.
 
     Each input dim is a tuple (index of the input, dim, factor).
     """
@@ -425,8 +427,8 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 def _ask_for_sections(node: fx.Node) -> None:
     """Write on the inputs of a node how their dims must be split into sections before sharding.
 
-    A dim with sections (such as fused q, k and v) is sharded section by section. The node itself or later nodes require
-    the sections.
+    A dim with sections (such as fused q, k and v) is sharded section by section. The sections are those that the node
+    or later nodes require.
     """
     pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
@@ -459,8 +461,8 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 def _offer_sections(node: fx.Node) -> None:
     """Record in `offered` the sizes of the tensors that a dim of this value was concatenated from.
 
-    A dim that was concatenated in an earlier node, and is unchanged since, counts too. The strategies can then shard
-    the dim section by section, one section per concatenated tensor.
+    The concatenation can be an earlier operator, if operators in between keep the dim unchanged. The strategies can
+    then shard the dim in sections, one section per concatenated tensor.
     """
     facts(node)["offered"] = {}
     pattern: Pattern | None = facts(node).get("pattern")
@@ -479,10 +481,10 @@ def _offer_sections(node: fx.Node) -> None:
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:
-    """Return section counts with which an inner factor of a merged dim can be sharded.
+    """Return the section counts with which a merged dim can be sharded along an inner factor.
 
-    A merged dim `(heads size)` in 12 sections is sharded along `size` within each of 12 heads. Counts over 64 are left
-    out.
+    For example, a merged dim `(heads size)` with 12 heads is split into 12 sections, and each is sharded along `size`.
+    Counts over 64 are left out.
     """
     counts = [math.prod(pattern.sizes[f] for f in dim[:k]) for k in range(1, len(dim))]
     return {(count,) for count in counts if 1 < count <= 64}

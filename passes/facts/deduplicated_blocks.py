@@ -82,7 +82,7 @@ def beside(graph: fx.Graph, fold: DeduplicatedBlock) -> list[list[fx.Node]]:
 
 
 def _positions_match(nodes: tuple[fx.Node, ...]) -> bool:
-    """Return True if three operators are one operator of three consecutive blocks that share layouts.
+    """Return True if three operators have one position in three consecutive blocks that share layouts.
 
     The first and last blocks of a model may choose their own layouts, so they do not match.
     """

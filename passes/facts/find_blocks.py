@@ -88,7 +88,7 @@ def places(
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return, for each operator, the number of values computed before it and used by it or later."""
+    """Return, per operator, the number of values computed before it and used by it or a later operator."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
     for producer, read in last.items():

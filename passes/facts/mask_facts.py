@@ -1,6 +1,6 @@
 """Structure (causal, sliding window) of attention masks, for the memory and FLOPs of a plan.
 
-It is found from the values that the masks have in the traced call.
+The structure is found from the values that the masks have in the traced call.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def find_bands(trace: Trace) -> None:
 
 
 def set_zigzag(trace: Trace, zigzag: bool) -> None:
-    """Set on all nodes if sequences are sharded in zigzag order (True) or contiguously (False)."""
+    """Write `zigzag` on all nodes: True if sequences are sharded in zigzag order, False if contiguously."""
     for node in trace.graph.nodes:
         facts(node)["zigzag"] = zigzag
 
@@ -80,8 +80,8 @@ def _is_causal(band: MaskWindow | None, queries: int, keys: int) -> bool:
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
     """Return the tensor that a node has in the traced call.
 
-    Of equal samples in the batch only the first is included, unless `all_rows`. Returns None if the node depends on a
-    tensor without values (on meta), is random, or is too large.
+    Unless `all_rows` is True, samples of the batch that equal an earlier sample are left out. Returns None if the node
+    depends on a tensor without values (on meta), is random, or is too large.
     """
     known, nodes = _available_values(trace), ancestors_of([node])
     if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
@@ -90,7 +90,7 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """Return a list with the plan's note on attention masks: `...: 2 causal, 1 with its mask as it is`.
+    """Return a list with the plan's note that counts attention masks by structure, such as `2 causal`.
 
     Empty for a model without attention.
     """
@@ -122,7 +122,7 @@ def _available_values(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 class _CallValues:
     """Evaluation of a trace's nodes on the CPU, for the traced inputs.
 
-    Of samples with equal inputs, only the first is evaluated, unless `all_rows`.
+    Unless `all_rows` is True, samples of the batch whose inputs equal those of an earlier sample are left out.
     """
 
     def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
@@ -135,8 +135,8 @@ class _CallValues:
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """Return the value of a node.
 
-        None if it or a value that it depends on is too large, or an operator cannot run on a batch without equal
-        samples.
+        Returns None if this value or one of its ancestors is too large, or if an operator fails because equal samples
+        were left out.
         """
         cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
@@ -156,7 +156,7 @@ class _CallValues:
         return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
-        """Return the dims of a value that are the batch dim, not merged with another dim."""
+        """Return the dims of a value that are the batch, without dims that merge the batch with another dim."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 

@@ -1,8 +1,8 @@
 """Assumed share of elements that a mask selects, for the memory and FLOPs of a plan.
 
 The true number depends on the data. If the mask depends only on inputs, the share is that of the example call. If
-several masks partition one value, such as tokens by expert, each selects an equal share. For all other masks, all
-elements are assumed to be selected.
+several masks divide the elements of one value between them, such as tokens by expert, each selects an equal share. For
+all other masks, all elements are assumed to be selected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def share_notes(node: fx.Node) -> Iterator[str]:
 
 @driven(notes=lambda _: share_notes)
 def share_selections(trace: Trace) -> None:
-    """Write `shares` ({dim: assumed share}) on values of selected elements, and scale FLOPs accordingly."""
+    """Write `shares` ({dim: assumed share}) on values of selected elements, and scale FLOPs by the shares."""
     selections = [node for node in trace.graph.nodes if is_selection(node)]
     if not selections:
         return
@@ -76,7 +76,7 @@ def selection_notes(trace: Trace) -> list[str]:
 
 
 def _share(node: fx.Node) -> float:
-    """Return the share of a product's FLOPs that is spent if its operands have the assumed sizes."""
+    """Return the factor by which the assumed sizes of a product's operands reduce its FLOPs."""
     values = [node, *node.all_input_nodes]
     return min((math.prod(facts(n).get("shares", {}).values()) for n in values), default=1.0)
 
@@ -90,9 +90,9 @@ def _in_call(trace: Trace, mask: fx.Node) -> float | None:
 
 
 def _partition_key(mask: fx.Node) -> Hashable:
-    """Return a key that is equal for masks that partition one value.
+    """Return a key of a mask, equal for masks that divide the elements of one value between them.
 
-    Slices of one tensor partition it. So do comparisons of one tensor with different numbers (`expert == 0`).
+    Such masks are slices of one tensor, or comparisons of one tensor with different numbers (`expert == 0`).
     """
     node = mask
     while node.op == "call_function":

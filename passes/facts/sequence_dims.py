@@ -1,9 +1,9 @@
 """Sequence dimensions of traced values, from the input dims that users name (`sequence_dims=`).
 
 An output dim is a sequence dim if the operator's rule gives it a factor of an input's sequence dim. Views merge and
-split factors. If an operator creates a new output dim (a convolution over the sequence), the input dim at this index
-decides. A value that depends on no input (position ids, a table of them) has a sequence dim if an operator combines it
-with a value that has one.
+split factors. An output dim that the operator creates (a convolution over the sequence) is a sequence dim if an input
+has one at the same index. Some values depend on no input, such as position ids or a position table. A dim of such a
+value is a sequence dim if an operator combines it with a sequence dim of another value.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def check_can_be_sharded(trace: Trace, named: Named) -> None:
         if others:
             raise LayoutError(
                 "sequence_dims names dims of unequal lengths",
-                why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
-                f"{lengths[others[0]]}, and no operator can be sharded along that of {name}",
+                why=f"dim {dim} of {name} has size {lengths[name]}, dim {named[others[0]]} of {others[0]} has "
+                f"size {lengths[others[0]]}, and no operator can be sharded along dim {dim} of {name}",
                 hint=f"leave {name} out, or name a dim of size {lengths[others[0]]}",
             )
         raise LayoutError(
@@ -166,7 +166,7 @@ class _Along:
         return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
 
     def cut(self, num_shards: int) -> Iterator[bool]:
-        """Yield, for every operator, True if `num_shards` ranks can shard it along a sequence dim."""
+        """Yield, for every operator, True if `num_shards` ranks can shard the operator along a sequence dim."""
         for node in active_operators(self.trace.graph):
             if pattern := facts(node)["pattern"]:
                 factors = self.factors(node, pattern)
@@ -209,9 +209,9 @@ class _Along:
         )
 
     def _in_place(self, node: fx.Node, output: Any) -> Dims:
-        """Return the atoms of the output dims, each a sequence if an input's dim at the same index is one.
+        """Return the output dims of an operator that has no rule, as one atom each.
 
-        Used for outputs that no rule describes.
+        An output dim is a sequence dim if an input's dim at the same index is one.
         """
         sizes = getattr(output, "shape", ())
         inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
@@ -225,7 +225,7 @@ def _is_along(atoms: Atoms) -> bool:
 
 
 def _sized(atoms: Atoms, size: int) -> Atoms:
-    """Return these atoms if `size` is their product, else one atom of this size."""
+    """Return `atoms` if `size` is their product, else one atom of this size."""
     if math.prod(atom.size for atom in atoms) == size:
         return atoms
     return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)

@@ -6,8 +6,8 @@ gives these strategies:
 - For a factor of the rule: inputs that have the factor are sharded, other inputs are replicated and have partial
   gradients. Outputs that have the factor are sharded, other outputs are partial sums, because the factor is reduced.
 - For a linear operator: inputs and outputs are partial sums.
-- For every operator: all ranks compute all of it, with replicated gradients (`R`), or with partial gradients
-  (`R(grad P)`) if its backward is linear in the gradient. A user-defined backward might clip it.
+- For every operator: all ranks compute all of it, with replicated gradients (`R`). If its backward is linear in the
+  gradient, also with partial gradients (`R(grad P)`). A user-defined backward might clip the gradient.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 
 
 def _local_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
-    """Return a list of one pair: the token factor, and its placement if each rank has its own tokens.
+    """Return [(token factor, placement)] of the strategy in which each rank has different tokens.
 
     Dispatch and combine use one placement, so that the combine returns tokens to the rank that dispatched them. The
     list is empty if tokens cannot be sharded.
@@ -167,10 +167,10 @@ def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """Return, in a tuple, the strategy in which operands with dispatched tokens have placement `place`.
+    """Return a tuple with the strategy in which dispatched tokens have the placement `place`.
 
-    An operand with an expert dim is sharded along it. Other operands have their placement in `whole`. The tuple is
-    empty if the operator does not allow that.
+    An operand with an expert dim is sharded along it. All other operands keep their placement in `whole`. Returns an
+    empty tuple if the operator has no such strategy.
     """
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
@@ -194,10 +194,10 @@ def _at_experts(
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
-    """Return True if the axis may use a strategy, given how the strategy shards weights.
+    """Return True if an axis may use this strategy, given the weights that the strategy shards.
 
-    An axis for features may shard all weights. Other axes may shard a weight only along a dim that it shares with all
-    activations and outputs (an added position table), or, if they shard experts, along an expert dim.
+    An axis for features may shard all weights. Other axes may shard a weight only along a dim that all activations and
+    outputs have too (an added position table). An axis for experts may also shard the expert dim of a weight.
     """
     if cuts == "features":
         return True
@@ -215,9 +215,9 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: 
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-    """Return the options in which no value that depends only on inputs is a partial sum.
+    """Return the strategies in which no operand that depends only on model inputs is a partial sum.
 
-    Such values are computed or sliced on each rank, so they never are partial sums.
+    Each rank computes or slices such operands, so they are never partial sums.
     """
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     if not any(data):
@@ -230,7 +230,7 @@ def sharded_selections(node: fx.Node, place: Placement) -> set[str]:
 
 
 def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
-    """Return the strategy with which a rank computes its shard of a value from shards of its inputs.
+    """Return the strategy that computes a shard of a value from shards of the operator's inputs.
 
     The value depends on model inputs only. Returns None if a rank must compute the full value and slice it.
     """
@@ -317,9 +317,9 @@ def _sharded(
 
 
 def _split_selections(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
-    """Return the factors of input dims that a mask selected and that the operator (a view) splits.
+    """Return the factors that a view splits from a dim of elements selected by a mask.
 
-    They cannot be sharded: it is unknown which elements each split has.
+    They cannot be sharded, because it is unknown which selected elements each index of a factor has.
     """
     if pattern.tied:
         return set()
@@ -349,10 +349,10 @@ def output_atoms(node: fx.Node) -> tuple:
 def _shard_sections(
     node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
-    """Yield every way to split a factor into sections, each of which is then sharded over all ranks.
+    """Yield every way to split a factor into sections. Each section is then sharded over all ranks.
 
-    These are one section (contiguous shards, yielded as `()`), one section per index of the outer atoms of a merged
-    dim, and sections that other operators need.
+    `()` is one section: shards are contiguous. A merged dim can have one section per index of its outer atoms. A factor
+    can also have the sections that other operators need.
     """
     size = pattern.sizes[factor]
     if factor in pattern.joined:
@@ -393,8 +393,9 @@ def _can_be_uneven(
 ) -> bool:  # fmt: skip
     """Return True if the shards of atom `i` of a factor may have unequal sizes.
 
-    A feature (a vocabulary of 50257) may, if no operand merges it with other factors. A sequence may, if it is the
-    innermost atom of its dim. An input must have the factor, and no shard may be empty.
+    A feature (a vocabulary of 50257) may have uneven shards if no operand merges it with other factors. A sequence may
+    have uneven shards if it is the innermost atom of its dim. In both cases an input must have the factor, and no shard
+    may be empty.
     """
     size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not can_shard_sequence(size, num_shards)
@@ -405,7 +406,7 @@ def _can_be_uneven(
 
 
 def _requested_sections(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Return the sections in which later operators need this factor, or earlier ones concatenated it."""
+    """Return the sections of a factor that later operators need, or that earlier ones concatenated."""
     asked: set[Sections] = set()
     outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
     inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
@@ -427,8 +428,8 @@ def _places(
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
     """Return the placement of an operand if `factor` is sharded in these sections.
 
-    It is `R` if no dim of the operand has the factor. It is None if several dims have it, or if no placement describes
-    these sections of the dim.
+    Returns `R` if no dim of the operand has the factor. Returns None if several dims have the factor, or if no
+    placement describes these sections of the dim.
     """
     places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
     if not places:

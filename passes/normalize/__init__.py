@@ -1,4 +1,4 @@
-"""Passes that rewrite a traced graph with fewer operators, so that few sharding rules are needed.
+"""Passes that rewrite a traced graph with fewer kinds of operators, so that few rules are needed.
 
 No pass changes what the graph computes. `PASSES` has them by name, for `Pass.parse`.
 """
@@ -19,6 +19,7 @@ from autopart.passes.normalize.recurrent_dropout import explicit_recurrent_dropo
 from autopart.passes.normalize.sorted_experts import unsorted_experts
 from autopart.passes.normalize.view_forms import (
     complex_writes,
+    contiguous_operands,
     drop_no_ops,
     exact_squeeze,
     explicit_repeats,
@@ -61,6 +62,7 @@ _FORMS = (
     explicit_reductions,
     whole_means,
     drop_no_ops,
+    contiguous_operands,
     rows_to_experts,
 )
 NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))

@@ -18,7 +18,7 @@ from autopart.ir.graph import argument, dropout_probability, shape, value
 from autopart.ops.operators import autopart_ops
 from autopart.passes.normalize.random_ops import drop, noise_like
 from autopart.passes.pass_pipeline import on_calls
-from autopart.passes.rewriting import emit, name_written_out, repeat_each, replace
+from autopart.passes.rewriting import emit, name_replacement_calls, repeat_each, replace
 from autopart.passes.rules import rule_of
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
         before = node.prev
         with graph.inserting_before(node):
             result = _attention_formula(graph, node)
-        name_written_out(node, before, "attention_dropout")
+        name_replacement_calls(node, before, "attention_dropout")
         if len(shape(node)) == 4:  # torch's kernels for other cases save the weights
             _mark(before, node)
         replace(node, result)
@@ -46,7 +46,7 @@ def _mark(before: fx.Node, node: fx.Node) -> None:
 
 
 class _AttentionFormula(NamedTuple):
-    """The operands of a decomposed attention (`turned`: transposed keys), and its last call (`result`)."""
+    """The operands of a decomposed attention, and its last call (`result`). `turned`: transposed keys."""
 
     query: fx.Node
     turned: fx.Node
@@ -58,7 +58,10 @@ class _AttentionFormula(NamedTuple):
 
 @on_calls("autopart::dropout")
 def fuse_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Fuse a decomposed attention of a stage graph to one operator. `node`: its dropout with local noise."""
+    """Fuse a decomposed attention with dropout into one operator, in a stage graph.
+
+    `node`: the call of `autopart::dropout`, in which each rank draws its own mask.
+    """
     formula = _formula_of(node)
     if formula is None:
         return
@@ -97,9 +100,9 @@ def _formula_of(dropped: fx.Node) -> _AttentionFormula | None:
 
 
 def _turned_back(graph: fx.Graph, turned: fx.Node, result: fx.Node) -> fx.Node:
-    """Return keys of shape [..., sequence, head size] from transposed keys.
+    """Return keys of shape [..., sequence, head size], given transposed keys.
 
-    If the transpose is a node of the graph, its input is returned. Otherwise a transpose is added.
+    If the transposed keys come from a transpose node, its input is returned. Otherwise a transpose is added.
     """
     if turned.target is aten.transpose.int and turned.args[1:] == (-2, -1):
         return turned.args[0]

@@ -109,9 +109,10 @@ class _Region:
         return True
 
     def _of_rows(self, node: fx.Node, used: fx.Node) -> fx.Node:
-        """Return an operand with one row per dispatched token.
+        """Return an operand of an operator on dispatched tokens, with one row per token.
 
-        Rows that are looked up in a table by expert index (an expert's bias) are looked up after the dispatch instead.
+        A per-token bias that is looked up by expert index is looked up again after the dispatch. All other operands are
+        dispatched.
         """
         if used in self.own:
             return self.own[used]
@@ -120,9 +121,9 @@ class _Region:
         return self._send(node, used)
 
     def _leave(self, node: fx.Node) -> None:
-        """Replace an operator's dispatched inputs by the combined values.
+        """Combine the dispatched inputs of an operator that does not work on dispatched tokens.
 
-        If a sum over the experts of each token follows, the combine computes it and replaces it.
+        If the operator is part of a sum over the experts of each token, the combine also computes the sum.
         """
         for used in [used for used in node.all_input_nodes if used in self.own]:
             times = _summed(node, used)

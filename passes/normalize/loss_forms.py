@@ -51,7 +51,8 @@ def losses_of_all_positions(graph: fx.Graph, node: fx.Node) -> None:
 def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     """Return the slice that drops the last token's logits, and the views and casts after it, last first.
 
-    Views may be a reshape to [tokens, classes], or transposes. The slice is None if there is no such slice.
+    A view is a reshape to [tokens, classes], or a transpose. Returns None in place of the slice if `node` has no such
+    ancestor.
     """
     views: list[fx.Node] = []
     while isinstance(node, fx.Node) and node.op == "call_function":
@@ -72,8 +73,8 @@ def _views_of_slice(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
 def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
     """Rewrite the mean of a loss as a sum divided by the number of labels that are not ignored.
 
-    The number depends only on inputs, so every rank computes it for the global batch. The loss stays the mean over ALL
-    tokens, however they are distributed over microbatches and ranks.
+    The number depends only on inputs, so every rank computes it for the global batch. So the loss is the mean over all
+    tokens of the global batch, even if microbatches and ranks have different numbers of labels.
     """
     reduction = argument(node, "reduction")
     labels = operator_name(node) in ("aten::cross_entropy_loss", "aten::nll_loss_nd")

@@ -75,9 +75,10 @@ def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def one_linear(graph: fx.Graph) -> None:
-    """Rewrite `addmm` and `mm` as `linear` without merged dims, and biases as a separate `add`.
+    """Rewrite `addmm` and `mm` as `linear`, and biases of products and convolutions as a separate `add`.
 
-    A merged `(batch sequence)` dim would hide the sequence. A bias must be added after a partial sum is reduced.
+    If the operand is a view that merges `(batch sequence)`, the `linear` uses the unmerged tensor, so that the sequence
+    stays a dim. The bias is separate because it must be added after a partial sum is reduced.
     """
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
@@ -98,7 +99,10 @@ def one_linear(graph: fx.Graph) -> None:
 
 @on_calls("aten::add")
 def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
-    """Move a bias into the `linear` of a stage graph that it is added to, if no collective is between."""
+    """Move a bias of a stage graph into the `linear` to whose result it is added.
+
+    A bias that is added after a collective stays separate.
+    """
     if node.target is not aten.add.Tensor or node.kwargs:
         return
     product, bias = node.args

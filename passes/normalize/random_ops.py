@@ -1,7 +1,7 @@
 """Rewrites of random operators, so that they do not depend on values of the model.
 
 Such an operator can run for the global batch, in the model's order and on the model's generator. The numbers that it
-generates depend on operator, shape, dtype and memory layout, so these stay as traced.
+generates depend on operator, shape, dtype and memory layout, so these four stay as traced.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ def _stride(empty: Tensor) -> list[int]:
 
 
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
-    """Emit the product of `source` and dropout noise, which plans call "dropout". Return its node."""
+    """Emit the product of `source` and dropout noise, named "dropout" in plans. Return its node."""
     dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
     facts(dropped)["named"] = "dropout"
     return dropped
 
 
 def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
-    """Emit dropout noise for a value like `of`: each element is 0 or 1 / (1 - p). Return its node.
+    """Emit dropout noise with the metadata of `of`: each element is 0 or 1 / (1 - p). Return its node.
 
-    The noise is the dropout of a tensor of ones.
+    The noise is computed as the dropout of a tensor of ones.
     """
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)

@@ -1,6 +1,6 @@
 """Mixtures of experts that sort tokens by expert, rewritten to work in token order.
 
-Sorting mixes the batch: no rank or microbatch could sort only its own tokens. The operators between the sort and its
+Sorting mixes the batch, so a rank or microbatch cannot sort only its own tokens. The operators between the sort and its
 inverse work on each token independently, so they can run in token order.
 """
 
@@ -31,11 +31,12 @@ def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Sorted:
-    """Values computed between a sort by expert and its inverse, each with its equivalent in token order.
+    """Values between a sort by expert and its inverse, and the equivalent value of each in token order.
 
     Attributes:
         own: {value in sorted order: equivalent value in token order}.
-        order: index tensors that sort the tokens. `undoes`: index tensors that undo the sort.
+        order: index tensors that sort the tokens.
+        undoes: index tensors that undo the sort.
         shared: {index tensor that is `order // k`: k}.
         offsets: numbers of tokens per expert, and their cumulative sums.
     """
@@ -72,7 +73,10 @@ class _Sorted:
         return any(n is self.sort or any(n in group for group in marked) for n in node.all_input_nodes)
 
     def _order(self, node: fx.Node) -> bool:
-        """Record a result of the sort, or an index tensor computed from its indices. Return False for others."""
+        """Record a result of the sort, or an index tensor computed from the sort's indices.
+
+        Returns False for any other node.
+        """
         name, first = short_name(node), node.args[0]
         if first is self.sort and node.args[1] == 0:
             self.own[node] = self.experts
@@ -94,9 +98,9 @@ class _Sorted:
         return node.target is aten.arange.default and argument(node, "end") == self.num_rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """Record a node that counts the tokens of each expert, or their offsets. Return False for other nodes.
+        """Record a node that counts the tokens of each expert, or sums up the counts to offsets.
 
-        Counts and offsets do not depend on the order of tokens.
+        Counts and offsets do not depend on the order of tokens. Returns False for any other node.
         """
         name, first = short_name(node), node.args[0]
         counts = name in ("histc", "bincount") and self._is_experts(first)
@@ -112,9 +116,9 @@ class _Sorted:
         return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
-        """Rewrite a node that sorts tokens, computes on sorted tokens, or undoes the sort.
+        """Rewrite a node that sorts tokens or computes on sorted tokens.
 
-        Results of the inverse sort are added to `back`. Returns False if the node does not match.
+        For a node that undoes the sort, `back` gets {node: its replacement}. Returns False for any other node.
         """
         name = short_name(node)
         if name == "index" and len(node.args[1]) == 1:
@@ -165,7 +169,7 @@ class _Sorted:
 def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
     """Return the indices of the inputs that have one row per token; empty if the call is not token-wise.
 
-    In a token-wise call, tokens are the first dim of all results and of these inputs, and no other dim.
+    A call is token-wise if tokens are the first dim of all its results and of the returned inputs, and no other dim.
 
     Args:
         known: indices of some inputs that have one row per token.

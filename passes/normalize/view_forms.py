@@ -21,8 +21,8 @@ _TRANSPARENT = {
     "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout", "aten::detach",
 }  # fmt: skip
 
-_TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
-"""Operators that need contiguous inputs. A copy that makes their input contiguous is not removed."""
+_TAKE_CONTIGUOUS = {"aten::_pdist_forward", "aten::view_as_complex"}
+"""Operators that need a contiguous first operand."""
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
@@ -42,9 +42,20 @@ def drop_no_ops(graph: fx.Graph) -> None:
             same = node.args[1] == 0 or not node.args[2]
         if name == "aten::detach":
             same = source not in with_gradient
-        needed = not value(source).is_contiguous() and any(operator_name(n) in _TAKE_CONTIGUOUS for n in node.users)
+        needed = name == "aten::contiguous" and any(operator_name(n) in _TAKE_CONTIGUOUS for n in node.users)
         if same and not needed:
             replace(node, source)
+
+
+@on_calls(*_TAKE_CONTIGUOUS)
+def contiguous_operands(graph: fx.Graph, node: fx.Node) -> None:
+    """Pass a contiguous first operand to operators that need one.
+
+    Other passes remove copies and reorder views, so an operand can have other strides than in the model.
+    """
+    if operator_name(node.args[0]) != "aten::contiguous":
+        with graph.inserting_before(node):
+            node.update_arg(0, emit(graph, node.args[0], aten.contiguous.default, node.args[0]))
 
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
@@ -81,9 +92,10 @@ def positional_arguments(graph: fx.Graph) -> None:
 
 @on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
 def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite `copy(a, b)`, the functional form of a write to `a`, as `b` in the dtype and shape of `a`.
+    """Rewrite operators that use only the shape or dtype of an operand, without that operand.
 
-    Rewrite `view_as`, `expand_as` and `type_as` with the shape or dtype of the other tensor in place of the tensor.
+    `view_as`, `expand_as` and `type_as` become calls with a constant shape or dtype. `copy(a, b)`, the functional form
+    of a write to `a`, becomes `b` in the dtype and shape of `a`.
     """
     name = operator_name(node)
     source = node.args[1] if name == "aten::copy" else node.args[0]

@@ -51,7 +51,7 @@ def test_an_operator_without_a_rule_runs_whole_and_exactly(mesh, mixes):
 def test_microbatches_fall_back_to_one_and_are_refused_when_asked_for():
     model, batch = custom_model(mixes=True)
     made = autopart.plan(model, "pp2", example_kwargs=batch)
-    assert (made.schedule.name, made.schedule.microbatches) == ("gpipe", 1)
+    assert (made.schedule.name, made.schedule.microbatches) == ("1f1b", 1)
     with pytest.raises(StageError, match="it has no sharding rule"):
         autopart.plan(model, "pp2", example_kwargs=batch, microbatches=2)
 
@@ -106,7 +106,7 @@ def test_explain_shows_it(tmp_path, capsys):
     model, batch = custom_model(mixes=True)
     made = autopart.plan(model, "tp2", example_kwargs=batch)
     text = str(made.explain())
-    assert "run whole on every rank" in text
+    assert "operators that run in full on every rank" in text
     assert f"1 {SUMS}: it has no sharding rule" in text
     assert f"try {made.unsharded[0]['try']}" in text
     made.save(tmp_path / "plan.json")

@@ -91,9 +91,9 @@ def rows_of(rows, mesh, **schedule):
         (2, "dp2", {"microbatches": 4}, (1, False)),
         (1, "dp2", {"microbatches": 1}, (1, True)),
         (4, "dp2,pp2", {"name": "1f1b", "microbatches": 4}, (2, False)),
-        (2, "dp2,pp2", {"name": "1f1b", "microbatches": 4}, (1, False)),  # gpipe
+        (2, "dp2,pp2", {"name": "1f1b", "microbatches": 4}, (1, False)),
         (7, "pp4", {"name": "1f1b", "microbatches": 4}, (7, False)),
-        (3, "pp4", {"name": "1f1b", "microbatches": 4}, (3, False)),  # gpipe
+        (3, "pp4", {"name": "1f1b", "microbatches": 4}, (3, False)),
         (9, "pp4", {"name": "interleaved_1f1b", "microbatches": 4, "virtual_stages": 2}, (3, False)),
     ],
 )

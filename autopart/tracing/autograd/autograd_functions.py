@@ -2,13 +2,16 @@
 
 While a model is traced, `Function.apply` calls a custom operator in the namespace `autograd_function`, with one
 overload for every class and signature. The operator runs the Function; its backward runs the Function again, with
-gradients. It has no sharding rule, so it is replicated until the user registers one.
+gradients. The operator has no sharding rule, so it is replicated until the user registers one.
 
-A Function is also traced on its own, forward and backward. Random draws are refused. A Function that writes to its
-inputs works on copies, and later uses of such an input are refused. If both traces consist of pointwise operators of
-one shape, the operator is replaced by the traced operators: these are right on any shard, and the operator has torch's
-tag `pointwise`. The backward's trace also shows whether the backward is linear in the gradients
-(`passes/rules/operators/autograd_function_rules.py`). If it is not (it clips them), it must not get partial sums.
+The Function is also traced alone, forward and backward. A Function that draws random numbers is refused. A Function
+that writes to its inputs gets copies of them, and later uses of such an input are refused.
+
+If both traces contain only pointwise operators on tensors of one shape, the traced operators replace the custom
+operator: they are correct on any shard. The custom operator also gets torch's tag `pointwise`.
+
+If the traced backward is not linear in the gradients (it clips them, for example), the operator must not get partial
+sums as gradients (`passes/rules/operators/autograd_function_rules.py`).
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it 
 class UserFunction:
     """An autograd.Function together with all arguments of one call, except the tensors.
 
-    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of these tensors. If
-    the Function later gets float64 instead (in `verify`), tensors that it creates are float64 as well. `written`:
-    indices of the tensors that the Function writes to; it gets copies of them.
+    `arguments`: the call's arguments, with `Tensor` in place of each tensor. `dtypes`: the dtypes of the call's
+    tensors. If `verify` runs the Function in float64, tensors that the Function creates are float64 as well. `written`:
+    indices of the tensors that the Function writes to. The Function gets copies of them.
     """
 
     function: Any
@@ -114,10 +117,11 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Examined:
-    """Traces of a Function's forward and backward, and properties that follow from them.
+    """Traces of a Function's forward and backward, and properties of the Function that follow from them.
 
-    `backward`: maps tensors and output gradients to input gradients; None if no input needs one. `single`: the Function
-    returns one tensor, not a tuple. `is_pointwise`: all operators are pointwise on tensors of one shape.
+    `backward`: graph from input tensors and output gradients to input gradients; None if no input needs a gradient.
+    `single`: True if the Function returns one tensor, not a tuple. `is_pointwise`: True if all operators are pointwise
+    on tensors of one shape.
     """
 
     forward: fx.GraphModule
@@ -203,11 +207,9 @@ def apply_as_operator(
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
-    """Return the source code of a Function's traced forward and backward.
+    """Return the source code of a Function's traced forward and backward. All arguments must be tensors.
 
-    All its arguments must be tensors.
-
-    Raises LostInTrace, as `apply_as_operator`.
+    Raises LostInTrace if the Function cannot be one operator.
     """
     wanted = [t.requires_grad for t in tensors]
     try:
@@ -218,7 +220,7 @@ def code_of(function: type, tensors: Sequence[Tensor]) -> str:
 
 
 def is_of_a_model(function: type) -> bool:
-    """Return True for an autograd.Function of a model's code, False for those that torch's tracing uses."""
+    """Return True for an autograd.Function of a model's code, False for Functions of torch's tracing."""
     name = function.__module__
     return not name.startswith("torch.") or name.startswith(_COMPUTING)
 

@@ -37,9 +37,9 @@ def both_branches(condition: Tensor, if_true: Branch, if_false: Branch, operands
 
 
 def _where(chosen: Tensor, side: bool, leaf: Any) -> Any:
-    """Return a branch's input unchanged.
+    """Return a branch's input unchanged. The input gets a gradient only if the branch is selected.
 
-    It receives a gradient only if the condition `chosen` equals `side`.
+    `chosen`: the condition. `side`: the value of the condition for which the branch is selected.
     """
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return leaf

@@ -1,7 +1,7 @@
-"""Decompositions of torch functions into operators that can be traced and have sharding rules.
+"""Decompositions of torch functions that torch.export cannot trace, or that have no sharding rule.
 
-They make explicit what torch's operators hide (which rows `embedding_bag` sums) or decide by values (the number of
-distinct values).
+For example, `embedding_bag` becomes a look-up and a sum, which have sharding rules. The output size of `unique` depends
+on values; its decomposition selects the distinct values by a mask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _embedding_bag(
 ) -> Tensor:
     """Decompose `F.embedding_bag` into an embedding look-up and a sum per bag.
 
-    Torch's operator hides which rows belong to which bag. Here the gradient of the table is dense.
+    Torch's operator hides which rows belong to which bag. The gradient of the table is dense.
     """
     if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
@@ -66,7 +66,10 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute the CTC loss with autopart's operator, as torch's allocates tensors of data-dependent size."""
+    """Compute the CTC loss with autopart's operator.
+
+    Torch's operator allocates tensors of data-dependent size.
+    """
     if log_probs.ndim == 2:
         lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
         row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
@@ -79,10 +82,10 @@ def _ctc_loss(
 
 
 def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Sum the looked-up rows of each bag, given the bags' start offsets.
+    """Sum or average the looked-up rows of each bag. `starts`: index of the first row of each bag.
 
     Args:
-        counted: for each row, True if the row counts in the divisor of a mean.
+        counted: boolean per row: False if the row is left out of the divisor of a mean.
     """
     places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
     bag = torch.searchsorted(starts, places, right=True) - 1
@@ -173,7 +176,7 @@ def _order(rows: Tensor) -> Tensor:
 
 
 def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first row of each run of equal consecutive rows, and for every row the number of its run."""
+    """Return the first row of each run of equal consecutive rows, and for every row the index of its run."""
     differs = rows[1:] != rows[:-1]
     first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
     first = first if rows.ndim == 1 else first.flatten(1).any(1)
@@ -236,7 +239,7 @@ def _corrcoef(input: Tensor) -> Tensor:
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """Compute `torch.combinations` with indices that depend only on sizes.
 
-    Torch selects by a mask instead.
+    Torch's own code selects the indices by a mask, so its result has a data-dependent size.
     """
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = list(choose(range(len(input)), r))

@@ -132,9 +132,8 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
 def _attach(graph: fx.Graph) -> None:
     """Remove the `detach` calls that autograd inserts for saved tensors.
 
-    `detach` calls of the model's code stay.
-
-    Raises LostInTrace for operators whose gradient the transform could lose.
+    `detach` calls of the model's code stay. Raises LostInTrace for an operator whose gradient cannot be traced, such as
+    a fused backward operator.
     """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default and _OWN not in node.meta:

@@ -78,7 +78,10 @@ def _masked_diagonal(node: fx.Node) -> fx.Node:
 
 
 def _strided(node: fx.Node, is_written: bool) -> fx.Node:
-    """Replace `as_strided` by views of the elements in memory order, whose meaning no later pass changes."""
+    """Replace `as_strided` by equivalent permutes, reshapes and slices.
+
+    Later passes change the strides of tensors. These views do not depend on strides, so they stay correct.
+    """
     graph, source = node.graph, node.args[0]
     traced: Tensor = value(source)
     offset = argument(node, "storage_offset")
@@ -112,7 +115,7 @@ def _strided(node: fx.Node, is_written: bool) -> fx.Node:
 
 
 def _unfolded(node: fx.Node) -> fx.Node:
-    """Replace `unfold` with windows that do not overlap by a reshape of the dim."""
+    """Replace an `unfold` whose windows do not overlap by a reshape of the dim."""
     size, step = node.args[2:4]
     dim = node.args[1] % max(len(shape(node.args[0])), 1)
     view = added(node.graph, node, aten.movedim.int, node.args[0], dim, -1)
@@ -121,10 +124,12 @@ def _unfolded(node: fx.Node) -> fx.Node:
 
 
 def _windows(node: fx.Node, view: fx.Node, count: int, size: int, step: int, is_written: bool) -> fx.Node:
-    """Return a view of the last dim in windows, of shape [..., number of windows, size or more].
+    """Return a view of shape [..., count, window], which splits the last dim into `count` windows.
+
+    A window of the view can have more than `size` elements.
 
     Args:
-        step: elements from the start of a window to the start of the next.
+        step: distance from the start of a window to the start of the next, in elements.
     """
     graph = node.graph
     if size == 1:
@@ -152,7 +157,7 @@ def _narrowed(node: fx.Node, view: fx.Node, start: int, end: int, step: int = 1)
 def _written_views(graph: fx.Graph) -> set[fx.Node]:
     """Return all nodes that share memory with the target of an in-place write.
 
-    Raises TraceError if a value with a gradient is read after a write to a detached view of it.
+    Raises TraceError if a detached view of a value with a gradient is written, and the value is read after the write.
     """
     bases = {node: base for node in graph.nodes if (base := _base(node)) is not None}
     with_gradient: set[fx.Node] = set()

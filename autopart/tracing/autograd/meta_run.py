@@ -1,8 +1,9 @@
-"""Run a model's own Python on meta tensors, so that autograd records what depends on what.
+"""Run a model's own Python on meta tensors, to find which outputs depend on which parameters.
 
-Parameters and inputs are on the meta device, but report the model's device. Small tensors that depend on no parameter
-or input are real, so that Python can read their values. Results of repeated calls are cached, because torch infers
-shapes slowly. `.item()` returns 1. The entries of `.tolist()` are 0, which is a valid index of any tensor.
+Autograd's graph of the run shows these dependencies. Parameters and inputs are on the meta device, but report the
+model's device. Small tensors that depend on no parameter or input are real, so that Python can read their values.
+Results of repeated calls are cached, because torch infers shapes slowly. `.item()` returns 1. The entries of
+`.tolist()` are 0, which is a valid index of any tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 def meta_run(device: torch.device, known: ConcreteConstants) -> Iterator[None]:
     """Run a model on meta tensors inside a `with` block (see the module's docstring).
 
-    Tensors report `device`. `known`: the tensors whose values Python can read.
+    The tensors report `device` as their device. `known`: the tensors whose values Python can read.
     """
     placed = _Placed(device, known)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), placed:
@@ -113,7 +114,7 @@ class _Placed(TorchFunctionMode):
 
 
 class _Listed(int):
-    """An entry of `tensor.tolist()`: 0, or, in the condition of an `if`, a value that runs its code."""
+    """An entry of `tensor.tolist()`: the integer 0. An `if` that compares the entry runs its body."""
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
@@ -202,7 +203,7 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call's keyword arguments, changed so that it creates its tensors on meta."""
+    """Return the keyword arguments of a call, with `device="meta"` if the call creates or moves a tensor."""
     makes = not args or not any(isinstance(leaf, Tensor) for leaf in args)
     if kwargs.get("device") is None and not (makes and any(a.name == "device" for a in func._schema.arguments)):
         return kwargs
@@ -210,7 +211,10 @@ def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mappin
 
 
 def _key(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a cache key of an argument, with tensors given by metadata. Appends its tensors to `tensors`."""
+    """Return a cache key of an argument. Tensors in the key are replaced by their metadata.
+
+    The tensors themselves are appended to `tensors`.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.is_meta

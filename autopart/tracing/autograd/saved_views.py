@@ -1,8 +1,8 @@
-"""Gradients inside a forward (`torch.autograd.grad`): nodes for tensors that autograd saves.
+"""Support for `torch.autograd.grad` in a forward: trace nodes for tensors that autograd saves.
 
-A composite operator such as `linear` is one node of a trace. Its backward uses tensors that have no node: mostly a view
-of an input, such as `weight.t()`. Other backwards use their operator's output, which autograd returns as a new tensor
-object. Without nodes, torch would make both constants of the trace.
+A composite operator such as `linear` is one node of a trace. Its backward uses tensors that have no node, mostly views
+of an input such as `weight.t()`. Other backwards use the operator's output, which autograd returns as a new tensor
+object without a node. torch would treat tensors without a node as constants of the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ aten = torch.ops.aten
 
 @contextmanager
 def saved_views() -> Iterator[None]:
-    """Add nodes, in a `with` block, for operator inputs that are views of traced tensors without a node."""
+    """Add trace nodes for operator inputs that have none, if they are views of traced tensors.
+
+    Applies to the operators that run in a `with` block.
+    """
     kept: list[Any] = []  # a trace has no node for a tensor that nobody holds
 
     def meet(run: Callable[[], Any], tracer: Any, function: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -53,7 +56,7 @@ def _adopt(tracing: Tracing, tensor: Tensor) -> None:
 
 
 def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
-    """Return True if, for autograd, `tensor` is `base` or the result of one operator on `base`."""
+    """Return True if `tensor` is `base` itself, or the result of one operator on it, in autograd's graph."""
     if tensor.dtype != base.dtype or tensor.numel() != base.numel() or tensor.storage_offset() != base.storage_offset():
         return False
     if tensor.requires_grad != base.requires_grad:
@@ -67,7 +70,7 @@ def _is_made_of(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _order(tensor: Tensor, base: Tensor) -> list[int] | None:
-    """Return the permutation that `base.permute` needs to give `tensor`; None if there is none."""
+    """Return dims such that `base.permute(dims)` has the shape and strides of `tensor`; else None."""
     left = list(enumerate(zip(base.shape, base.stride(), strict=True)))
     order: list[int] = []
     for wanted in zip(tensor.shape, tensor.stride(), strict=True):

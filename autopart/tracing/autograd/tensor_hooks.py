@@ -25,7 +25,10 @@ _FUNCTIONS: dict[tuple[str, str], type] = {}
 
 
 class Rewrites(Exception):
-    """Raised if a forward changes earlier nodes of its trace: each block is then traced separately."""
+    """Raised if a forward changes earlier nodes of its trace.
+
+    The model is then traced again, with every repeated block traced separately.
+    """
 
 
 class TracedHookHandle:

@@ -32,7 +32,7 @@ _RENORM = "aten::embedding_renorm"
 def with_weight_updates(traced: Trace, name: str) -> Trace:
     """Return a trace in which updates of trained parameters are separate from the graph.
 
-    Raises TraceError.
+    Raises TraceError for an update that cannot be applied before the graph runs.
 
     Args:
         name: name of the model, for errors.
@@ -56,12 +56,15 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
     before = [user for node in steps - {new} for user in node.users if user in read - steps]
     if elsewhere or before:
         why = (
-            "it reads more than the parameter's own elements, one by one" if elsewhere else "the old value is read too"
+            "the new value of an element depends on more than its old value"
+            if elsewhere
+            else "forward() reads the old value too"
         )
         raise TraceError(
             f"{name} writes to its trained parameter '{parameter}' in its forward", refusal=Refusal.WRITE, why=why,
             where=describe(new),
-            hint="do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
+            hint="change it outside forward(), after optimizer.step(); or with clamp_, mul_ and the like, before "
+            "forward() reads it",
         )  # fmt: skip
     change = _part_of(graph, [weight], new)
     new.replace_all_uses_with(weight)
@@ -71,8 +74,8 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
     """Return the update of an embedding table that only `max_norm=` changes; None for any other update.
 
-    A look-up rescales only rows whose norm is above `max_norm`. A row is thus rescaled once, and all look-ups can
-    rescale before the graph runs.
+    Each look-up rescales the rows that it reads whose norm is above `max_norm`. Rescaling a row a second time does not
+    change it. So the rows of all look-ups can be rescaled before the graph runs.
     """
     lookups, node, steps = list[fx.Node](), new, {weight}
     while node is not weight:
@@ -113,7 +116,7 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 
 
 def _reads_looked_up(step: fx.Node) -> bool:
-    """Return True if all uses of a rescaled embedding table look up only rows that were rescaled."""
+    """Return True if every look-up in a rescaled embedding table reads only rows that were rescaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
 
     def is_right(user: fx.Node) -> bool:

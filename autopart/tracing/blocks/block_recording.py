@@ -1,8 +1,8 @@
 """Recording of one call of a block (a repeated layer) in a trace, to compare later calls with it.
 
-The compared block runs its own Python on tensors with the recorded metadata. A block cannot be recorded or compared if
-it has side effects that its inputs and outputs do not show: writes to inputs, changed attributes, Python's random
-numbers (`State`), or tensors stored outside of the block (`leaked`).
+The compared block runs its own Python on tensors with the recorded metadata. Some side effects do not show in the
+inputs and outputs of a block: writes to inputs, changed attributes, Python's random numbers (`State`), and tensors
+stored outside of the block (`leaked`). A block with such a side effect is neither recorded nor compared.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Differs(Exception):
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """One operator call of a recorded block: its comparison `key`, and `made`, its results by index.
+    """One operator call of a recorded block.
 
-    `is_factory`: the call reads no tensor.
+    `key`: comparison key of the call. `made`: the results of the call, each given by its index among the block's
+    tensors. `is_factory`: True if the call reads no tensor.
     """
 
     key: tuple
@@ -53,8 +54,10 @@ class _RecordedStep:
 class Template:
     """A recorded block, with which later blocks are compared.
 
-    `reads`: for every operator call, references to the tensors among its arguments. `leaves`: the results of the block.
-    `parts`: references to the tensors that are used after the block, the results first.
+    The tensors of a block are numbered: first the tensors that it is passed, then the results of its operators.
+
+    `reads`: the tensors that each operator call reads, as `Ref`s. `leaves`: comparison keys of the block's results.
+    `parts`: (number, `Ref`) of each tensor that code after the block uses, results first.
     """
 
     number: int
@@ -78,18 +81,19 @@ class Template:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """Map the id of each stand-in tensor, which replaces a result of an operator, to the result's index."""
+        """{id of a stand-in tensor: index of the operator result that the stand-in tensor represents}."""
         return {id(tensor): self.num_given + i for i, tensor in enumerate(self.stand_ins)}
 
     def leaked(self) -> bool:
-        """Return True if anything outside this template refers to one of its stand-in tensors."""
+        """Return True if an object outside this template refers to one of its stand-in tensors."""
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
 class RecordedCall:
     """One call of a block. `given`: its distinct tensors (arguments, parameters, buffers).
 
-    `key`: everything that must be equal in another call that repeats this one.
+    `key`: comparison key of the call's arguments, parameters and global modes. Two calls are compared further only if
+    their keys are equal.
     """
 
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
@@ -121,7 +125,7 @@ class RecordedCall:
 
 
 class _Comparing:
-    """Conversion of the operator calls of a running block to keys that can be compared between blocks."""
+    """Base class of `Recording` and `Replay`: converts operator calls of a block to comparison keys."""
 
     def __init__(self, call: RecordedCall, stop: Any):
         self.call, self.stop, self.failed = call, stop, False
@@ -132,12 +136,15 @@ class _Comparing:
         self._made: dict[int, weakref.ref] = {}
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """Return the index of a tensor that the block was passed or has computed."""
+        """Return the index of a tensor that the block was passed or has computed; None for any other tensor."""
         reference = self._made.get(id(tensor))
         return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
-        """Record the index of a result. Only its id is stored: with a reference, torch would copy the tensor."""
+        """Record the index of a result, by the id of the result.
+
+        A strong reference is not stored, because torch copies tensors that have other references.
+        """
         self._places[id(tensor)], self._made[id(tensor)] = place, weakref.ref(tensor)
         return tensor
 
@@ -287,7 +294,7 @@ class Replay(_Comparing):
         return type(recorded)(self._given_back(part, is_factory) for part in recorded)
 
     def leaked(self) -> bool:
-        """Return True if anything outside of the block refers to a result that is used only inside it."""
+        """Return True if an object outside the block refers to an intermediate result of the block."""
         if not any(ref() is not None for ref in self.own) and not self.template.leaked():
             return False
         gc.collect()
@@ -348,7 +355,7 @@ def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple
 
 
 def frames_to(frame: Any, stop: Any) -> tuple:
-    """Return (code, position) of each frame of the Python stack, up to the frame of the function `stop`."""
+    """Return (code, bytecode offset) of the Python frames from `frame` up to the function `stop`."""
     places: list[Any] = []
     while frame is not None and frame.f_code is not stop:
         places += (frame.f_code, frame.f_lasti)

@@ -1,10 +1,10 @@
 """Deduplication of equal blocks in the trace of a deep model.
 
 Equal blocks that `RepeatedBlocks` found form a chain: each reads the result of the previous block, its own parameters,
-and values that all blocks read. Of a chain, the first three blocks, the last three and one between stay in the graph.
-The one between is the representative of all removed blocks: its layouts, programs and counts apply to each of them. If
-pipeline stages begin inside a chain, the blocks around each boundary stay too, and each stage has its own
-representative.
+and values that all blocks read. The first three blocks of a chain, the last three and one middle block stay in the
+graph; all others are removed. The middle block represents the removed blocks: its layouts, programs and counts apply
+to each of them. If pipeline stages begin inside a chain, the blocks next to each boundary stay too, and each stage has
+its own representative.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEHIND = 2
 
 
 class _Block(NamedTuple):
-    """One block of a chain of equal blocks: path of the module list, index in it, and the block's nodes."""
+    """One block of a chain of equal blocks: path of its module list, its index in the list, its nodes."""
 
     path: str
     number: int
@@ -43,17 +43,17 @@ class _Block(NamedTuple):
         return f"{self.path}.{self.number}."
 
 
-def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
-    """Return the trace with all but a few of its equal blocks removed; the trace itself if it has too few.
+def deduplicated(traced: Trace, stage_starts: Sequence[str] = ()) -> Trace:
+    """Return the trace with equal blocks removed. Returns `traced` itself if no block can be removed.
 
     Args:
-        apart: names of operators at which stages begin. Blocks around these operators stay. No block represents blocks
-            of several stages.
+        stage_starts: names of operators at which stages begin. Blocks next to these operators stay. No block represents
+            blocks of several stages.
     """
     if traced.weight_updates or traced.checkpointed or traced.has_random_branches:
         return traced
     chains = (chain for chain in _chains(traced.graph) if _is_foldable(traced, chain))
-    runs = [run for chain in chains for run in _alike_in(chain, apart)]
+    runs = [run for chain in chains for run in _alike_in(chain, stage_starts)]
     if not runs:
         return traced
     graph, folds, replaced, stands_for, left_out = (
@@ -80,10 +80,13 @@ def deduplicated(traced: Trace, apart: Sequence[str] = ()) -> Trace:
     return replace(traced, graph=graph, parameters=parameters, folds=tuple(folds), whole=traced)
 
 
-def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
-    """Yield sequences of consecutive blocks of a chain. One block of a sequence can represent all of them."""
+def _alike_in(chain: Sequence[_Block], stage_starts: Sequence[str]) -> Iterator[Sequence[_Block]]:
+    """Yield groups of consecutive blocks of a chain. The first block of a group can represent the others.
+
+    Blocks at the ends of the chain, and blocks next to an operator in `stage_starts`, are in no group.
+    """
     path = chain[0].path
-    touched = {DeduplicatedBlock(path, 0, 1).block(name) for name in apart}
+    touched = {DeduplicatedBlock(path, 0, 1).block(name) for name in stage_starts}
     run: list[_Block] = []
     for block in (*chain[_ENDS:-_ENDS], None):
         if block is not None and touched.isdisjoint(range(block.number - _BEHIND, block.number + 2)):
@@ -130,7 +133,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
 
 
 def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
-    """Return copies of one traced block as `_Block`s: finds the index of each in its module list."""
+    """Convert copies of one traced block to `_Block`s, with their path and index from the module stack."""
     stacks = [[path for path, _ in (facts(calls[0]).get("nn_module_stack") or {}).values()] for calls in copies]
     blocks: list[_Block] = []
     for stack, other, calls in zip(stacks, [*stacks[1:], *stacks[-2:-1]], copies, strict=False):
@@ -169,7 +172,10 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
-    """Return a comparison key of a node's arguments: values of this and the previous block by position."""
+    """Return a comparison key of a node's arguments, equal for corresponding nodes of equal blocks.
+
+    Values of this block and of the previous block are replaced by their positions in the block.
+    """
     index = place[node][0]
     prefix = chain[index].prefix
 

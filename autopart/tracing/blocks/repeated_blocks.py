@@ -1,12 +1,13 @@
 """Repeated blocks (equal layers) of a model, traced once.
 
 While `torch.export` runs a model's forward, the first call of a block (`RepeatedBlocks`) is traced as usual and
-recorded. A later block of the same class and shapes also runs its own Python, but each operator call is only compared
-with the recorded one (`block_recording.py`): the operator, its constants, the tensors that it reads (by index: inputs,
-own parameters, earlier results), the Python lines and the modules. If all are equal, the graph gets one node for the
-entire block, and `RepeatedBlocks.expand` replaces this node by copies of the first block's operators. If anything
-differs, the block is traced as usual. If the difference is detected too late for that, the entire model is traced again
-(`NotARepeat`).
+recorded. A later block of the same class and shapes also runs its own Python, but its operator calls are not traced.
+Each call is compared with the recorded call (`block_recording.py`): operator, constants, Python line and modules. The
+tensors that the call reads are compared by index among the block's inputs, parameters and earlier results.
+
+If all calls are equal, the graph gets one node for the entire block. `RepeatedBlocks.expand` later replaces this node
+by copies of the first block's operators. If anything differs, the block is traced as usual. If the difference is
+detected too late for that, the entire model is traced again (`NotARepeat`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Repeat:
 
 
 class RepeatedBlocks:
-    """The possibly equal blocks of one model, while the model is traced."""
+    """Modules of a model that are possibly equal blocks, and what was traced of them."""
 
     def __init__(self, model: nn.Module, known: ConcreteConstants):
         self.known = known
@@ -133,7 +134,10 @@ class RepeatedBlocks:
         return output
 
     def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Compare a call with the recorded ones. Return whether it repeats one, and its results."""
+        """Compare a call with a recorded block. Return True and the results if the call repeats the block.
+
+        Returns (False, None) if the call differs. Raises NotARepeat if the call had side effects.
+        """
         self.tried = True
         state, counts = State(call.block), call.tracing.counts()
         self._active = replay = Replay(call, run.__code__, template)
@@ -233,7 +237,10 @@ def _moved(stack: Mapping[str, tuple[str, str]], old: str, new: str) -> dict[str
 
 
 def _alike(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, kind) of the outermost modules with children that have a sibling of equal kind."""
+    """Yield (module, kind) of modules that have children, and a sibling module of equal kind.
+
+    Modules inside a yielded module are not searched.
+    """
     kinds = {child: _kind(child) for child in model.children() if any(True for _ in child.children())}
     counts = Counter(kinds.values())
     for child, kind in kinds.items():

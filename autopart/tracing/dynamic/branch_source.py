@@ -1,9 +1,11 @@
 """Source analysis of code that a data-dependent condition skips.
 
-Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no such branch. It needs none if
-the skippable code only writes to elements of tensors: the program then always runs the code, and writes to no element
-when the model would skip it (`data_dependent_branches.py`). This file decides that from the source: the skippable
-statements must write to elements of tensors, and later code must not read other variables that they assign.
+Examples: `if mask.any(): y[mask] += ...`, `if not len(token): continue`. A graph has no branches. It needs no branch
+if the skippable code only writes to elements of tensors. The program then always runs the code, and writes to no
+element when the model would skip the code (`data_dependent_branches.py`).
+
+This file finds such code in the source. The skippable statements must write to elements of tensors, and later code must
+not read other variables that these statements assign.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """A condition in lines `first` to `last`, the lines that it skips, and the names to which these write."""
+    """A condition in lines `first` to `last` of a file.
+
+    `skipped`: the lines that the condition can skip. `written`: names of the tensors that these lines write to.
+    """
 
     first: int
     last: int
@@ -58,7 +63,7 @@ def skipped_code_of(frame: FrameType | None) -> Skipped | None:
 
 
 def skipped_by_length(frame: FrameType) -> Skipped | None:
-    """Return the code that a frame skips if a length is 0; None if it does more than write to tensors."""
+    """Return the code that a frame skips if a length is 0; None if the code does more than write."""
     condition = _condition(frame)
     return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
 
@@ -101,7 +106,10 @@ def _conditions(code: CodeType) -> list[_Condition]:
 
 
 def _source(code: CodeType) -> tuple[Any, int]:
-    """Return a function's syntax tree, and the number of lines before it in its file; None without source."""
+    """Return a function's syntax tree, and the number of lines before the function in its file.
+
+    Returns None if the source is not available.
+    """
     try:
         lines, first = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -128,7 +136,7 @@ def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -
 
 
 def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
-    """Return the statements that only one outcome of an `if` runs; [] if each outcome runs some."""
+    """Return the statements that an `if` can skip; [] if it has an `else` or skips none."""
     if statement.orelse:
         return []
     leaves = statement.body[0]
@@ -161,7 +169,7 @@ class _OnlyWrites:
         return all(self._writes(statement, in_loop) for statement in statements)
 
     def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
-        """Analyze statements that some iterations skip: their variables can be from an earlier iteration."""
+        """Analyze statements that may not run: variables that they assign do not count as assigned afterwards."""
         before = set(self.made)
         writes = self._all(statements, in_loop)
         self.made = before
@@ -216,14 +224,14 @@ class _OnlyWrites:
         return are_names and not names & self.read_elsewhere
 
     def _reads(self, value: ast.expr) -> bool:
-        """Return True if an expression reads no variable that an earlier run of these statements assigned."""
+        """Return False if an expression can read a variable that an earlier run of these statements assigned."""
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
 
 
 class _Behind:
-    """Analysis of the code after skippable statements: finds variables of these statements that it reads.
+    """Analysis of the code outside of skippable statements.
 
-    `reads`: the names of these variables.
+    `reads`: names that this code reads and that the skippable statements may have assigned.
     """
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
@@ -232,10 +240,10 @@ class _Behind:
         self._block(function.body, assigned)
 
     def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
-        """Analyze a list of statements in order.
+        """Analyze the statements of a block in order.
 
-        `others`: names that code outside of the skippable statements has assigned before this list. Returns these names
-        plus those that the list assigns.
+        `others`: names that code outside of the skippable statements assigned before the block. Returns these names and
+        the names that the block assigns.
         """
         for statement in block:
             if id(statement) in self.skipped:

@@ -1,10 +1,12 @@
 """Writes that a model skips depending on values: `if mask.any(): y[mask] += expert(x[mask])`.
 
-A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), it is traced as
-if it ran, between two marker nodes; the first marker has the condition as an argument. When the model would skip the
-code, the program selects no elements in it: either the condition implies that the mask is false everywhere, or the mask
-is combined with the condition. A final check makes sure that the skippable code has no other effect: later code must
-read only the written tensors.
+A graph has no branches. If the skippable code only writes to elements of tensors (`branch_source.py`), the code is
+traced as if it ran. A marker node is inserted before the code and another after it. The first marker has the condition
+as an argument.
+
+When the model would skip the code, the program must select no elements in it. Either the condition implies that the
+mask is false everywhere, or the mask is combined with the condition. A final check makes sure that the skippable code
+has no other effect: later code must read only the written tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class DataDependentBranches:
         self.turns = 0
 
     def go_on(self) -> None:
-        """Insert the end marker of skippable code that Python has left. Call it before every torch function."""
+        """Insert the end marker of skippable code when Python has finished the code's last line.
+
+        Call this before every torch function.
+        """
         if not self.running:
             return
         alive = set(_frames())
@@ -68,11 +73,14 @@ class DataDependentBranches:
             _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
-        """Return the truth value that runs the code under a condition; None if that code does more than write."""
+        """Return the truth value of a condition for which its code runs.
+
+        Returns None if that code does more than write to elements of tensors.
+        """
         return self._marked(frame, skipped_code_of(frame), truth) if frame is not None else None
 
     def has_length(self, frame: FrameType, size: int | torch.SymInt) -> bool:
-        """Return True for a data-dependent length in `if len(x) > 0:` whose branch does nothing but write."""
+        """Return True for a data-dependent length in `if len(x) > 0:` whose body only writes to tensors."""
         if isinstance(size, int):
             return False
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:  # Tensor.__len__ is Python
@@ -108,10 +116,10 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Marks:
-    """The marker nodes of a graph, and for each the masks that select nothing if the model skips its code.
+    """The marker nodes around skippable code in a graph.
 
     A begin marker is inserted before skippable code, an end marker after it. The first argument of a begin marker is
-    the condition.
+    the condition. The class also records masks that are false everywhere when the model skips the code.
 
     `same`: function that returns True for two nodes that compute equal values.
     """
@@ -164,14 +172,17 @@ class Marks:
 
 
 class _CountOf(NamedTuple):
-    """The number of times that a value occurs in a tensor, as an entry of `bincount` counts it."""
+    """The number of elements of tensor `of` that equal `number`, such as one entry of `bincount`."""
 
     of: fx.Node
     number: int
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Follow casts, views and the like back to a value that is nonzero somewhere iff this value is."""
+    """Follow casts and views back to the value that they were computed from.
+
+    The returned value has a nonzero element if and only if `node` has one.
+    """
     while True:
         name = operator_name(node).removeprefix("aten::")
         is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
@@ -203,7 +214,10 @@ def _asked_of(runs: fx.Node) -> fx.Node | _CountOf | None:
 
 
 def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
-    """Return the mask whose number of true elements this value is (or a multiple of it); else None."""
+    """Return the mask whose true elements a value counts. The value can also be a multiple of the count.
+
+    Returns a `_CountOf` for an entry of `bincount`, and None for any other value.
+    """
     node = _root(node)
     name = operator_name(node).removeprefix("aten::")
     if name == "mul" and _is_positive(node.args[0]):
@@ -244,7 +258,7 @@ def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, 
     Removes the markers.
 
     Args:
-        selected: {selection: all values that have a dim of the selected elements}.
+        selected: {node that selects elements by a mask: all nodes with a dim of these elements}.
     """
     inside: dict[fx.Node, list[fx.Node]] = {}
     marks.around.clear()
@@ -284,15 +298,15 @@ class _SkippedCode:
             if node not in self.nothing and self.nothing.intersection(node.all_input_nodes):
                 more = not self._writes_nothing(node) and operator_name(node) != "aten::sum"
             elif node not in self.nothing and operator_name(node).removeprefix("aten::") in _NO_FINITE_SLOPE:
-                more = self._is_told(node)
+                more = self._depends_on_condition(node)
             if more or not (self.inside.issuperset(node.users) or self._is_as_before(node)):
                 raise self._refused(node)
 
-    def _is_told(self, node: fx.Node) -> bool:
+    def _depends_on_condition(self, node: fx.Node) -> bool:
         """Return True if a value depends on the condition of this code, or on a mask computed from it.
 
         The program runs the code even when the model would skip it. A count can be 0 then, and an operator that divides
-        by it gives inf or NaN.
+        by the count gives inf or NaN.
         """
         made = ancestors_of([node])
         return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
@@ -315,12 +329,12 @@ class _SkippedCode:
 
     def _refused(self, node: fx.Node) -> TraceError:
         return TraceError(
-            "this line skips code depending on tensor values, and the code does more than write to selected elements",
-            refusal=Refusal.DECISION,
-            why=f"{short_name(node)} would change the result if nothing is selected ({source_text(node)})",
+            "this line skips code depending on tensor values, and the skipped code does more than write to "
+            "selected elements", refusal=Refusal.DECISION,
+            why=f"with no selected elements, {short_name(node)} would still change the result ({source_text(node)})",
             where=f"{self.lines.file}:{self.lines.line}",
             hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
-        )
+        )  # fmt: skip
 
 
 def _numbers(runs: fx.Node) -> list[fx.Node]:

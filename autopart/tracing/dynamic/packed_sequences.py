@@ -45,7 +45,7 @@ class PackedSequences:
         """Return the result of a function of packed sequences; UNKNOWN for other functions."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
-            return self._pack(*args, read)
+            return self._pack(read, *args)
         if name not in _RECURRENT | {"_pad_packed_sequence"} or not isinstance(args[1], Tensor):
             return UNKNOWN
         steps = self._steps.get(args[1])
@@ -55,7 +55,7 @@ class PackedSequences:
             return self._pad(args[0], steps, *args[2:])
         return self._recurrent(func, args[0], steps, *args[2:])
 
-    def _pack(self, source: Tensor, lengths: Tensor, batch_first: bool, read: Read) -> Any:
+    def _pack(self, read: Read, source: Tensor, lengths: Tensor, batch_first: bool) -> Any:
         num_steps = read(largest, lengths)
         if num_steps is UNKNOWN:
             return UNKNOWN

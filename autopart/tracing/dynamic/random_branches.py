@@ -38,8 +38,8 @@ _INEXACT = "a branch on a random number can skip this random operator"
 class RandomBranches:
     """The branches of one forward whose conditions are random numbers.
 
-    `answers`: outcomes of the first conditions; all further conditions get False. `lines`: source lines of the
-    branches. `skips_draws`: True if a branch skips code that draws random numbers.
+    `answers`: truth values for the conditions, in the order of evaluation. Conditions beyond the end of the list are
+    False. `lines`: source lines of the branches. `skips_draws`: True if a branch skips code that draws random numbers.
     """
 
     def __init__(self) -> None:
@@ -116,11 +116,11 @@ def _lost(why: str) -> LostInTrace:
 
 @dataclass(frozen=True)
 class _Side:
-    """Difference between the full trace and a trace in which the outcome of branch `number` is changed.
+    """Difference between the full trace and another trace, in which branch `number` has the other outcome.
 
-    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: nodes before the
-    branch, {node of the other trace: node of the full trace}. `instead`: {value of the full trace: value that later
-    code reads in its place in the other trace}.
+    `here`: nodes that only the full trace has. `there`: nodes that only the other trace has. `known`: {node of the
+    other trace: equal node of the full trace}, for nodes before the branch. `instead`: {value of the full trace: value
+    of the other trace}, for values that code after the branch reads and that differ.
     """
 
     number: int
@@ -178,12 +178,11 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 
 
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
-    """Build the graph for fixed outcomes of all branches, or (for None) with both sides of every branch.
-
-    In the second case, a `where` selects the side for each condition.
+    """Build the graph for fixed outcomes of all branches, or with both sides of every branch.
 
     Args:
-        most: the outcome of the longer trace.
+        most: truth value of every condition in the full trace.
+        answers: truth values of the conditions. None: compute both sides, and select by a `where` per branch.
     """
     built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)

@@ -40,14 +40,14 @@ def is_open(val: Any) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Return True if a node computes a scalar and no tensor."""
+    """Return True if a node computes a scalar, not a tensor."""
     return isinstance(value(node), _OPEN)
 
 
 def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before the current insertion point.
+    """Insert a call before the current insertion point. The call gets the source line of `like`.
 
-    It gets the source line of `like` and a fake result.
+    Its result is a fake tensor or a symbolic scalar.
     """
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
@@ -61,7 +61,7 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
 class SymbolicScalars:
     """The data-dependent scalars of a graph as 0-d tensors, which are added to the graph on first use.
 
-    `count`: function that returns the tensor for a torch symbol of a data-dependent size.
+    `count`: function that returns a data-dependent size as a tensor, given torch's symbol of the size.
     """
 
     def __init__(self, graph: fx.Graph, count: Callable[[fx.Node, Any], fx.Node | None]):
@@ -98,9 +98,10 @@ class SymbolicScalars:
         )  # fmt: skip
 
     def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
-        """Return the call with an overload that accepts tensors; None if the results would differ.
+        """Return the call with overload `target`, which accepts a tensor in place of each scalar.
 
-        The dtype of the result stays: in Python, a scalar operand does not change it.
+        The result keeps its dtype. A scalar operand does not change the dtype, but a tensor operand could, so it is
+        cast.
         """
         wanted = value(node)
         declared = target._schema.arguments
@@ -175,7 +176,7 @@ class SymbolicScalars:
             raise TraceError(
                 "a data-dependent size is used as a number", refusal=Refusal.SIZE,
                 why=f"autopart has no formula for it: {size}", where=source_text(line),
-                hint="the same number from the mask: mask.sum()",
+                hint="compute the number from the mask: mask.sum()",
             )  # fmt: skip
         first, *others = [self.size(part, line) for part in size.args]
         for other in others:

@@ -2,7 +2,7 @@
 
 `torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` an unbacked size (`u0`). Here every such selection
 becomes `autopart::positions`, whose size in the trace is the maximum. Values that depend on this size get sizes
-computed from the maximum (`counted` in their facts). A mean over such values becomes a sum divided by the actual
+computed from the maximum (the fact `counted` marks them). A mean over such values becomes a sum divided by the actual
 number. Data-dependent scalars become tensors (`symbolic_scalars.py`).
 
 The caller must refuse values whose size remains unknown (`bincount`, a slice up to a scalar).
@@ -242,9 +242,10 @@ class _Rewriter:
         return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
-        """Return a tensor of these sizes, of which some are those of existing values; else None.
+        """Return a tensor of these sizes, expanded from values that have the data-dependent sizes.
 
-        It is expanded from these values, so that it has their actual sizes at run time.
+        At run time, the tensor then has the actual sizes. Returns None if no size is data-dependent, or if no value has
+        one of them.
         """
         is_open = [not isinstance(size, int) for size in sizes]
         if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
@@ -266,7 +267,7 @@ class _Rewriter:
         return vector
 
     def _known(self, number: fx.Node) -> Any:
-        """Return the maximum of a symbolic size as an integer; the size's node if the maximum is unknown."""
+        """Return the maximum of a symbolic size as an integer, or the node of the size if it has no maximum."""
         known = with_sizes(value(number), self.sizes)
         return known if isinstance(known, int) else number
 
@@ -278,7 +279,7 @@ class _Rewriter:
         return self._call(line, aten.sum.default, selection.args[0])
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:
-        """Return {selection: all values that have a dim of the selected elements}."""
+        """Return {node that selects elements by a mask: all nodes with a dim of these elements}."""
         values_of: dict[fx.Node, set[fx.Node]] = {
             selection: set(selection.users) for selection in self.positions.values()
         }

@@ -1,8 +1,8 @@
 """Constant tensors of a trace, whose values are computed when Python code needs them.
 
-`nn.Transformer` compares a mask with the causal one; other models take the maximum of a few positions. Functions like
-`torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that read only the
-metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
+For example, `nn.Transformer` compares a mask with the causal mask, and other models take the maximum of position ids.
+Functions like `torch.arange` create such a tensor from numbers only, so its value can be computed on demand. Calls that
+read only the metadata of another tensor (`torch.ones_like(x)`, `steps.to(x)`) also return constants.
 
 A tensor in the user's code that is not a parameter, buffer or input is a constant of the trace, too. A forward that
 writes to such a tensor is refused.
@@ -212,7 +212,7 @@ class ConcreteConstants:
         return True
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
-        """Forget all recorded calls."""
+        """Forget the recorded calls of these tensors."""
         for tensor in tensors:
             self._made.pop(tensor, None)
 
@@ -250,7 +250,7 @@ class ConcreteConstants:
         return self._without_draws(program)
 
     def _without_draws(self, program: ValueProgram) -> Any:
-        """Return the result of a program; UNKNOWN if its calls draw random numbers."""
+        """Return the result of a program; UNKNOWN if one of its calls draws random numbers."""
         self.read += [leaf for leaf in program.recorded if isinstance(leaf, Tensor)]
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
@@ -324,9 +324,9 @@ def _evaluated(formula: Any, symbols: Sequence[Any], *numbers: Any) -> Any:
 
 
 def _without_model(name: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-    """Replace the tensor of which a call such as `ones_like` reads only metadata by that metadata.
+    """Return the arguments of a call such as `ones_like(x)` with `x` replaced by its shape and dtype.
 
-    Returns the new arguments and keyword arguments.
+    The call reads only metadata of `x`. Returns positional and keyword arguments.
     """
     place, keyword = (_SHAPED_LIKE | _TYPED_LIKE)[name]
     like = args[place] if place < len(args) else kwargs.get(keyword)

@@ -4,7 +4,7 @@ Export marks `torch.no_grad()` regions. It loses these marks inside autocast reg
 and it cannot trace `.data`. `EagerSemantics` writes both `no_grad` and `.data` as `detach` calls, which stay in the
 graph.
 
-`traceable` replaces the few torch modules that cannot be traced by equivalent code.
+`traceable` gives the few torch modules that export cannot trace an equivalent forward.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class EagerSemantics(TorchFunctionMode):
         if (output := self.packed.run(func, args, read)) is not UNKNOWN:
             return output
         func, args, kwargs = with_size((func, args, kwargs), read)
-        output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, kwargs)
+        output = self._run(TRACE_DECOMPOSITIONS.get(func, func), args, dict(kwargs))
         self.known.note((func, args, kwargs), tensors, output)
         output = self.decisions.note((func, args, kwargs), output, frame)
         for tensor in tensors_in(output) if names else ():
@@ -305,7 +305,7 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 def traceable(
     model: nn.Module, apply: Callable[..., Any] = apply_as_operator, to_list: Callable[[Tensor], Any] = as_places
 ) -> Iterator[None]:
-    """Replace modules and functions that cannot be traced by equivalent code, inside a `with` block.
+    """Replace modules and functions that torch.export cannot trace, inside a `with` block.
 
     A SyncBatchNorm becomes a BatchNorm, because the batch of a trace is the global batch. A user's autograd.Function
     becomes one operator (`apply` receives torch's own `apply`, the class, args and kwargs). `to_list` replaces
@@ -330,9 +330,9 @@ def traceable(
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Replace `module.to(device, dtype)` in a forward by a no-op if the module already has both.
+    """Make `module.to(device, dtype)` in a forward a no-op, if the module has this device and dtype.
 
-    torch.export could not replace the module's parameters.
+    Raises LostInTrace for any other device or dtype, because torch.export cannot replace the module's parameters.
     """
     options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
     targets = [*args, *options.values()]

@@ -1,4 +1,4 @@
-"""Guards: compare, at each call, the Python values that a trace holds as constants (as torch.compile)."""
+"""Guards: compare, at each call, the Python values that a trace holds as constants."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CODE = (*FUNCTIONS, classmethod, staticmethod)
 class Change(NamedTuple):
     """A Python value that differs from its value in the trace.
 
-    `slot`: where the user's code reads a number.
+    `slot`: the `NumberSlot` that reads and replaces the value; None if the value cannot be replaced.
     """
 
     path: str
@@ -63,8 +63,9 @@ class Guards:
         model: the traced module: the user's model, or a `WithLoss` around it.
         others: the loss function and other options, whose attributes are guarded too.
         inputs: identities of the numbers that are inputs of the program; they are not guarded.
-        device: device of the program; None if the program casts the tensors that it reads. The program uses tensors on
-            this device directly, so only tensors that it has copied from other devices are guarded.
+        device: device of the program, or None. Constant tensors on this device are not guarded, because the program
+            reads the user's tensor itself. From other devices it reads a copy. None: the program casts and copies every
+            tensor.
         updated: attributes of modules that every call changes. Other attributes that the code changes are not guarded.
     """
 
@@ -162,8 +163,8 @@ class Guards:
         others = [n for p in parents if p is not None for n, t in p.named_parameters() if id(t) not in self._parameters]
         if others:
             raise UsageError(
-                f"the model has another layer: its parameter '{others[0]}' was not there when the model was traced",
-                why="the partitioned model trains the parameters that the model had when it was traced",
+                f"the model has a new layer: its parameter '{others[0]}' did not exist when the model was traced",
+                why="the partitioned model trains only the parameters of the traced model",
                 hint="change layers before parallelize()",
             )
         return True
@@ -179,7 +180,7 @@ class Guards:
                 yield Change(path, "a tensor", "other values", None)
 
     def changed_numbers(self) -> dict[str, NumberSlot]:
-        """Return {path: slot} of the numbers that changed; {} if a value that is not a number changed too."""
+        """Return {path: `NumberSlot`} of the numbers that changed; {} if any other value changed too."""
         changes = [*self.changes()]
         if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
             return {}
@@ -191,7 +192,10 @@ class Guards:
             self._todo.append((path, thing))
 
     def _argument(self, thing: Any) -> None:
-        """Guard a loss function or option: its attributes, the object of a method, the closure of a function."""
+        """Guard the attributes of a loss function or option.
+
+        For a method, the attributes of its object are guarded; for a function, its closure variables and defaults.
+        """
         if isinstance(thing, functools.partial):
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._argument(part)
@@ -235,7 +239,7 @@ class Guards:
             self._value(path, holder, mapping, name, mapping.get(name, MISSING))
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
-        """Guard a value that the user's code read, and the attributes that the code read from it."""
+        """Guard a Python value, and the attributes that the user's code read from it."""
         if value is MISSING or (isinstance(value, _CODE) and not isinstance(holder, nn.Module)):
             return
         if isinstance(value, types.ModuleType):
@@ -283,7 +287,7 @@ class Guards:
 
 
 def _no_layer() -> None:
-    """Return None. Used like a dead weak reference, for a child module that is None."""
+    """Return None. Used in place of a weak reference to a child module that is None."""
 
 
 class _GuardedValues:
@@ -391,7 +395,7 @@ class _Entries:
 
 
 def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
-    """Return a slot with which a number in a mapping can be replaced; None if it cannot be replaced."""
+    """Return the `NumberSlot` that replaces an entry of a mapping; None if the entry cannot be replaced."""
     if isinstance(mapping, Cell):
         return cell_slot(mapping.cell)
     if isinstance(mapping, Computed):
@@ -406,7 +410,7 @@ def _identity_key(value: Any) -> Hashable:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value. It has no tensor values, because sharded parameters have none here."""
+    """Return a short text of a value. For a tensor, the text has the type only, not the values."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in list(value.items())[:4]) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -419,7 +423,7 @@ def shown(value: Any) -> str:
 
 
 def warn_of_change(change: Change) -> None:
-    """Warn that a Python value changed that the program holds as a constant: the call is traced again."""
+    """Warn that a Python value of the user's code changed, so that the call is traced again."""
     warnings.warn(
         f"{change.path} changed from {shown(change.before)} to {shown(change.now)} since it was traced: autopart "
         "traces the call again for each new value. Pass a value that changes often as a tensor input.",
@@ -431,11 +435,12 @@ def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Tra
     """Raise TraceError if two traces of a call differ because forward changes Python values that it reads.
 
     Args:
-        paths: the values that changed during the first trace.
+        paths: paths of the values that changed during the first trace.
     """
     if str(first.graph) != str(second.graph):
         raise TraceError(
-            f"{type(users_model(model)).__name__} computes something else in every call", refusal=Refusal.STATE,
+            f"{type(users_model(model)).__name__} computes something different in every call", refusal=Refusal.STATE,
             why=f"it changes {', '.join(sorted(paths)[:3])} and branches on it",
-            hint="change it in the training loop: autopart follows it; or a tensor in a buffer (register_buffer)",
+            hint="change it in the training loop, which starts a new trace; or keep it as a tensor in a buffer "
+            "(register_buffer)",
         )  # fmt: skip

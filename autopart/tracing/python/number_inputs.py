@@ -39,7 +39,7 @@ class NumberInputs:
 
     Attributes:
         options: names of inputs that are arguments of the call, or variables, defaults or keywords of `loss_fn`.
-        slots: {path: slot} of inputs that are attributes, globals or container entries.
+        slots: {path: `NumberSlot`} of inputs that are attributes, globals or container entries.
         constants: names of numbers on which code branches, so that they cannot be inputs.
         last: {name: number} of the arguments and of `loss_fn` at the last trace.
     """
@@ -62,13 +62,13 @@ class NumberInputs:
         return frozenset(self.options), tuple((path, type(slot.get())) for path, slot in self.slots.items()), others
 
     def can_be_tensors(self) -> bool:
-        """Return True if at least one number is an input, and user code has replaced none by another type."""
+        """Return True if there are number inputs, and the values in all their slots are still numbers."""
         return bool(self) and all(is_number(slot.get()) for slot in self.slots.values())
 
     def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
-        """Make inputs of the numbers that differ from `last`, and of the numbers in `slots`.
+        """Make numbers that changed inputs: `numbers` that differ from `last`, and all numbers in `slots`.
 
-        Return their names.
+        Numbers in `constants` stay constants. Returns the names of the new inputs.
         """
         options = {name for name, value in numbers.items() if self.last.get(name, value) != value}
         options -= self.options | self.constants
@@ -79,7 +79,7 @@ class NumberInputs:
         return options | added.keys()
 
     def refuse(self, names: set[str]) -> None:
-        """Make these numbers constants for all later traces."""
+        """Keep these numbers as constants in all later traces."""
         self.constants |= names
         self.options -= names
         self.slots = {path: slot for path, slot in self.slots.items() if path not in names}
@@ -106,7 +106,7 @@ def numbers_of(options: Mapping[str, Any], loss_fn: Any) -> dict[str, Any]:
 
 
 def slots_of(function: Any) -> dict[str, NumberSlot]:
-    """Return slots for the closure variables, defaults and `functools.partial` keywords of a function."""
+    """Return {name: `NumberSlot`} for a function's closure variables, defaults and partial keywords."""
     if isinstance(function, functools.partial):
         keywords = {f"{name} of loss_fn": entry_slot(function.keywords, name) for name in function.keywords}
         return {**slots_of(function.func), **keywords}
@@ -125,7 +125,7 @@ def slots_of(function: Any) -> dict[str, NumberSlot]:
 
 
 def entry_slot(container: Any, key: Any) -> NumberSlot:
-    """Return a slot for an entry of a dict or list."""
+    """Return a `NumberSlot` for an entry of a dict or list."""
     get = _or_none(lambda: container[key])
     return NumberSlot((id(container), key), get, lambda value: container.__setitem__(key, value))
 
@@ -164,7 +164,7 @@ class _Slots:
 
 @contextmanager
 def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
-    """Write the numbers of traces in this `with` block into these slots."""
+    """Select the slots that `assigned` writes to, for the traces in this `with` block."""
     before, _Slots.current = _Slots.current, slots
     try:
         yield

@@ -1,4 +1,4 @@
-"""Side effects of a model's forward. A trace runs them once, the program that is made from it never."""
+"""Side effects of a model's forward: a trace has them once, and the program made from it never."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PythonState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Changed attributes whose values are not tensors: code in the next forward can branch on them."""
+        """Attributes that the forward changed to a value without tensors. The next forward can branch on them."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
@@ -207,10 +207,11 @@ def _cast_of(constant: fx.Node) -> fx.Node | None:
 def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
     """Return the text of a graph, without calls that are not connected to any input, weight or output.
 
-    Such calls are, for example, initial values of a module that the forward creates. Constants are left out by name.
+    Such calls are, for example, initial values of a module that the forward creates. Constants appear without their
+    names.
 
     Args:
-        constants: {constant: a cast of it that is left out, or None}.
+        constants: {constant: cast of it that is left out of the text, or None}.
     """
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
     ends = [node for node in graph.nodes if node.op != "call_function"]
@@ -272,10 +273,10 @@ def check_attributes(
 ) -> tuple[tuple[str, ...], Mapping[str, Any]]:  # fmt: skip
     """Raise TraceError if a forward reads a tensor attribute that it changes for its next call.
 
-    A tensor counts as read if its first value is a constant of the trace, or if Python read its values. For numbers,
-    and for tensors in variables that had none, `again` traces the call again, starting with the values that the forward
-    has stored. Both graphs must be equal, except if only numbers and flags of modules have changed. Returns notes for
-    the user, and {attribute: new value} of numbers and flags that the next call reads.
+    A forward reads a tensor if the tensor's first value is a constant of the trace, or if Python used its values. For
+    numbers, and for tensors in attributes that had no tensor before, `again` traces the call again. The second trace
+    starts with the values that the first forward stored. Both graphs must be equal, except if only numbers and flags of
+    modules have changed. Returns notes for the user, and {attribute: new value} of these numbers and flags.
 
     Args:
         computed: returns the part of a graph that must be equal; by default the entire graph.
@@ -311,11 +312,10 @@ def check_attributes(
             shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
             shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(
-                f"{name} computes something else in every call",
-                refusal=Refusal.STATE,
-                why=f"forward() leaves {', '.join(shown[:3])}, and the next call reads it",
-                hint="a tensor in a buffer (register_buffer), changed by tensor operations",
-            )
+                f"{name} computes something different in every call", refusal=Refusal.STATE,
+                why=f"forward() stores {', '.join(shown[:3])}, and the next call reads it",
+                hint="keep it as a tensor in a buffer (register_buffer), changed by tensor operations",
+            )  # fmt: skip
         if not is_same:
             notes.append(f"{SETS} {', '.join(numbers)}, which the next call reads: each value is traced")
     updates = numbers if are_plain else {}

@@ -128,7 +128,7 @@ class RecordedReads:
             self.changed.add((identity_of(holder), name))
 
     def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
-        """Return True if a value at the end of the forward differs from the one that user code first read."""
+        """Return True if `value`, at the end of the forward, differs from the value that user code first read."""
         noted = self._values.get((id(holder), name))
         return noted is not None and noted != value_key(value, tensors=False)
 
@@ -174,9 +174,9 @@ def record_reads() -> Iterator[RecordedReads]:
 
 @contextmanager
 def watched_frames() -> Iterator[None]:
-    """Watch the frames of the user's code inside this `with` block, which is inside `record_reads`.
+    """Watch the frames of the user's code inside this `with` block. Without `record_reads`, does nothing.
 
-    The trace function of a debugger still runs.
+    A debugger's trace function still runs.
     """
     reads, debugger = _Recording.reads, sys.gettrace()
     if reads is None:
@@ -230,7 +230,7 @@ def is_terminal(value: Any) -> bool:
 
 
 def names_in(code: types.CodeType) -> tuple[Name, ...]:
-    """List the names that code reads from outside, each with the attributes that it reads from them.
+    """List the variables that code reads, each with the chain of attributes that the code reads from it.
 
     >>> names_in(compile("a.b.c + f(d)", "", "eval"))
     (Name(root='a', is_global=True, attributes=('b', 'c')), Name(root='f', ...), Name(root='d', ...))

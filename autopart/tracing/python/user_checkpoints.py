@@ -1,8 +1,9 @@
 """Activation checkpoints in a model's own code (`torch.utils.checkpoint`), traced as plain calls.
 
-A reentrant checkpoint is an autograd.Function whose forward runs without grad mode and whose backward runs the model's
-Python again, so a trace of it has no gradient. Here its function is called like any other code of the model. The plan
-chooses what the partitioned model recomputes; by default it recomputes the modules that the model checkpoints.
+A reentrant checkpoint is an autograd.Function. Its forward runs without grad mode, so that a trace of it has no
+gradient; its backward runs the model's Python again. Here the checkpoint's function is called like any other code of
+the model. The plan chooses what the partitioned model recomputes. By default it recomputes the modules that the model
+checkpoints.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class UserCheckpoints:
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
-        """Record the modules that run in a `with` block, which is one checkpoint.
+        """Record the modules that run in one checkpoint, inside a `with` block.
 
-        Nested checkpoints are not recorded.
+        Checkpoints inside this checkpoint are not recorded.
         """
         if self._seen is not None:
             yield

@@ -28,7 +28,7 @@ Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
 
 
 class Passing(float):
-    """A number that a check compares with another number; each comparison passes."""
+    """A number whose every comparison returns the truth value for which the value check passes."""
 
     def __new__(cls, wanted: bool) -> Passing:
         number = super().__new__(cls)
@@ -93,7 +93,8 @@ def asking_frame(frame: FrameType | None) -> FrameType | None:
 def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
     """Return (line, byte offset) of the end of the condition that a frame is evaluating.
 
-    The condition is the call that is running, or the operand of a jump, computed right before the jump.
+    If the frame is in a call, such as `bool(x)`, the condition is the call. Else it is the operand of a jump, which the
+    instruction before the jump computes.
     """
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
     _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
