@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from autopart.ir.blocks.deduplication import DeduplicatedBlocks, original
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.run.mixed_precision import Precision
+from autopart.ir.run.value_guards import ValueCall, ValueGuards, ValueProgram
 from autopart.ir.run.weight_updates import WeightUpdates
 
 T = TypeVar("T")
@@ -58,6 +59,8 @@ class Trace:
         weight_updates: changes that the forward makes to trained parameters before the graph runs.
         precision: mixed precision of the graph, which casts parameters where it uses them. `parameters` are not cast.
         has_random_branches: True if random numbers decide which branches run (stochastic depth).
+        value_guards: values of inputs that Python read. The trace serves calls with equal values.
+        attribute_updates: {attribute of a module: its new value} for numbers and flags that the forward changes.
         folds: deduplicated blocks, each of which represents several blocks of the model (`ir/blocks/`).
         whole: the trace before deduplication, with all blocks; None if no block was deduplicated.
     """
@@ -77,12 +80,22 @@ class Trace:
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
     has_random_branches: bool = False
+    value_guards: ValueGuards = field(default_factory=ValueGuards)
+    attribute_updates: Mapping[str, Any] = field(default_factory=dict)
     folds: DeduplicatedBlocks = ()
     whole: Trace | None = None
 
     def without_values(self) -> Trace:
         """Return a copy whose parameters allocate no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
+
+    def attributes_after(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
+        """Return {attribute: value} of the attributes that a call with these input tensors changes."""
+        if not self.attribute_updates:
+            return {}
+        recorded = {name: value for name, value in self.attribute_updates.items() if isinstance(value, ValueCall)}
+        values = ValueProgram([*recorded.values()]).run(tensors)
+        return {**self.attribute_updates, **dict(zip(recorded, values, strict=True))}
 
     @property
     def all_parameters(self) -> Mapping[str, torch.Tensor]:

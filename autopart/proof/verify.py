@@ -56,6 +56,7 @@ from autopart.recipe.make_plan import make_plan, prepare
 from autopart.recipe.model_source import ModelSource
 from autopart.recipe.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.tracing.python.python_state import SETS
 from autopart.tracing.sparse_buffers import check_layouts
 from autopart.tracing.trace_model import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
@@ -324,6 +325,11 @@ class VerificationRun:
         self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
         """Run and compare training steps, and add their results to a verification."""
+        if changes := next((note for note in self.traced.notes if note.startswith(SETS)), None):
+            raise InputError(
+                f"steps={training.steps} of a model whose {changes.partition(':')[0]}",
+                why="each step is another trace, and verify() has one", hint="verify_loop(), which calls parallelize()",
+            )  # fmt: skip
         if not verification.ok:
             return replace(
                 verification,

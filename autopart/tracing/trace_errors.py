@@ -17,7 +17,8 @@ from torch import nn
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
+_TORCH, _AUTOPART = Path(torch.__file__).parent, Path(__file__).parent.parent
+NOT_THE_USERS = (f"{_TORCH}/", f"{_AUTOPART}/", contextlib.__file__, "<")
 
 
 class LostInTrace(Exception):
@@ -108,6 +109,12 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
         )  # fmt: skip
     hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
     return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+
+
+def without_values_error(error: TraceError) -> TraceError:
+    """Return an error with the additional hint that inputs on meta have no values to read."""
+    hint = f"an example whose inputs have values, not on meta; or {error.hint}"
+    return TraceError(error.what, refusal=error.refusal, why=error.why, where=error.where, hint=hint)
 
 
 def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:

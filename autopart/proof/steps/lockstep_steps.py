@@ -40,7 +40,7 @@ from autopart.runtime.checkpoint.state_dicts import NO_PARAMETERS
 from autopart.runtime.gradients.step_reduction import sync_gradients_lockstep
 from autopart.runtime.shards.shard_state import merge_stored
 from autopart.runtime.training.gradient_norms import grad_norm_lockstep
-from autopart.tracing.call_cache import call_key
+from autopart.tracing.call_cache import MAX_CALLS, Recent, call_key
 from autopart.tracing.trace_model import flatten_call
 from autopart.tracing.with_loss import call
 
@@ -279,23 +279,25 @@ def _restore_state(reference: Reference) -> Iterator[None]:
 
 
 class _TracedBatches:
-    """Traces and programs of the batches, cached by the shapes and options of the call."""
+    """Traces and programs of the batches, cached by shapes, options and value guards of the call."""
 
     def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
         self.reference, self.arrangement, self.training = reference, arrangement, training
         self.first = reference.subject.step(arrangement.decisions)
-        self.cache: dict[Hashable, tuple[GraphUnderTest, Program]] = {
-            self._key(training.example): (reference.subject, self.first)
-        }
+        self.cache: Recent[tuple[GraphUnderTest, Program]] = Recent(MAX_CALLS)
+        self.cache.add(self._key(training.example), (reference.subject, self.first))
 
     def of(self, step: int) -> tuple[GraphUnderTest, Program]:
         """Return the traced graph and the program of a step. The graph has the step's inputs and random seed."""
         arguments = self.training.batch(step)
         key = self._key(arguments)
-        if key not in self.cache:
-            self.cache[key] = self._traced(arguments)
-        subject, program = self.cache[key]
-        call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
+        tensors = flatten_call(self.reference.in_double(arguments)).tensors
+
+        def fits(cached: tuple[GraphUnderTest, Program]) -> bool:
+            return cached[0].traced.value_guards.hold(tensors, {})
+
+        subject, program = self.cache.find(key, fits) or self.cache.add(key, self._traced(arguments))
+        call = replace(subject.traced.call, tensors=tensors)
         return GraphUnderTest(replace(subject.traced, call=call), subject.loss, SEED + step), program
 
     def _key(self, arguments: Mapping[str, Any]) -> Hashable:

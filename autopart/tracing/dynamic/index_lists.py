@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.compat.symbolic_shape_internals import expression
 from autopart.compat.torch_internals import tree_map
 from autopart.errors import Refusal
 from autopart.tracing.trace_errors import LostInTrace
@@ -47,7 +48,7 @@ class IndexList:
 
 def as_places(tensor: Tensor) -> IndexList | None:
     """Return a stand-in for `tolist()` of 1-d integers of data-dependent length; None for other tensors."""
-    is_open = tensor.ndim == 1 and not isinstance(tensor.shape[0], int)
+    is_open = tensor.ndim == 1 and not isinstance(expression(tensor.shape[0]), int)
     return IndexList(tensor) if is_open and not tensor.is_floating_point() else None
 
 
